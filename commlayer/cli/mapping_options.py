@@ -24,7 +24,15 @@ from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import DISPATCHERS, SOFTWARE, Software, software, with_dispatcher
+from commlayer.scheduler.mapping.software import (
+    DISPATCHERS,
+    SOFTWARE,
+    DispatchPrecision,
+    Software,
+    software,
+    with_dispatcher,
+    with_overlap,
+)
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import vary
 
@@ -114,6 +122,14 @@ job_options = in_order(
         "--dispatcher", type=click.Choice(DISPATCHERS), help="By what tokens go to experts.  [the software's own]"
     ),
     click.option(
+        "--dispatch-precision",
+        type=click.Choice(get_args(DispatchPrecision)),
+        default="bf16",
+        show_default=True,
+        help="Of rows on their way to experts.",
+    ),
+    click.option("--shared-expert-overlap", is_flag=True, help="Shared experts compute beside the exchange of tokens."),
+    click.option(
         "--efficiency",
         type=_POSITIVE,
         help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
@@ -181,6 +197,8 @@ def read_request(given: dict[str, Any]) -> Request:
     runs = software(given.pop("software_name"))
     if (dispatcher := given.pop("dispatcher")) is not None:
         runs = with_dispatcher(runs, dispatcher)
+    precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")
+    runs = with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)
     return Request(job, cluster, runs, given.pop("efficiency"))
 
 

@@ -141,7 +141,8 @@ class LayerBuilder:
     def kernels_us(self, setup: Setup, exchange: StepCollective) -> float | None:
         """The time of an exchange that goes by the software's kernels, µs; None for another."""
         routes = self._routes(setup)
-        return routes.us(self.cluster) if routes is not None and routes.takes(exchange) else None
+        is_theirs = routes is not None and routes.takes(exchange)
+        return routes.call_us(exchange, self.cluster) if routes is not None and is_theirs else None
 
     def _routes(self, setup: Setup) -> TokenRoutes | None:
         kernels = self.software.kernels
@@ -160,7 +161,7 @@ class LayerBuilder:
         )
         if key not in self._known_routes:
             nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
-            self._known_routes[key] = TokenRoutes.of(kernels, self.job, setup, nodes, self.software.activation_bytes)
+            self._known_routes[key] = TokenRoutes.of(kernels, self.job, setup, nodes, self.software)
         return self._known_routes[key]
 
     def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
@@ -238,22 +239,22 @@ class LayerBuilder:
             remade,
             before_back,
             home.first,
-            map(Issue, home.out),
+            _begun(home.out),
             later,
             before,
             forth.first,
-            map(Issue, forth.out),
-            map(Wait, home.out),
+            _begun(forth.out),
+            _ended(home.out),
             home.computed,
-            map(Issue, home.home),
+            _sent_home(home.home),
             home.later,
-            map(Wait, forth.out),
+            _ended(forth.out),
             forth.computed,
-            map(Issue, forth.home),
-            map(Wait, home.home),
+            _sent_home(forth.home),
+            _come_home(home.home),
             home.last,
             after_back,
-            map(Wait, forth.home),
+            _come_home(forth.home),
             forth.last,
             after,
         )
@@ -288,11 +289,14 @@ class LayerBuilder:
         return found
 
     def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Item]:
+        is_beside = self._has_shared_beside(work, at)
         experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=True)
-        before, after = self._forward_around(setup, work, at)
+        before, after = self._forward_around(setup, work, at, shared_is_beside=is_beside)
         return sequence(before, experts, after)
 
-    def _forward_around(self, setup: Setup, work: LayerWork, at: Places) -> tuple[list[Item], list[Item]]:
+    def _forward_around(
+        self, setup: Setup, work: LayerWork, at: Places, *, shared_is_beside: bool = False
+    ) -> tuple[list[Item], list[Item]]:
         """What comes before the tokens' way to the experts, and after their way back."""
         is_tensor = setup.attention == "tensor"
         before, after = _sync(at.pop("before_attention", [])), _sync(at.pop("after_attention", []))
@@ -314,19 +318,27 @@ class LayerBuilder:
             _sync(at.pop("router", [])),
             _sync(at.pop("counts", [])),
             _sync(at.pop("before_ffn", [])),
-            Compute(work.shared.forward, "dense"),
+            [] if shared_is_beside else Compute(work.shared.forward, "dense"),
         )
         after_experts = sequence(_sync(at.pop("after_ffn", [])), last)
         _check_used(at)
         return program, after_experts
 
     def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Item]:
+        is_beside = self._has_shared_beside(work, at)
         experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=False)
-        before, after, _ = self._backward_around(setup, work, at, again)
+        before, after, _ = self._backward_around(setup, work, at, again, shared_is_beside=is_beside)
         return sequence(before, experts, after)
 
     def _backward_around(
-        self, setup: Setup, work: LayerWork, at: Places, again: Places, *, puts_off: bool = False
+        self,
+        setup: Setup,
+        work: LayerWork,
+        at: Places,
+        again: Places,
+        *,
+        puts_off: bool = False,
+        shared_is_beside: bool = False,
     ) -> tuple[list[Item], list[Item], list[Item]]:
         """What comes before the gradients' way to the experts, and after their way back, and what of that is put off.
 
@@ -342,15 +354,19 @@ class LayerBuilder:
         projected = 0.0 if puts_off and not (is_tensor and before) else work.projections.weight_gradient
         if not projected:
             later += work.projections.weight_gradient
+        around_shared = (
+            again.pop("before_ffn", []),
+            Compute(work.shared.backward, "dense"),
+            at.pop("before_ffn", []),
+        )
         before_experts = sequence(
             first,
             first_sum,
             _sync(at.pop("after_ffn", [])),
-            _around_products(
-                again.pop("before_ffn", []), Compute(work.shared.backward, "dense"), at.pop("before_ffn", [])
-            ),
+            [] if shared_is_beside else _around_products(*around_shared),
         )
         after_experts = sequence(
+            [*_sync(around_shared[0]), *_sync(around_shared[2])] if shared_is_beside else [],
             Compute(work.router.backward, "dense"),
             _moved(work.middle.backward),
             after if is_tensor else [],
@@ -385,17 +401,32 @@ class LayerBuilder:
         self, setup: Setup, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool
     ) -> list[Item]:
         """Dispatch, experts and combine; backward the other way round."""
+        beside = self._shared_beside(work, is_forward) if self._has_shared_beside(work, at) else ([], [])
         parts = self._expert_parts(work, at, levels, is_forward=is_forward, puts_off=self.software.puts_off_weights)
         if levels is None and self._hides(setup, parts.out, parts.home):
             chunks = self._chunked(parts.out[0], parts.home[0], parts.computed, parts.later, is_forward)
             return [*parts.first, *chunks, *parts.last]
         return [
             *parts.first,
-            *_sync(parts.out),
+            *(_out_beside(parts.out, beside[0]) if beside[0] else _sync(parts.out)),
             *parts.computed,
-            *_home_beside(parts.home, parts.later),
+            *_home_beside(parts.home, [*beside[1], parts.later]),
             *parts.last,
         ]
+
+    def _has_shared_beside(self, work: LayerWork, at: Places) -> bool:
+        """Whether shared experts compute beside the exchange of tokens; not where there is none, or in a dense layer."""
+        is_asked = self.software.overlaps_shared and not self.software.hides_dispatch
+        return is_asked and bool(work.experts.forward and at.get("dispatch") and at.get("combine"))
+
+    def _shared_beside(self, work: LayerWork, is_forward: bool) -> tuple[list[Item], list[Item]]:
+        """Shared experts' first products, of two (three with a gate), beside the way to the routed experts and the last one
+        beside the way home; backward the last one first."""
+        whole = work.shared.forward if is_forward else work.shared.backward
+        matrices = self.job.model.matrices
+        last = Compute(whole / matrices, "dense")
+        first = Compute(whole - whole / matrices, "dense")
+        return ([first], [last]) if is_forward else ([last], [first])
 
     def _expert_parts(
         self, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool, puts_off: bool = False
@@ -444,7 +475,7 @@ class LayerBuilder:
             puts_off=self.software.puts_off_weights,
         )
         if len(slices) == 1:
-            return [*_sync([out]), *computed, *_home_beside([home], later)]
+            return [*_sync([out]), *computed, *_home_beside([home], [later])]
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
         outs, homes = [self._share(out, share) for share in shares], [self._share(home, share) for share in shares]
         items: list[Item] = []
@@ -493,9 +524,40 @@ def _sync(calls: Iterable[PlannedCall]) -> list[Item]:
     return [item for call in calls for item in (Issue(call), Wait(call))]
 
 
-def _home_beside(home: list[PlannedCall], later: Compute) -> list[Item]:
+def _of_one_group(calls: Sequence[PlannedCall]) -> int:
+    """How many of the first calls are of one group, which runs them one after another; those of another wait for them."""
+    return next((index for index, call in enumerate(calls) if call.group != calls[0].group), len(calls))
+
+
+def _begun(out: Sequence[PlannedCall]) -> list[Item]:
+    """The calls to the experts that begin at once."""
+    return [Issue(call) for call in out[: _of_one_group(out)]]
+
+
+def _ended(out: Sequence[PlannedCall]) -> list[Item]:
+    """The end of what was begun, and then the others."""
+    number = _of_one_group(out)
+    return [*map(Wait, out[:number]), *_sync(out[number:])]
+
+
+def _sent_home(home: Sequence[PlannedCall]) -> list[Item]:
+    """The calls from the experts: the last ones begin when those of other groups before them have ended."""
+    number = len(home) - _of_one_group(home[::-1])
+    return [*_sync(home[:number]), *map(Issue, home[number:])]
+
+
+def _come_home(home: Sequence[PlannedCall]) -> list[Item]:
+    return [Wait(call) for call in home[len(home) - _of_one_group(home[::-1]) :]]
+
+
+def _out_beside(out: Sequence[PlannedCall], work: Sequence[Item]) -> list[Item]:
+    """The calls to the experts, and what is computed while the first ones are under way."""
+    return [*_begun(out), *work, *_ended(out)]
+
+
+def _home_beside(home: list[PlannedCall], later: Sequence[Item]) -> list[Item]:
     """The way home, one call after another, and what is computed while the last of them is under way."""
-    return [*_sync(home[:-1]), *_beside_product(home[-1:], later)] if later.us else _sync(home)
+    return [*_sync(home[:-1]), *map(Issue, home[-1:]), *sequence(later), *map(Wait, home[-1:])]
 
 
 def _beside_product(calls: list[PlannedCall], work: Compute) -> list[Item]:

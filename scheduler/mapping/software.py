@@ -3,6 +3,7 @@ what."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +21,14 @@ __all__ = [
     "software",
     "splits_ffn",
     "with_dispatcher",
+    "with_overlap",
 ]
+
+
+DispatchPrecision = Literal["bf16", "fp8"]
+_SCALED = 128
+"""Elements of a row that share an FP32 scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; DeepEP's FP8 dispatch)."""
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,10 @@ class Software:
         hides_dispatch: tokens go to experts in chunks, beside the experts' work (:mod:`commlayer.scheduler.overlap`).
         two_levels: a dispatch by all_to_all goes in two levels where that is predicted faster (docs/moe.md).
         kernels: by which tokens are dispatched, in place of calls of all_to_all; None: by these.
+        dispatch_precision: of rows on their way to experts, forward (tokens) and backward (gradients): ``bf16`` or ``fp8`` with
+            scales; they come back in BF16.
+        overlaps_shared: shared experts compute beside the exchange of tokens, where these are not dispatched in chunks and no
+            passes are merged (Megatron-Core's ``--moe-shared-expert-overlap``).
         activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
         gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
             (Megatron-LM's linear layers).
@@ -66,6 +78,8 @@ class Software:
     hides_dispatch: bool = False
     two_levels: bool = False
     kernels: DispatchKernels | None = None
+    dispatch_precision: DispatchPrecision = "bf16"
+    overlaps_shared: bool = False
     activation_bytes: int = 2
     parameter_bytes: int = 2
     gathers_again: bool = True
@@ -78,6 +92,12 @@ class Software:
     bucket_bytes: int | None = None
     balances: bool = False
     sums_loss_over_world: bool = False
+
+    def row_bytes(self, hidden: int, *, to_experts: bool = False) -> int:
+        """Bytes of a token that travels. ``to_experts``: on its way to them; a gradient is too, in the backward pass."""
+        if to_experts and self.dispatch_precision == "fp8":
+            return hidden + _SCALE_BYTES * math.ceil(hidden / _SCALED)
+        return hidden * self.activation_bytes
 
 
 MEGATRON = Software(name="megatron", strategies=(Strategy.FLAT,))
@@ -131,6 +151,22 @@ def with_dispatcher(software: Software, dispatcher: str) -> Software:
         return replace(software, name=name, hides_dispatch=True, two_levels=True, sends_weights=False, kernels=None)
     kernels = DISPATCH_KERNELS.get(dispatcher)
     return replace(software, name=name, hides_dispatch=False, two_levels=False, kernels=kernels)
+
+
+def with_overlap(
+    software: Software, *, dispatch_precision: DispatchPrecision = "bf16", overlaps_shared: bool = False
+) -> Software:
+    """The same software with rows that go to experts in another precision, and shared experts beside the exchange.
+
+    Raises UsageError where tokens go in chunks or in two levels, as with our dispatcher, which has neither.
+    """
+    changes = ("FP8 dispatch",) * (dispatch_precision != "bf16") + ("shared experts beside it",) * overlaps_shared
+    if changes and software.hides_dispatch:
+        raise UsageError(
+            f"{software.name} dispatches in chunks, without {' and '.join(changes)}: take another dispatcher"
+        )
+    name = ", ".join((software.name, *changes))
+    return replace(software, name=name, dispatch_precision=dispatch_precision, overlaps_shared=overlaps_shared)
 
 
 def splits_ffn(software: Software, attention: str) -> bool:

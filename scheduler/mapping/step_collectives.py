@@ -159,7 +159,11 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         found += [_again(each) for each in forward]
     elif setup.recompute == "selective":
         found += [_again(each) for each in forward if each.name in _AGAIN[setup.attention]]
-    for each in reversed(forward):
+    # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
+    ways_back = forward
+    if moe and software.dispatch_precision != "bf16":
+        ways_back = (*_attention(job, setup, software), *_experts(job, setup, software, of_gradients=True))
+    for each, back in zip(reversed(forward), reversed(ways_back), strict=True):
         if each.place in ("counts", "router"):
             continue
         if _is_gathered_again(each, setup, software):
@@ -167,7 +171,7 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
             found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
         else:
-            found.append(_mirrored(each))
+            found.append(_mirrored(back))
     return (*found, *_gradients(job, setup, software, moe))
 
 
@@ -234,7 +238,8 @@ def _dense(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, 
     )
 
 
-def _experts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
+def _experts(job: Job, setup: Setup, software: Software, *, of_gradients: bool = False) -> tuple[StepCollective, ...]:
+    """List what is exchanged for the experts. ``of_gradients``: with the sizes of what each call's way back sends."""
     before: tuple[StepCollective, ...] = ()
     after: tuple[StepCollective, ...] = ()
     if job.model.shared_width:
@@ -244,27 +249,28 @@ def _experts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective
         before = (*_kept(setup, StepCollective("balance", "stage", "dp", "all_reduce", size, "router")), *before)
     if setup.dispatch == "all_gather":
         return (*before, *_gathered(job, setup, software), *after)
-    return (*before, *_exchanged(job, setup, software), *after)
+    return (*before, *_exchanged(job, setup, software, of_gradients=of_gradients), *after)
 
 
 def _halves(pair: tuple[StepCollective, ...]) -> tuple[tuple[StepCollective, ...], tuple[StepCollective, ...]]:
     return pair[:1], pair[1:]
 
 
-def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
+def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool = False) -> tuple[StepCollective, ...]:
     """all_to_all over ep, all_gather over etp, and back."""
     model = job.model
     rows = dispatched_rows(job, setup)
-    size, weights = rows * model.hidden * software.activation_bytes, rows * _WEIGHT_BYTES * software.sends_weights
+    out, home = (rows * software.row_bytes(model.hidden, to_experts=way is not of_gradients) for way in (True, False))
+    weights = rows * _WEIGHT_BYTES * software.sends_weights
     return _kept(
         setup,
         *_counts(job, setup, software),
-        StepCollective("dispatch", "ep", "ep", "all_to_all_v", size, "dispatch"),
+        StepCollective("dispatch", "ep", "ep", "all_to_all_v", out, "dispatch"),
         StepCollective("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
-        StepCollective("experts_gather", "etp", "ep", "all_gather", size * setup.etp, "gather_experts"),
+        StepCollective("experts_gather", "etp", "ep", "all_gather", out * setup.etp, "gather_experts"),
         StepCollective("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts"),
-        StepCollective("experts_sum", "etp", "ep", "reduce_scatter", size * setup.etp, "scatter_experts"),
-        StepCollective("combine", "ep", "ep", "all_to_all_v", size, "combine"),
+        StepCollective("experts_sum", "etp", "ep", "reduce_scatter", home * setup.etp, "scatter_experts"),
+        StepCollective("combine", "ep", "ep", "all_to_all_v", home, "combine"),
     )
 
 

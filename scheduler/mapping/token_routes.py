@@ -14,6 +14,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
 from commlayer.scheduler.rails import distinct_nodes
 
@@ -25,7 +26,8 @@ class TokenRoutes:
     """The ways of the tokens of one micro-batch on one rank of an EP group that lies evenly on nodes.
 
     ``num_nodes``, ``ranks_per_node``: of the group. ``nodes``, ``ranks``: on how many of either a token has an expert, as
-    expected; of the busiest rank, where routing is uneven. ``row_bytes``: of a token.
+    expected; of the busiest rank, where routing is uneven. ``row_bytes``: of a token that comes home, ``out_bytes`` of one, or of
+    a gradient, on its way to the experts.
     """
 
     kernels: DispatchKernels
@@ -35,10 +37,11 @@ class TokenRoutes:
     nodes: float
     ranks: float
     row_bytes: int
+    out_bytes: int
 
     @classmethod
     def of(
-        cls, kernels: DispatchKernels, job: Job, setup: Setup, shape: tuple[int, ...], element_bytes: int
+        cls, kernels: DispatchKernels, job: Job, setup: Setup, shape: tuple[int, ...], software: Software
     ) -> TokenRoutes | None:
         """The ways of a setup whose EP group lies as ``shape`` on nodes; None where such kernels do not dispatch."""
         model, count = job.model, len(shape)
@@ -51,46 +54,55 @@ class TokenRoutes:
             for parts in (count, setup.ep)
         )
         tokens = rows_of_rank(job, setup) * setup.micro_batch
-        return cls(kernels, count, shape[0], tokens, nodes, ranks, model.hidden * element_bytes)
+        home, out = (software.row_bytes(model.hidden, to_experts=way) for way in (False, True))
+        return cls(kernels, count, shape[0], tokens, nodes, ranks, home, out)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that a rank's tokens are at the ranks of their experts, each once a rank, its own included."""
-        return round(self.tokens * self.ranks * self.row_bytes)
+    def sent_rows(self) -> float:
+        """Rows that a rank's tokens are at the ranks of their experts, each once a rank, its own included."""
+        return self.tokens * self.ranks
 
     @property
-    def network_bytes(self) -> float:
-        """Bytes that cross a rank's card: a token once for each node but its own."""
-        return self.tokens * self.nodes * (self.num_nodes - 1) / self.num_nodes * self.row_bytes
+    def network_rows(self) -> float:
+        """Rows that cross a rank's card: a token once for each node but its own."""
+        return self.tokens * self.nodes * (self.num_nodes - 1) / self.num_nodes
 
     @property
-    def inside_bytes(self) -> float:
-        """Bytes that a rank passes on over NVLink: what comes over the rail goes to each other rank of the node."""
-        return self.tokens * self.ranks * (self.ranks_per_node - 1) / self.ranks_per_node * self.row_bytes
+    def inside_rows(self) -> float:
+        """Rows that a rank passes on over NVLink: what comes over the rail goes to each other rank of the node."""
+        return self.sent_rows * (self.ranks_per_node - 1) / self.ranks_per_node
 
-    def us(self, cluster: Cluster) -> float:
+    def us(self, cluster: Cluster, *, to_experts: bool = False) -> float:
         """The time of one call, µs: the longer of its two ways, with the latencies of the links that it uses.
 
         Raises PlanError for a measured cluster: its curves are of other calls.
         """
         longest, latency_us = 0.0, 0.0
         ways = (
-            (Resource.INTER, self.network_bytes, self.kernels.network),
-            (Resource.INTRA, self.inside_bytes, self.kernels.inside),
+            (Resource.INTER, self.network_rows, self.kernels.network),
+            (Resource.INTRA, self.inside_rows, self.kernels.inside),
         )
-        for resource, nbytes, reached in ways:
-            if nbytes:
+        row_bytes = self.out_bytes if to_experts else self.row_bytes
+        for resource, rows, reached in ways:
+            if rows:
                 latency_us += cluster.link(resource).latency_us
-                longest = max(longest, nbytes / (reached * cluster.peaks.of(resource) * 1e3))
+                longest = max(longest, rows * row_bytes / (reached * cluster.peaks.of(resource) * 1e3))
         return longest + latency_us
+
+    def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
+        """The time of an exchange that these kernels take, µs."""
+        return self.us(cluster, to_experts=_goes_to_experts(exchange))
 
     def replaced(self, exchanges: tuple[StepCollective, ...]) -> tuple[StepCollective, ...]:
         """Put these kernels' rows in place of the flat ones to the experts and back; weights travel with them."""
         return tuple(
-            each.renamed("", logical_bytes=self.sent_bytes) if self.takes(each) else each
+            each.renamed("", logical_bytes=round(self.sent_rows * self._bytes_of(each))) if self.takes(each) else each
             for each in exchanges
             if not each.name.startswith("dispatch_weights")
         )
+
+    def _bytes_of(self, exchange: StepCollective) -> int:
+        return self.out_bytes if _goes_to_experts(exchange) else self.row_bytes
 
     def takes(self, exchange: StepCollective) -> bool:
         """Whether an exchange goes by these kernels."""
@@ -108,3 +120,9 @@ class TokenRoutes:
             f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; its kernels hold {held} "
             "multiprocessors, which what is computed beside them lacks"
         )
+
+
+def _goes_to_experts(exchange: StepCollective) -> bool:
+    """Tokens by dispatch, and gradients by combine's way back."""
+    kind, _, suffix = exchange.name.partition("_")
+    return (kind == "dispatch") is not suffix.startswith("gradient")

@@ -15,7 +15,7 @@ from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, DISPATCHERS, MEGATRON, with_dispatcher
+from commlayer.scheduler.mapping.software import COMMLAYER, DISPATCHERS, MEGATRON, with_dispatcher, with_overlap
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.rails import distinct_nodes
 
@@ -57,7 +57,9 @@ def test_rates_that_deepep_publishes(ep: int, dispatch: float, combine: float) -
     model = replace(DEEPSEEK, router_groups=nodes, router_group_limit=min(nodes, 4))
     job = Job(model=model, gpus=ep, global_batch=ep, sequence=4096)
     for published, element_bytes in ((dispatch, 1), (combine, 2)):
-        routes = TokenRoutes.of(DEEPEP, job, Setup(gpus=ep, ep=ep), (8,) * nodes, element_bytes)
+        routes = TokenRoutes.of(
+            DEEPEP, job, Setup(gpus=ep, ep=ep), (8,) * nodes, replace(MEGATRON, activation_bytes=element_bytes)
+        )
         assert routes is not None
         assert routes.row_bytes == 7168 * element_bytes
         counted = routes.ranks if nodes == 1 else routes.nodes
@@ -108,9 +110,9 @@ def test_a_step_by_kernels(kernels: object) -> None:
 
 
 def test_inside_a_node_nothing_crosses() -> None:
-    routes = TokenRoutes.of(DEEPEP, JOB, replace(SETUP, ep=8), (8,), 2)
+    routes = TokenRoutes.of(DEEPEP, JOB, replace(SETUP, ep=8), (8,), MEGATRON)
     assert routes is not None
-    assert routes.network_bytes == 0
+    assert routes.network_rows == 0
     ranks = distinct_nodes(QWEN.experts, 8, QWEN.top_k)
     assert routes.us(EOS) == pytest.approx(12 + 4096 * ranks * 7 / 8 * QWEN.hidden * 2 / (0.68 * 450e3))
     assert "crosses" not in routes.note()
@@ -118,7 +120,7 @@ def test_inside_a_node_nothing_crosses() -> None:
 
 def test_busy_ranks_send_more_but_a_token_only_once() -> None:
     even, skewed, worst = (
-        TokenRoutes.of(DEEPEP, replace(JOB, imbalance=ratio), SETUP, (8, 8), 2) for ratio in (1.0, 1.2, 9.0)
+        TokenRoutes.of(DEEPEP, replace(JOB, imbalance=ratio), SETUP, (8, 8), MEGATRON) for ratio in (1.0, 1.2, 9.0)
     )
     assert even is not None
     assert skewed is not None
@@ -150,11 +152,54 @@ def test_dispatchers_by_name() -> None:
     assert (ours.hides_dispatch, ours.two_levels, ours.sends_weights) == (True, True, False)
 
 
+@pytest.mark.parametrize("dispatcher", ["nccl", "deepep"])
+def test_rows_go_out_in_fp8_and_come_home_in_bf16(dispatcher: str) -> None:
+    """Forward and backward (DeepSeek-V3): what goes to the experts has a byte for each element and a scale for 128."""
+    plain = with_dispatcher(MEGATRON, dispatcher)
+    narrow = with_overlap(plain, dispatch_precision="fp8")
+    wide, found = (Estimator(JOB, EOS, software, efficiency=0.8).estimate(SETUP) for software in (plain, narrow))
+    before, after = ({each.name: each.logical_bytes for each in one.traffics} for one in (wide, found))
+    part = (1 + 4 / 128) / 2
+    for name in ("dispatch", "dispatch_again", "combine_gradient"):
+        assert after[name] == pytest.approx(part * before[name], rel=1e-6)
+    for name in ("combine", "combine_again", "dispatch_gradient"):
+        assert after[name] == before[name]
+    assert found.step_us < wide.step_us
+    assert found.software == f"{plain.name}, FP8 dispatch"
+
+
+def test_shared_experts_beside_the_exchange() -> None:
+    job = replace(JOB, model=replace(DEEPSEEK, layers=8, dense_layers=0))
+    plain = with_dispatcher(MEGATRON, "deepep")
+    setup = Setup(gpus=64, ep=16, tp=2)
+    alone, beside = (
+        Estimator(job, EOS, software, efficiency=0.8).estimate(setup)
+        for software in (plain, with_overlap(plain, overlaps_shared=True))
+    )
+    assert sum(beside.parts.values()) == pytest.approx(beside.step_us)
+    saved = alone.step_us - beside.step_us
+    # What is hidden is the exchange, by as much as shared experts take; less what these lack beside it.
+    assert 0.5 * alone.parts["dense"] < saved < alone.parts["dense"]
+    assert beside.parts["dispatch"] < alone.parts["dispatch"]
+    dense = replace(job, model=replace(job.model, shared_width=0))
+    without = [
+        Estimator(dense, EOS, software, efficiency=0.8).estimate(setup, detail=False).step_us
+        for software in (plain, with_overlap(plain, overlaps_shared=True))
+    ]
+    assert without[0] == pytest.approx(without[1])
+
+
+def test_chunks_have_no_such_overlap() -> None:
+    with pytest.raises(UsageError, match="in chunks, without FP8 dispatch and shared experts beside it"):
+        with_overlap(COMMLAYER, dispatch_precision="fp8", overlaps_shared=True)
+    assert with_overlap(COMMLAYER) == COMMLAYER
+
+
 def test_measured_clusters_have_no_rates_of_kernels() -> None:
     cluster = Cluster.from_profile(profile_catalog.load("emulated-2x4-8to1"), hardware.GPUS["h100"])
     with pytest.raises(UsageError, match="nobody measured deepep on it: take a declared cluster"):
         Estimator(JOB, cluster, with_dispatcher(MEGATRON, "deepep"))
-    routes = TokenRoutes.of(DEEPEP, JOB, SETUP, (8, 8), 2)
+    routes = TokenRoutes.of(DEEPEP, JOB, SETUP, (8, 8), MEGATRON)
     assert routes is not None
     with pytest.raises(PlanError, match="nothing is declared"):
         routes.us(cluster)
