@@ -66,7 +66,7 @@ def estimate_command(
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
     found = request.estimator().estimate(setup)
-    exported = first_export(trainer, request.job, [setup], request.software.kernels)[1] if trainer else None
+    exported = first_export(trainer, request.job, [setup], request.software)[1] if trainer else None
     if trace is not None:
         from commlayer.drawing.step_course import step_trace
 

@@ -9,10 +9,10 @@ from typing import Any
 from commlayer.cli.tables import echo, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.exports import Export, export
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
+from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = ["estimate_dict", "export_dict", "first_export", "job_dict", "print_export", "traffics_dict"]
 
@@ -66,16 +66,14 @@ def export_dict(exported: Export | None) -> dict[str, Any] | None:
     return {"trainer": exported.trainer, "values": exported.values, "notes": list(exported.notes)}
 
 
-def first_export(
-    trainer: str, job: Job, setups: Sequence[Setup], kernels: DispatchKernels | None = None
-) -> tuple[int, Export]:
-    """Find the first of ``setups`` that ``trainer`` can run, with those kernels for its dispatch, and its place.
+def first_export(trainer: str, job: Job, setups: Sequence[Setup], software: Software = MEGATRON) -> tuple[int, Export]:
+    """Find the first of ``setups`` that ``trainer`` can run, as that software was planned, and its place.
 
     Raises UsageError where it can run none.
     """
     refusal: UsageError | None = None
     for place, setup in enumerate(setups):
-        exported = _export(trainer, job, setup, kernels)
+        exported = _export(trainer, job, setup, software)
         if isinstance(exported, Export):
             return place, exported
         refusal = refusal or exported
@@ -83,9 +81,9 @@ def first_export(
     raise UsageError(f"{refusal}{others}: narrow the search to what it can run")
 
 
-def _export(trainer: str, job: Job, setup: Setup, kernels: DispatchKernels | None) -> Export | UsageError:
+def _export(trainer: str, job: Job, setup: Setup, software: Software) -> Export | UsageError:
     try:
-        return export(trainer, job, setup, kernels)
+        return export(trainer, job, setup, software)
     except UsageError as error:
         return error
 

@@ -14,11 +14,11 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells, other_bests
-from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
+from commlayer.scheduler.mapping.software import Software
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def search_command(
     with progress_of("searching") as progress:
         result = search_mappings(request.job, estimator, space, top=top, progress=progress)
     reasons = explain(result)
-    exported = _export(trainer, result, request.software.kernels)
+    exported = _export(trainer, result, request.software)
     if picture is not None:
         draw(picture, _figure(result))
     if report is not None:
@@ -70,11 +70,11 @@ def search_command(
         _show(result, reasons)
 
 
-def _export(trainer: str | None, result: SearchResult, kernels: DispatchKernels | None) -> Export | None:
+def _export(trainer: str | None, result: SearchResult, software: Software) -> Export | None:
     if trainer is None:
         return None
     candidates = [*result.ranked, *other_bests(result).values()]
-    place, exported = first_export(trainer, result.job, [estimate.setup for estimate in candidates], kernels)
+    place, exported = first_export(trainer, result.job, [estimate.setup for estimate in candidates], software)
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} can run"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""

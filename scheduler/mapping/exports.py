@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes, refuse
 from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
 
@@ -39,8 +39,8 @@ class Export:
     notes: tuple[str, ...] = ()
 
 
-def export(trainer: str, job: Job, setup: Setup, kernels: DispatchKernels | None = None) -> Export:
-    """``setup`` for ``trainer``. ``kernels``: by which tokens are dispatched; None: by its all_to_all.
+def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON) -> Export:
+    """``setup`` for ``trainer``. ``software``: what was planned with, of which dispatch and overlap count.
 
     Raises:
         UsageError: an unknown trainer, or a mapping that it cannot run: says what stands in the way and what to change.
@@ -49,14 +49,14 @@ def export(trainer: str, job: Job, setup: Setup, kernels: DispatchKernels | None
     if trainer not in TRAINERS:
         raise UsageError(f"export: expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {trainer!r}")
     if trainer == "megatron":
-        flags = megatron(job, setup, kernels)
-        return Export(trainer, flags, _lines(flags), megatron_notes(job, setup))
+        flags = megatron(job, setup, software)
+        return Export(trainer, flags, _lines(flags), megatron_notes(job, setup, software))
     make: Callable[[Job, Setup], Section] = deepspeed if trainer == "deepspeed" else torchtitan
     config = make(job, setup)
     notes = _deepspeed_notes(job, setup) if trainer == "deepspeed" else _torchtitan_notes(job, setup)
-    if kernels is not None:
+    if software.kernels is not None:
         notes += (
-            f"tokens go by {trainer}'s own all_to_all in this configuration: {kernels.name} is to be added by hand",
+            f"tokens go by {trainer}'s own all_to_all in this configuration: {software.kernels.name} is to be added by hand",
         )
     return Export(trainer, config, json.dumps(config, indent=2) if trainer == "deepspeed" else _toml(config), notes)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
+from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
@@ -27,9 +27,9 @@ _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
 
-def megatron(job: Job, setup: Setup, kernels: DispatchKernels | None = None) -> list[str]:
+def megatron(job: Job, setup: Setup, software: Software = MEGATRON) -> list[str]:
     """The arguments of the job's model, batch and mapping, as pretrain_gpt.py takes them; data, optimizer and schedule are yours.
-    ``kernels``: those of its flexible dispatcher; None: an all_to_all.
+    ``software``: what was planned with, of which the dispatcher and what runs beside it count.
 
     Raises:
         UsageError: what Megatron-Core has no flags for (groups that are not of the folded kind, chunks without a pipeline), or
@@ -43,13 +43,13 @@ def megatron(job: Job, setup: Setup, kernels: DispatchKernels | None = None) -> 
         *_degrees(setup),
         *_pipeline(job.model, setup),
         *_batch(job, setup),
-        *_moe(job, setup, kernels),
+        *_moe(job, setup, software),
         *(_MERGED if setup.schedule == "1f1b-overlap" else ()),
         *_memory(job, setup),
     ]
 
 
-def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
+def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tuple[str, ...]:
     """Where the flags are the nearest thing and not the same."""
     notes = []
     if setup.recompute == "selective":
@@ -67,6 +67,10 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append(
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
             "more tp than query groups"
+        )
+    if software.dispatch_precision == "fp8":
+        notes.append(
+            "its all_to_all, DeepEP and Hybrid-EP send BF16 to the experts there: FP8 rows, as planned, are no option"
         )
     if setup.schedule == "1f1b-overlap":
         notes.append(
@@ -236,13 +240,17 @@ def _batch(job: Job, setup: Setup) -> Iterator[str]:
     yield from _flag("max-position-embeddings", job.sequence)
 
 
-def _moe(job: Job, setup: Setup, kernels: DispatchKernels | None) -> Iterator[str]:
+def _moe(job: Job, setup: Setup, software: Software) -> Iterator[str]:
+    kernels = software.kernels
     takes_kernels = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None  # as token_routes
     if kernels is None or not takes_kernels:
         yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
     else:
         yield from _flag("moe-token-dispatcher-type", "flex")
         yield from _flag("moe-flex-dispatcher-backend", kernels.name)
+    is_exchanged = setup.dispatch == "all_to_all" and setup.ep * setup.etp > 1
+    if software.overlaps_shared and job.model.shared_width and is_exchanged and not setup.is_merged:
+        yield "--moe-shared-expert-overlap"
     yield "--moe-grouped-gemm"
     if job.capacity_factor is not None:
         yield from _flag("moe-expert-capacity-factor", f"{job.capacity_factor:g}")

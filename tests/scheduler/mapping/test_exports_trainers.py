@@ -15,9 +15,9 @@ import pytest
 
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping import catalog
-from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher, with_overlap
 
 JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
 BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
@@ -119,9 +119,31 @@ def test_kernels_of_a_dispatch_have_their_flags_or_a_note() -> None:
     for without in (export("megatron", QWEN, setup), export("megatron", QWEN, replace(setup, ep=8, etp=2), HYBRIDEP)):
         assert "--moe-token-dispatcher-type alltoall" in without.text
         assert "flex" not in without.text
-    plain, noted = (export("deepspeed", JOB, Setup(gpus=128, ep=8), kernels) for kernels in (None, DEEPEP))
+    plain, noted = (export("deepspeed", JOB, Setup(gpus=128, ep=8), software) for software in (MEGATRON, DEEPEP))
     assert (noted.text, len(noted.notes)) == (plain.text, len(plain.notes) + 1)
     assert "deepep is to be added by hand" in noted.notes[-1]
+
+
+def test_merged_passes_and_shared_experts_have_their_flags() -> None:
+    job = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
+    setup = Setup(gpus=256, ep=16, pp=4, vpp=4)
+    beside = with_overlap(HYBRIDEP, overlaps_shared=True, dispatch_precision="fp8")
+    plain = export("megatron", job, setup, beside)
+    assert "--moe-shared-expert-overlap" in plain.values
+    assert "--overlap-moe-expert-parallel-comm" not in plain.values
+    assert any("send BF16 to the experts" in note for note in plain.notes)
+    merged = export("megatron", job, replace(setup, schedule="1f1b-overlap"), beside)
+    assert {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"} <= set(merged.values)
+    assert "--moe-shared-expert-overlap" not in merged.values  # Megatron-Core refuses both
+    with pytest.raises(UsageError, match="choose the schedule 1f1b or 1f1b-overlap"):
+        megatron(job, replace(setup, vpp=1, schedule="dualpipe"))
+    for schedule in ("1f1b-overlap", "dualpipev"):
+        with pytest.raises(UsageError, match="choose the schedule 1f1b"):
+            deepspeed(job, replace(setup, vpp=4 if schedule == "1f1b-overlap" else 1, schedule=schedule))
+    with pytest.raises(UsageError, match="choose the schedule 1f1b or dualpipev"):
+        torchtitan(job, replace(setup, schedule="1f1b-overlap"))
+    found = torchtitan(job, replace(setup, vpp=1, schedule="dualpipev"))["parallelism"]
+    assert found["pipeline_parallel_schedule"] == "DualPipeV"
 
 
 def test_an_unfolded_mapping_beyond_cp_has_no_flags() -> None:
@@ -278,6 +300,8 @@ for arguments in json.load(sys.stdin):
     found.append({name: value for name, value in vars(parse_args()).items() if isinstance(value, plain)})
 print("PARSED " + json.dumps(found))
 """
+
+DEEPEP, HYBRIDEP = (with_dispatcher(MEGATRON, name) for name in ("deepep", "hybridep"))
 
 _SETUPS = [
     BEST,
