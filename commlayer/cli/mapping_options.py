@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -103,6 +103,9 @@ job_options = in_order(
     click.option("--gpus", "-g", type=COUNT, required=True, help="In all."),
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
     click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
+    click.option(
+        "--mtp", type=click.IntRange(min=0), help="Modules of multi-token prediction that are trained.  [the model's]"
+    ),
     click.option("--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
     click.option("--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
     click.option(
@@ -184,8 +187,9 @@ def read_request(given: dict[str, Any]) -> Request:
 
     Raises UsageError: an unknown model or cluster, with close names; a number that cannot be.
     """
+    model, modules = resolve_model(given.pop("model_name")), given.pop("mtp")
     job = Job(
-        model=resolve_model(given.pop("model_name")),
+        model=model if modules is None else replace(model, mtp_layers=modules),
         gpus=given.pop("gpus"),
         global_batch=given.pop("global_batch"),
         sequence=given.pop("sequence"),

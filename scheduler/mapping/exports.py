@@ -146,6 +146,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
+        f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
         f"it has no {setup.schedule}: choose the schedule 1f1b or dualpipev": (
             setup.schedule in ("1f1b-overlap", "dualpipe")
@@ -222,6 +223,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "AutoEP with tensor parallelism takes ZeRO 0 to 2": is_tensor and setup.ep > 1 and setup.zero == 3,
         "tensor parallelism of a MoE model needs autoep_size > 1": is_tensor and setup.ep == 1,
         "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "its configuration has no FP8 training: choose bf16": setup.precision != "bf16",
         "AutoEP never drops tokens: leave the capacity factor out": job.capacity_factor is not None and setup.ep > 1,
     }

@@ -215,21 +215,25 @@ def _degrees(setup: Setup) -> Iterator[str]:
 
 def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
     yield from _flag("pipeline-model-parallel-size", setup.pp)
+    if model.mtp_layers:
+        yield from _flag("mtp-num-layers", model.mtp_layers)
     stages = setup.pp * setup.vpp
     if setup.pp == 1:
         return
     if model.layers % stages:
-        yield from _flag("pipeline-model-parallel-layout", _layout(model.layers, stages))
+        yield from _flag("pipeline-model-parallel-layout", _layout(model, stages))
     elif setup.vpp > 1:
         yield from _flag("num-layers-per-virtual-pipeline-stage", model.layers // stages)
 
 
-def _layout(layers: int, stages: int) -> str:
-    """Each stage's layers between bars: E the embedding, t a layer, L the loss. The first stages have one more."""
-    fewest, more = divmod(layers, stages)
+def _layout(model: ModelShape, stages: int) -> str:
+    """Each stage's layers between bars: E the embedding, t a layer, m a module of multi-token prediction, L the loss. The first
+    stages have one more."""
+    fewest, more = divmod(model.layers, stages)
     counts = [fewest + (stage < more) for stage in range(stages)]
     return "|".join(
-        "E" * (stage == 0) + "t" * count + "L" * (stage == stages - 1) for stage, count in enumerate(counts)
+        "E" * (stage == 0) + "t" * count + ("m" * model.mtp_layers + "L") * (stage == stages - 1)
+        for stage, count in enumerate(counts)
     )
 
 

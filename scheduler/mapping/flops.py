@@ -29,6 +29,7 @@ class Flops:
     shared: float
     dense_ffn: float
     head: float
+    mtp_projections: float = 0.0
 
     @property
     def total(self) -> float:
@@ -40,6 +41,7 @@ class Flops:
             + self.shared
             + self.dense_ffn
             + self.head
+            + self.mtp_projections
         )
 
 
@@ -49,20 +51,23 @@ def forward(model: ModelShape, sequence: int) -> Flops:
 
     A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and activations are not counted.
     Windows count (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and linear attention
-    (:func:`~commlayer.scheduler.mapping.model.linear_flops`).
+    (:func:`~commlayer.scheduler.mapping.model.linear_flops`), and every module of multi-token prediction, with a head of its own
+    (as Megatron-LM counts them).
     """
-    one, sparse = layer_of(model), model.moe_layers
-    core = model.softmax_layers * 2 * mean_positions(model, sequence) * model.heads * head_sizes(model)[1]
+    one, extra, counted = layer_of(model), model.mtp_layers, count(model)
+    sparse = counted.experts // one.experts if one.experts else 0
+    core = (model.softmax_layers + extra) * 2 * mean_positions(model, sequence) * model.heads * head_sizes(model)[1]
     if model.linear is not None:
         core += model.linear.layers * linear_flops(model.linear)
     return Flops(
-        attention_projections=2.0 * (count(model).attention - _biases(model)),
+        attention_projections=2.0 * (counted.attention - _biases(model)),
         attention_core=float(core),
         router=2.0 * sparse * model.experts * model.hidden,
         experts=2.0 * sparse * model.top_k * (one.experts // model.experts - model.expert_vectors),
         shared=2.0 * sparse * one.shared,
-        dense_ffn=2.0 * model.dense_layers * one.dense_ffn,
-        head=2.0 * model.vocabulary * model.hidden,
+        dense_ffn=2.0 * counted.dense_ffn,
+        head=2.0 * model.vocabulary * model.hidden * (1 + extra),
+        mtp_projections=2.0 * counted.mtp_projections,
     )
 
 
@@ -71,7 +76,7 @@ def _biases(model: ModelShape) -> int:
     if not model.qkv_bias or model.latent is not None:
         return 0
     queries = model.heads * (1 + model.gated_attention)
-    return model.softmax_layers * (queries + 2 * model.kv_heads) * model.head_dim
+    return (model.softmax_layers + model.mtp_layers) * (queries + 2 * model.kv_heads) * model.head_dim
 
 
 def of_step(job: Job) -> float:

@@ -265,14 +265,21 @@ def _products(wanted: Iterable[Product], precision: str, compute: AnyCompute) ->
 
 def head_work(job: Job, setup: Setup, compute: AnyCompute) -> Times:
     """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp. In BF16, as the router: FP8
-    recipes (Transformer Engine's, MegaScale-MoE's) leave both alone."""
+    recipes (Transformer Engine's, MegaScale-MoE's) leave both alone.
+
+    Once more for each module of multi-token prediction, with its two norms and its projection of both, that tp splits too.
+    """
     whole, own = tokens_of(job, setup)
     model = job.model
     columns = model.vocabulary / setup.tp
     times = _product(Product(whole, model.hidden, columns), "bf16", compute)
     logits = compute.memory_us(whole * columns * _LOGIT_PASSES)
     norm = compute.memory_us(2 * own * model.hidden * _BYTES)
-    return times + Times(logits + norm, logits + 2 * norm)
+    head = times + Times(logits + norm, logits + 2 * norm)
+    if not model.mtp_layers:
+        return head
+    joined = _product(Product(whole, 2 * model.hidden, model.hidden / setup.tp), setup.precision, compute)
+    return head + (head + joined + Times(2 * norm, 4 * norm)) * model.mtp_layers
 
 
 def _product(product: Product, precision: str, compute: AnyCompute) -> Times:

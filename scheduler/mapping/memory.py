@@ -153,6 +153,7 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
             activations *= in_flight(setup, stage.number, micro_batches)
         if setup.has_head(stage.number):
             activations += sizes.logits
+            activations += sizes.modules * in_flight(setup, stage.number, micro_batches)
         buffers = sizes.working * (2 if setup.is_merged else 1)  # both tasks have a layer under way
         if setup.zero >= 2:
             buffers += _absent(held, over) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
@@ -168,11 +169,13 @@ def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float
 
 
 class _Sizes(NamedTuple):
-    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of the largest temporary tensors."""
+    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of what modules of multi-token
+    prediction keep beside their layers (both hidden states, and their norms), of the largest temporary tensors."""
 
     sparse: float
     dense: float
     logits: float
+    modules: float
     working: float
 
 
@@ -208,7 +211,8 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     return _Sizes(
         sparse=_WEIGHT * (tokens * (kept.attention + kept.shared) + rows * kept.row),
         dense=_WEIGHT * tokens * (kept.attention + kept.dense),
-        logits=_LOGIT * tokens * model.vocabulary,  # tp · tokens meet 1 / tp of the vocabulary
+        logits=_LOGIT * tokens * model.vocabulary * (1 + model.mtp_layers),  # tp · tokens meet 1 / tp of the vocabulary
+        modules=_WEIGHT * tokens * 4 * model.hidden * model.mtp_layers,
         working=_WEIGHT * working,
     )
 

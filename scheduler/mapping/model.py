@@ -92,6 +92,9 @@ class ModelShape:
         latent: in place of grouped queries.
         window: where not all layers attend to the whole sequence.
         linear: the attention of those layers that have no scores.
+        mtp_layers: modules of multi-token prediction that are trained, beside ``layers`` (DeepSeek-V3, section 2.2): each has two
+            norms, a projection of two hidden states to one, a layer as the model's last, and a norm; embedding and head are
+            the model's.
         vectors, moe_vectors, expert_vectors, end_vectors: elements of vectors that nothing else here counts, of each layer
             (norms of queries and keys, sinks, the output's bias), of each one with experts (the router's bias, a shared
             expert's gate), of each expert (biases), and at the model's end (the head's bias).
@@ -125,6 +128,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     window: AttentionWindow | None = None
     linear: LinearAttention | None = None
+    mtp_layers: int = 0
     vectors: int = 0
     moe_vectors: int = 0
     expert_vectors: int = 0
@@ -165,6 +169,10 @@ class ModelShape:
                 self.window is None or (self.window.tokens > 0 and 0 < self.window.layers <= self.softmax_layers),
                 f"at least one token, in 1 to {self.softmax_layers} layers",
             ),
+            "mtp_layers": (
+                not self.mtp_layers or self.linear is None,
+                "0: which kind of attention a module for more tokens has is not known where layers differ",
+            ),
             "linear": (self.linear is None or _is_sound(self.linear, self.layers), _LINEAR.format(self.layers)),
         }
         for name, (sound, expected) in rules.items():
@@ -197,7 +205,7 @@ class ModelShape:
 
 
 _MAY_BE_NONE = (
-    *("shared_width", "dense_layers", "dense_width"),
+    *("shared_width", "dense_layers", "dense_width", "mtp_layers"),
     *("vectors", "moe_vectors", "expert_vectors", "end_vectors"),
 )
 _LINEAR = (

@@ -67,6 +67,7 @@ class Parameters:
     dense_ffn: int
     norms: int
     active_experts: int
+    mtp_projections: int = 0
 
     @property
     def total(self) -> int:
@@ -80,7 +81,8 @@ class Parameters:
     @property
     def dense(self) -> int:
         """All but the routed experts."""
-        return self.embedding + self.head + self.attention + self.router + self.shared + self.dense_ffn + self.norms
+        ends = self.embedding + self.head + self.mtp_projections
+        return ends + self.attention + self.router + self.shared + self.dense_ffn + self.norms
 
     @property
     def active(self) -> int:
@@ -193,13 +195,16 @@ def layer_of(model: ModelShape) -> LayerParameters:
 @lru_cache(maxsize=256)
 def count(model: ModelShape) -> Parameters:
     """Every parameter of ``model``. The head is nothing of its own where it is tied to the embedding."""
-    one, sparse = layer_of(model), model.moe_layers
+    one, extra = layer_of(model), model.mtp_layers
+    sparse = sum(layer_kinds(model)) + extra * layer_kinds(model)[-1]
+    layers_in_all = model.layers + extra
     vocabulary = model.vocabulary * model.hidden
     attention = norms = 0
     for kind, layers in _attentions(model, _Sharding()):
+        number = layers + extra  # a model with modules for more tokens has one kind
         for each in kind:
-            norms += layers * each.elements * (each.part == "norms")
-            attention += layers * each.elements * (each.part != "norms")
+            norms += number * each.elements * (each.part == "norms")
+            attention += number * each.elements * (each.part != "norms")
     return Parameters(
         embedding=vocabulary,
         head=0 if model.ties_embeddings else vocabulary,
@@ -207,9 +212,13 @@ def count(model: ModelShape) -> Parameters:
         router=sparse * one.router,
         experts=sparse * one.experts,
         shared=sparse * one.shared,
-        dense_ffn=model.dense_layers * one.dense_ffn,
-        norms=norms + model.layers * (2 * model.hidden + model.vectors) + model.hidden + model.end_vectors,
+        dense_ffn=(layers_in_all - sparse) * one.dense_ffn,
+        norms=norms
+        + layers_in_all * (2 * model.hidden + model.vectors)
+        + (1 + 3 * extra) * model.hidden
+        + model.end_vectors,
         active_experts=sparse * one.experts // model.experts * model.top_k,
+        mtp_projections=extra * 2 * model.hidden * model.hidden,
     )
 
 
@@ -303,11 +312,17 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1 << 16)
 def _kinds(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, stage: int) -> tuple[bool, ...]:
-    """For each layer of a stage, chunk by chunk, whether it has experts."""
-    each, larger = divmod(model.layers, num_chunks(schedule, pp, vpp))
+    """For each layer of a stage, chunk by chunk, whether it has experts; the last chunk has the modules' for more tokens too."""
+    num = num_chunks(schedule, pp, vpp)
+    each, larger = divmod(model.layers, num)
     every = layer_kinds(model)
-    firsts = [(chunk, chunk * each + min(chunk, larger)) for chunk in chunks_of(schedule, pp, stage, vpp)]
-    return tuple(kind for chunk, first in firsts for kind in every[first : first + each + (chunk < larger)])
+    found: list[bool] = []
+    for chunk in chunks_of(schedule, pp, stage, vpp):
+        first = chunk * each + min(chunk, larger)
+        found += every[first : first + each + (chunk < larger)]
+        if chunk == num - 1:
+            found += every[-1:] * model.mtp_layers
+    return tuple(found)
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
@@ -473,14 +488,19 @@ def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> l
 def _ends(
     model: ModelShape, sharding: _Sharding, has_embedding: bool, has_head: bool
 ) -> tuple[list[_Parameter], list[_Parameter]]:
-    whole = model.vocabulary * model.hidden
+    whole, modules = model.vocabulary * model.hidden, model.mtp_layers
     axis, elements = ("dp_cp", -(-whole // sharding.tp)) if sharding.splits_ends else (_WHOLE, whole)
     first = [_Parameter("embedding", axis, elements)] if has_embedding else []
     if not has_head:
         return first, []
     is_own = not (has_embedding and model.ties_embeddings)
     head = [_Parameter("head", axis, elements)] if is_own else []
-    return first, [_Parameter("norms", _WHOLE, model.hidden + model.end_vectors), *head]
+    # Modules of multi-token prediction read the embedding, of which the last stage has a copy then (Megatron-LM).
+    copy = [_Parameter("embedding", axis, elements)] if modules and not (has_embedding or model.ties_embeddings) else []
+    two = 2 * model.hidden * model.hidden
+    projections = [_Parameter("mtp", axis, -(-two // sharding.tp) if sharding.splits_ends else two)] * modules
+    norms = _Parameter("norms", _WHOLE, (1 + 3 * modules) * model.hidden + model.end_vectors)
+    return first, [*copy, *projections, norms, *head]
 
 
 @lru_cache(maxsize=4096)

@@ -376,16 +376,22 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
     sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
+    modules = sent * job.model.mtp_layers
+    heads = sent + modules
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes
         if setup.has_embedding(stage):
             embedding = StepCollective("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
             found += [embedding, _mirrored(embedding)]
         if setup.has_head(stage):
-            head = StepCollective("head", "tp", "tp", "all_gather", size, "head", sent)
+            head = StepCollective("head", "tp", "tp", "all_gather", size, "head", heads)
             again = [replace(head, name="head_again")] if software.gathers_again else []
             found += [head, *again, _mirrored(head)]
-            found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * sent))
+            found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * heads))
+            # a module's own embedding of the token, and the two hidden states that its projection joins
+            token = StepCollective("mtp_embedding", "tp", "tp", "reduce_scatter", size, "embedding", modules)
+            joined = StepCollective("mtp_joined", "tp", "tp", "all_gather", 2 * size, "head", modules)
+            found += [token, _mirrored(token), joined, _mirrored(joined)]
     axis = "world" if software.sums_loss_over_world else "dp_cp"
     if axis == "world" or setup.has_head(stage):
         found.append(StepCollective("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
@@ -401,7 +407,8 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     found: list[StepCollective] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
-    if job.model.ties_embeddings and setup.pp > 1 and setup.has_embedding(stage) != setup.has_head(stage):
+    is_shared = job.model.ties_embeddings or job.model.mtp_layers > 0
+    if is_shared and setup.pp > 1 and setup.has_embedding(stage) != setup.has_head(stage):
         # Of the first and last stage alone; there is no axis of those two.
         _, size = end_parameters(job.model, setup, software, 0)[0][0]
         found.append(

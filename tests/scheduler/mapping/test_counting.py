@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
-from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
+from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parameters, volumes
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import stage_parameters
 from commlayer.scheduler.mapping.pipeline_orders import order
+from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.result import Memory
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.step_collectives import axis_size, dispatched_rows, layer_backward, layer_forward
 
@@ -680,3 +682,73 @@ def test_groups_of_no_ranks_are_refused() -> None:
         volumes.tensor_parallel_attention(1, 1, 0)
     with pytest.raises(UsageError, match="at least 2 for anything to be sent, got 1"):
         volumes.compute_over_communication(1, 1, 1, 1, 1, bytes_per_s=1, flops_per_s=1)
+
+
+# Multi-token prediction
+
+
+V3 = catalog.load("deepseek-v3")
+V3_MTP = dataclasses.replace(V3, mtp_layers=1)
+
+
+def test_a_module_for_more_tokens_has_the_published_size() -> None:
+    """DeepSeek-V3's README: 685B on Hugging Face, 671B of the model and 14B of its module, with a copy of embedding and head."""
+    more = parameters.count(V3_MTP).total - parameters.count(V3).total
+    copies = 2 * V3.vocabulary * V3.hidden
+    assert round((more + copies) / 1e9) == 13  # 13.46; the README rounds 14 from 685 - 671
+    assert parameters.count(V3_MTP).total + copies == pytest.approx(685e9, rel=0.002)
+    # two norms, the projection, a layer, a norm
+    assert more == 3 * 7168 + 2 * 7168**2 + sum(parameters.layer_of(V3)) - parameters.layer_of(V3).dense_ffn
+
+
+def test_a_module_for_more_tokens_costs_a_layer_and_a_head() -> None:
+    one, two = flops.forward(V3, 4096), flops.forward(V3_MTP, 4096)
+    assert two.head == 2 * one.head
+    assert two.mtp_projections == 2 * 2 * 7168 * 7168
+    assert two.attention_core / one.attention_core == pytest.approx(62 / 61)
+    assert two.experts / one.experts == pytest.approx(59 / 58)
+    assert two.dense_ffn == one.dense_ffn
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "schedule"), [(1, 1, "1f1b"), (16, 1, "1f1b"), (4, 3, "1f1b"), (8, 1, "dualpipe")]
+)
+def test_modules_for_more_tokens_are_on_the_rank_with_the_head(pp: int, vpp: int, schedule: PipelineSchedule) -> None:
+    setup = Setup(gpus=128, pp=pp, vpp=vpp, schedule=schedule, ep=8)
+    for stage in range(pp):
+        plain, more = (parameters.layers_of(model, setup, stage) for model in (V3, V3_MTP))
+        assert (more[0] - plain[0], more[1] - plain[1]) == (0, int(setup.has_head(stage)))
+    held = sum(elements for _, elements in parameters.stage_parameters(V3_MTP, setup, MEGATRON, pp - 1))
+    plain_held = sum(elements for _, elements in parameters.stage_parameters(V3, setup, MEGATRON, pp - 1))
+    if setup.has_head(pp - 1):
+        copy = 0 if setup.has_embedding(pp - 1) else V3.vocabulary * V3.hidden
+        layer = parameters.layer_parameters(V3, setup, MEGATRON, True)
+        assert held - plain_held == sum(layer.values()) + 2 * 7168**2 + 3 * 7168 + copy
+
+
+def test_modules_for_more_tokens_take_time_and_memory_on_the_last_stage() -> None:
+    setup = Setup(gpus=256, pp=4, ep=64)
+    found = []
+    for model in (V3, V3_MTP):
+        job = Job(model=model, gpus=256, global_batch=1024, sequence=4096)
+        estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON, efficiency=0.9)
+        found.append(estimator.estimate(setup, detail=False))
+    plain, more = found
+    # the head of every micro-batch twice, and its gradients and weights
+    assert more.parts["head"] > 2 * plain.parts["head"]
+    assert more.step_us > plain.step_us
+    whole = Setup(gpus=256, ep=64)
+    plain_bytes, more_bytes = (
+        memory.estimate(Job(model=model, gpus=256, global_batch=1024, sequence=4096), whole) for model in (V3, V3_MTP)
+    )
+    assert more_bytes.weights - plain_bytes.weights == 2 * (
+        sum(parameters.layer_parameters(V3, whole, MEGATRON, True).values()) + 2 * 7168**2 + 3 * 7168
+    )
+    assert more_bytes.activations > plain_bytes.activations
+
+
+def test_modules_for_more_tokens_are_refused_where_layers_differ() -> None:
+    with pytest.raises(UsageError, match="mtp_layers: expected 0"):
+        dataclasses.replace(V3, latent=None, linear=LinearAttention("lightning", 8, 8, 8, 128, 128), mtp_layers=1)
+    with pytest.raises(UsageError, match="mtp_layers: expected a whole number of at least 0"):
+        dataclasses.replace(V3, mtp_layers=-1)
