@@ -49,7 +49,7 @@ def solutions(repeats: int) -> list[dict[str, Any]]:
     one = loads[:1]
 
     def solved(counts: Any, spare: int) -> Callable[[], object]:
-        room = PlacementRoom(spare * 2 * work.weight_bytes)
+        room = PlacementRoom(spare * work.copy_bytes)
         return lambda: place(counts, profile, 200, work=work, top_k=8, room=room, prices=prices)
 
     tasks = {
@@ -91,7 +91,7 @@ def replays(steps: int) -> list[dict[str, Any]]:
                 period=PERIOD,
                 seed=1,
             )
-            room = PlacementRoom(spare * 2 * work.weight_bytes)
+            room = PlacementRoom(spare * work.copy_bytes)
             ways: dict[str, LoadReplay] = {}
             for way in REPLAY_WAYS:
                 ways[way] = replay_loads(loads, prices, way, every=EVERY, room=room)  # type: ignore[arg-type]

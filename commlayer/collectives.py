@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.wire import WirePolicy
@@ -277,6 +278,12 @@ class GroupCommunicator:
         said."""
         siblings: int = getattr(self.group, "siblings", 0)
         return siblings
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile by which the group's calls are planned; None: there is none."""
+        profile: Profile | None = getattr(self.group, "profile", None)
+        return profile
 
     def predicted_us(
         self,

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
@@ -19,9 +19,11 @@ __all__ = [
     "DispatchStats",
     "GroupCounters",
     "GroupStats",
+    "PlacementStats",
     "Row",
     "Stats",
     "count_dispatch",
+    "note_placement",
     "print_at_exit",
     "reset_stats",
     "stats",
@@ -70,12 +72,25 @@ class DispatchStats(TypedDict):
     tokens: int
 
 
+class PlacementStats(TypedDict):
+    """One decision about where experts lie, as rank 0 of a pipeline stage knows it, or one migration: at which ``step``, how many
+    ``layers`` of how many changed, how many ``copies`` of experts moved and how many bytes each took, and ``reason``, in words,
+    with what is expected."""
+
+    step: int
+    layers: int
+    copies: int
+    copy_bytes: int
+    reason: str
+
+
 class Stats(TypedDict):
-    """The statistics of this rank. ``rank`` is None before the first group."""
+    """The statistics of this rank. ``rank`` is None before the first group. ``placements``: the last 64."""
 
     rank: int | None
     groups: list[GroupStats]
     dispatches: list[DispatchStats]
+    placements: list[PlacementStats]
 
 
 class Row:
@@ -222,6 +237,14 @@ def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_token
     counted[1] += num_tokens
 
 
+_placements: deque[PlacementStats] = deque(maxlen=64)
+
+
+def note_placement(noted: PlacementStats) -> None:
+    """Keep a decision about where experts lie."""
+    _placements.append(noted)
+
+
 def stats() -> Stats:
     """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
 
@@ -237,6 +260,7 @@ def stats() -> Stats:
             {"dispatcher": dispatcher, "ranks": list(ranks), "kind": kind, "calls": calls, "tokens": tokens}
             for (dispatcher, ranks, kind), (calls, tokens) in list(_dispatches.items())
         ],
+        "placements": list(_placements),
     }
 
 
@@ -246,6 +270,7 @@ def reset_stats() -> None:
         for group in _groups:
             group.reset()
     _dispatches.clear()
+    _placements.clear()
 
 
 _is_announced = False
@@ -265,6 +290,7 @@ def _in_child() -> None:
     _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _groups.clear()
     _dispatches.clear()
+    _placements.clear()
     atexit.unregister(_print)
     _is_announced = False
 
@@ -317,6 +343,8 @@ def print_table(found: Stats) -> None:
             f"{each['dispatcher']} dispatched over {len(each['ranks'])} ranks by {each['kind']}: {each['calls']} calls, "
             f"{each['tokens']} tokens"
         )
+    for placed in found["placements"]:
+        console.print(printable(f"experts, step {placed['step']}: {placed['reason']}", keep=""))
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():
             console.print(printable(f"group {group['group'][:12]}: {count} calls flat: {reason}"))

@@ -48,7 +48,7 @@ class MoETransformerLayer(nn.Module):
         router: how tokens choose experts. Losses and the bias of loss-free balancing look at the tokens of the whole stage.
         mesh: the groups; None: everything is on this rank.
         attention: ``ulysses`` or ``tensor``, see :class:`~commlayer.integrations.attention.ParallelAttention`.
-        shared_width, dispatch, chunks, weights_at: see :class:`~commlayer.integrations.moe.layer.MoELayer`.
+        shared_width, dispatch, chunks, weights_at, spare_slots: see :class:`~commlayer.integrations.moe.layer.MoELayer`.
         rope_base: base of rotary position embeddings; None: no rotation.
         seed: of all weights.
         wires: formats in which tokens and activations may travel; ``dp`` is not the layer's.
@@ -71,6 +71,7 @@ class MoETransformerLayer(nn.Module):
         dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto",
         chunks: int | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
+        spare_slots: int | None = None,
         rope_base: float | None = 10_000.0,
         seed: int = 0,
         wires: LaneWires | None = None,
@@ -102,6 +103,7 @@ class MoETransformerLayer(nn.Module):
             dispatch=dispatch,
             chunks=chunks,
             weights_at=weights_at,
+            spare_slots=spare_slots,
             sequence=None if mesh is None else GroupCommunicator(mesh.group("tp_cp"), "ep"),
             balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "dp"),  # of the gradients' group
             seed=4 * seed + 1,  # and the shared experts the one after

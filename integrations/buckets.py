@@ -21,6 +21,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.replica_gradients import placed_layers, sum_replica_gradients
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
@@ -86,6 +87,7 @@ class GradientBuckets:
         self._is_last = True
         self._places: dict[int, tuple[BucketLine, Bucket, int]] = {}
         self._handles: list[Any] = []
+        self._placed = nn.ModuleList(placed_layers(module))
         axes = {id(parameter): axis for axis, found in gradient_axes(module).items() for parameter in found}
         shared = {
             id(p) for p in module.parameters() if id(p) in axes and mesh is not None and mesh.size(axes[id(p)]) > 1
@@ -141,7 +143,8 @@ class GradientBuckets:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not been started, and return when every ``grad`` is the sum over ranks. Collective, once a step.
+        """Start what has not been started, and return when every ``grad`` is the sum over ranks, and of experts over their copies
+        too. Collective, once a step.
 
         A parameter without a gradient counts as zero, and has one afterwards. Without a backward pass before it sums the
         gradients that are there.
@@ -162,6 +165,7 @@ class GradientBuckets:
                 line.start_rest()
             for line in self._lines:
                 line.wait()
+            sum_replica_gradients(self._placed)
         except BaseException:
             self.reset()
             raise

@@ -19,6 +19,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.replica_gradients import sum_replica_gradients
 from commlayer.integrations.parameter_marks import holds_experts, is_expert, replicated_parameters
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, flat_policy, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
@@ -58,7 +59,9 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
     """Sum every gradient over the ranks that share its parameter, in place: one all_reduce for each axis and dtype.
 
     Once a step, when all gradients are there, by all ranks of a pipeline stage. A parameter without a gradient counts as zero
-    and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping.
+    and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping. Where
+    experts lie on several ranks the copies' gradients are summed too
+    (:func:`~commlayer.integrations.moe.replica_gradients.sum_replica_gradients`).
     :class:`~commlayer.integrations.buckets.GradientBuckets` does the same while the backward pass still runs.
 
     Args:
@@ -81,6 +84,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
                 _sum_flat(of_dtype, GroupCommunicator(mesh.group(axis), "dp").all_reduce)
             else:
                 _sum_flat(of_dtype, partial(_sum_compressed, compressed))
+    sum_replica_gradients(module)
 
 
 @torch.no_grad()

@@ -68,6 +68,7 @@ class ModelConfig:
     attention: Literal["ulysses", "tensor"] = "ulysses"
     dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto"
     chunks: int | Literal["auto"] = "auto"
+    spare_slots: int | None = None
     rope_base: float | None = 10_000.0
     seed: int = 0
     wires: LaneWires | None = None
@@ -89,6 +90,7 @@ class ModelConfig:
             shared_width=self.shared_width,
             dispatch=self.dispatch,
             chunks=1 if self.overlap_micro_batches and self.chunks == "auto" else self.chunks,
+            spare_slots=self.spare_slots,
             rope_base=self.rope_base,
             seed=self.seed * _SEEDS + index + 1,
             wires=self.wires,

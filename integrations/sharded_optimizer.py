@@ -29,7 +29,7 @@ from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.wire import ROW_ELEMENTS
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ParameterShard", "ShardedOptimizer"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +42,15 @@ class _Buffer:
     model: torch.Tensor  # [n·s], of which they are views
     gradients: torch.Tensor  # [n·s], FP32
     main: nn.Parameter  # [s], FP32
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """The shard of one parameter. ``bounds``: of each rank of the group, which of the parameter's elements it has, the first and
+    the one behind the last. ``tensors``: this rank's: the main parameter, and what the inner optimizer keeps for each element."""
+
+    bounds: tuple[tuple[int, int], ...]
+    tensors: tuple[torch.Tensor, ...]
 
 
 class ShardedOptimizer:
@@ -102,6 +111,7 @@ class ShardedOptimizer:
             self._buffers += made
             inner.append({"params": [buffer.main for buffer in made], **options})
         self.optimizer = optimizer(inner)
+        self._before_step: list[Callable[[], object]] = []
         self.gather_parameters()
 
     @property
@@ -112,6 +122,8 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """Reduce gradients, step the main shard, gather parameters. Raises as collectives do; NonFiniteError for FP8."""
+        for hook in self._before_step:
+            hook()
         self.reduce_gradients()
         self.optimizer.step()
         self.gather_parameters()
@@ -152,6 +164,45 @@ class ShardedOptimizer:
         ]
         for work in pending:
             work.wait()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks over which it shares its work out."""
+        return tuple(dist.get_process_group_ranks(self._group))
+
+    def call_before_step(self, hook: Callable[[], object]) -> Callable[[], None]:
+        """Have ``hook`` called at the beginning of every :meth:`step`, before gradients are reduced, until what is returned is
+        called."""
+        self._before_step.append(hook)
+        return lambda: self._before_step.remove(hook)
+
+    def shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
+        """Find the shard of one of the model's parameters; None where the optimizer does not step it.
+
+        The tensors are views: what is written to them is the optimizer's state.
+        """
+        for buffer in self._buffers:
+            begin = 0
+            for each in buffer.parameters:
+                if each is parameter:
+                    return self._shard_in(buffer, begin, each.numel())
+                begin += each.numel()
+        return None
+
+    def _shard_in(self, buffer: _Buffer, begin: int, numel: int) -> ParameterShard:
+        share = buffer.main.numel()
+
+        def clipped(at: int) -> int:
+            return min(max(at, 0), numel)
+
+        starts = [rank * share - begin for rank in range(self._size)]
+        bounds = tuple((clipped(start), clipped(start + share)) for start in starts)
+        low, high = bounds[self._rank]
+        first = low - starts[self._rank]
+        state = self.optimizer.state.get(buffer.main, {})
+        kept = [state[name] for name in sorted(state) if getattr(state[name], "shape", None) == buffer.main.shape]
+        flats = (buffer.main.detach(), *kept)
+        return ParameterShard(bounds, tuple(flat[first : first + high - low] for flat in flats))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each

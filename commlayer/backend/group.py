@@ -46,6 +46,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
+from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
@@ -291,6 +292,13 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The members on each node, as ranks of the group."""
         return self._inner.planned.nodes  # type: ignore[no-any-return]
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile by which calls of this group are planned, as the job's ranks agreed on it: of the group's nodes and ranks.
+        None: there is none."""
+        planner = self._inner.planned.choices.agreed.planner
+        return None if planner is None else planner.profile
 
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any

@@ -32,6 +32,7 @@ from commlayer.integrations.moe.agreement import (
     weights_error,
 )
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.level_exchanges import LevelExchanges
@@ -74,6 +75,8 @@ class TokenDispatcher:
         weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
         wire: formats that tokens may take between ranks, such as ``fp8_e4m3`` (see :class:`DispatchWire`); None: the setting
             ``COMMLAYER_WIRE``. Inside a node, and where the profile finds it no faster, they go as they are.
+        slots: where experts lie, if not in order: rows are then those of slots, of which every rank has as many. Choices and
+            capacities stay those of experts.
         used_by: whose it is, for statistics.
 
     Attributes:
@@ -96,9 +99,12 @@ class TokenDispatcher:
         chunks: int | Sequence[int] | str = "auto",
         weights_travel: bool = False,
         wire: DispatchWire | str | None = None,
+        slots: ExpertSlots | None = None,
         used_by: str = "TokenDispatcher",
     ) -> None:
-        self.grid = ExpertGrid.of(num_experts, ep, etp, etp_ep)
+        _check_slots(slots, num_experts, ep)
+        self.slots = slots
+        self.grid = ExpertGrid.of(num_experts if slots is None else slots.num_slots, ep, etp, etp_ep)
         if kind not in ("auto", *DISPATCH_KINDS):
             raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
@@ -122,9 +128,16 @@ class TokenDispatcher:
         )
         self.weights_travel = weights_travel
         self._levels = LevelExchanges(self.grid, self.ways)
-        self.record = layer_record(self.grid)
-        self._keep = None if self.record is None else torch.compiler.disable(self.record.add)
+        self.record = layer_record(self.grid, num_experts)
+        self._watching: list[Callable[[ChoiceCounts, ExpertSlots | None], None]] = []
+        if self.record is not None:
+            self.watch(self.record.add)
         self.decision: DispatchDecision | None = None
+
+    def watch(self, seen: Callable[[ChoiceCounts, ExpertSlots | None], None]) -> None:
+        """Have ``seen`` called with the counts of every call, which all ranks of the group know, and the slots that they are of;
+        None: of experts."""
+        self._watching.append(torch.compiler.disable(seen))
 
     def prepare(
         self,
@@ -153,8 +166,8 @@ class TokenDispatcher:
             offer = Offer(_NO_INDICES, error=error)
         agree_on_experts(self.grid)
         layout = ChoiceCounts.exchange(self.grid, offer)
-        if self._keep is not None:
-            self._keep(layout)
+        for seen in self._watching:
+            seen(layout, self.slots)
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
         ways = {"all_gather": layout.gathered, "two_level": layout.two_level}
@@ -167,6 +180,7 @@ class TokenDispatcher:
             self,
             needs_gradient=layout.needs_gradient,
             sound_weights=None if weights is None else weakref.ref(weights),
+            placement=None if self.slots is None else self.slots.placement,
         )
 
     def _offer(
@@ -184,6 +198,8 @@ class TokenDispatcher:
         is_elsewhere = like is not None and not like.is_cpu
         way = number_of((*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere))
         needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
+        if self.slots is not None:
+            indices = self.slots.slots_of(indices)
         return Offer(indices, capacity, like, way, needs_gradient, weights=weights if on_device else None)
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -403,6 +419,8 @@ class TokenDispatcher:
             raise UsageError(
                 "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
             )
+        if self.slots is not None and handle.placement is not self.slots.placement:
+            raise UsageError(f"{who()}experts have moved since the handle was prepared: prepare another")
 
     @staticmethod
     def _check_weights(
@@ -419,6 +437,16 @@ class TokenDispatcher:
         is_sound = is_sound or (sound is not None and sound() is weights)
         if not is_sound and not bool(torch.isfinite(weights).all()):
             raise weights_error()
+
+
+def _check_slots(slots: ExpertSlots | None, num_experts: int, ep: GroupCommunicator) -> None:
+    if slots is None:
+        return
+    if (slots.num_experts, slots.placement.num_ranks, slots.rank) != (num_experts, ep.size, ep.rank):
+        raise UsageError(
+            f"slots of {slots.num_experts} experts for rank {slots.rank} of {slots.placement.num_ranks}: expected {num_experts} "
+            f"experts for rank {ep.rank} of the {ep.size} ranks of EP"
+        )
 
 
 def _weight_gradients_last(experts: Experts, x: torch.Tensor) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.parameter_marks import mark_experts
 from commlayer.integrations.remat import is_rematerialising, recomputable
 from commlayer.profiles.errors import TensorError, UsageError
@@ -227,6 +228,8 @@ class GroupedExperts(nn.Module):
     Args:
         hidden, width: H and F.
         first, count: which of the model's experts are here.
+        slots: the same where experts can be placed anew, in place of ``first`` and ``count``; an empty slot has weights of zero.
+            ``state_dict()`` then has an entry for each expert that is here, by its number (``w_gate.17``), wherever it lies.
         etp_rank, etp_size: which shard of each; the outputs are partial sums then, which the dispatcher adds up.
         seed: of the weights.
 
@@ -248,8 +251,12 @@ class GroupedExperts(nn.Module):
         etp_size: int = 1,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        slots: ExpertSlots | None = None,
     ) -> None:
         super().__init__()
+        self.slots = slots
+        if slots is not None:
+            first, count = 0, len(slots.here)
         if hidden < 1 or width < 1 or count < 1:
             raise UsageError(f"{count} experts of hidden size {hidden} and width {width}: all three must be 1 or more")
         if width % etp_size:
@@ -259,11 +266,46 @@ class GroupedExperts(nn.Module):
             )
         self.hidden, self.width, self.first, self.count = hidden, width, first, count
         self._shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
-        drawn = [self._draw(seed, expert) for expert in range(first, first + count)]
+        drawn = [self._draw(seed, expert) for expert in self.numbers]
         self.w_gate = nn.Parameter(torch.stack([gate for gate, _, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
         mark_experts(self)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the expert in each place of this rank's weights; −1: none."""
+        return tuple(range(self.first, self.first + self.count)) if self.slots is None else self.slots.here
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.slots is None:
+            cast("Any", super())._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        for name, parameter in self.named_parameters(recurse=False):
+            for place, expert in enumerate(self.numbers):
+                if expert >= 0:
+                    of_expert = parameter[place]
+                    destination[f"{prefix}{name}.{expert}"] = of_expert if keep_vars else of_expert.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
+    ) -> None:
+        """Takes experts by their numbers too, whether they can be placed here or not; those of other ranks are left alone."""
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        of_experts = [key for name in names for key in state_dict if key.startswith(f"{prefix}{name}.")]
+        given = {key: value for key, value in state_dict.items() if key not in set(of_experts)}
+        for name, parameter in self.named_parameters(recurse=False) if of_experts or self.slots is not None else ():
+            keys = [f"{prefix}{name}.{expert}" if expert >= 0 else None for expert in self.numbers]
+            missing = [key for key in keys if key is not None and key not in state_dict]
+            found[0].extend(missing)  # as torch's own: missing, unexpected, errors
+            given.pop(prefix + name, None)
+            given[prefix + name] = torch.stack(
+                [
+                    state_dict.get(key, parameter[place]).to(parameter) if key else torch.zeros_like(parameter[place])
+                    for place, key in enumerate(keys)
+                ]
+            ).detach()
+        cast("Any", super())._load_from_state_dict(given, prefix, local_metadata, strict, *found)
 
     # What torch does with parameters that are moved or copied keeps nothing that was added to them.
 
@@ -277,9 +319,11 @@ class GroupedExperts(nn.Module):
         mark_experts(self)
 
     def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + max(expert, 0))
         gate, up = (torch.randn(self.width, self.hidden, generator=generator) * self.hidden**-0.5 for _ in range(2))
         down = torch.randn(self.hidden, self.width, generator=generator) * self.width**-0.5
+        if expert < 0:
+            gate, up, down = torch.zeros_like(gate), torch.zeros_like(up), torch.zeros_like(down)
         return gate[self._shard].clone(), up[self._shard].clone(), down[:, self._shard].contiguous()
 
     def forward(self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.levels import RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
+from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 
 __all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts"]
 
@@ -74,7 +75,7 @@ class DispatchHandle:
     """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: one of ``DISPATCH_KINDS``.
     ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
     ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
-    finite.
+    finite. ``placement``: where experts lay, if they can be placed anew.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class DispatchHandle:
     owner: object
     needs_gradient: bool = False
     sound_weights: weakref.ref[torch.Tensor] | None = None
+    placement: ExpertPlacement | None = None
     use: Use = field(default_factory=Use)
 
 

@@ -15,6 +15,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.planning import slices_of
@@ -24,6 +25,7 @@ from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
+from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 
 __all__ = ["MoELayer", "SharedExperts"]
 
@@ -72,6 +74,8 @@ class MoELayer(nn.Module):
         wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
         communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
             each rank takes its share of them.
+        spare_slots: places for copies of experts on each rank, beside those that experts in order take. Given, 0 too, experts
+            can be placed anew while the model trains (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
         sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
         seed: of all weights.
 
@@ -96,12 +100,17 @@ class MoELayer(nn.Module):
         tokens: Literal["sharded", "replicated"] = "sharded",
         wire: DispatchWire | str | None = None,
         communicator: Communicator | None = None,
+        spare_slots: int | None = None,
         sequence: GroupCommunicator | None = None,
         balance: GroupCommunicator | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         _check_options(router, mesh, chunks, weights_at=weights_at, tokens=tokens)
+        if spare_slots is not None and communicator is not None:
+            raise UsageError(
+                "a communicator's plans send rows to experts in order: leave spare_slots out, or communicator"
+            )
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
@@ -111,9 +120,10 @@ class MoELayer(nn.Module):
             chunks=chunks,
             weights_travel=weights_at == "experts",
             wire=wire,
+            slots=None if spare_slots is None else _slots_in_order(router.num_experts, mesh, spare_slots),
             **_groups(mesh),  # type: ignore[arg-type]
         )
-        grid = self.dispatcher.grid
+        grid, slots = self.dispatcher.grid, self.dispatcher.slots
         self.experts = GroupedExperts(
             hidden,
             width,
@@ -122,6 +132,7 @@ class MoELayer(nn.Module):
             etp_rank=grid.etp.rank,
             etp_size=grid.etp.size,
             seed=seed,
+            slots=slots,
         )
         self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
         self.holders = GroupCommunicator(mesh.group("tp") if mesh and tokens == "replicated" else None, "tp")
@@ -223,6 +234,12 @@ def _check_options(router: RouterConfig, mesh: object, chunks: int | Sequence[in
         raise UsageError(f"mesh must be a FoldedMesh, such as FoldedMesh({{'ep': 2}}), got {mesh!r}")
     if router.pad_to_capacity and chunks != "auto" and len(slices_of(chunks)) > 1:
         raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
+
+
+def _slots_in_order(num_experts: int, mesh: FoldedMesh | None, spare: int) -> ExpertSlots:
+    ep_size, rank = (1, 0) if mesh is None else (mesh.size("ep"), mesh.rank("ep"))
+    source = 0 if mesh is None else mesh.rank("etp_ep")
+    return ExpertSlots(ExpertPlacement.in_order(num_experts, ep_size, spare), rank, source)
 
 
 def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:

@@ -18,6 +18,7 @@ from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.settings import Settings
 
 if TYPE_CHECKING:
+    from commlayer.integrations.moe.expert_slots import ExpertSlots
     from commlayer.integrations.moe.handle import ChoiceCounts
 
 __all__ = ["LayerRecord", "LoadRecorder", "layer_record"]
@@ -40,8 +41,9 @@ class LayerRecord:
         self._sum, self._summed = None, 0
         self._is_refused = False
 
-    def add(self, layout: ChoiceCounts) -> None:
-        """Keep the counts of a call. Padded rows are not choices: of a layer that pads them nothing is kept, and that is told."""
+    def add(self, layout: ChoiceCounts, slots: ExpertSlots | None = None) -> None:
+        """Keep the counts of a call, of experts or of ``slots``. Padded rows are not choices: of a layer that pads them nothing
+        is kept, and that is told."""
         if layout.capacity is not None:
             if not self._is_refused:
                 warnings.warn(
@@ -52,7 +54,8 @@ class LayerRecord:
             self._is_refused = True
             return
         self.top_k = max(self.top_k, layout.indices.shape[1])
-        self.add_counts(layout.counts.sum((0, 1, 2)).numpy())
+        counts = layout.counts.sum((0, 1, 2))
+        self.add_counts((counts if slots is None else slots.by_expert(counts)).numpy())
 
     def add_counts(self, counts: Any) -> None:
         """Keep the choices of each expert, an array [experts] of whole numbers."""
@@ -107,11 +110,12 @@ class LoadRecorder:
 _recorders: dict[str, LoadRecorder] = {}
 
 
-def layer_record(grid: ExpertGrid) -> LayerRecord | None:
-    """Make the record of a layer with these groups; None on ranks that keep none, and where nobody asked for one."""
+def layer_record(grid: ExpertGrid, num_experts: int) -> LayerRecord | None:
+    """Make the record of a layer with these groups and so many experts; None on ranks that keep none, and unless asked
+    for one."""
     folder = Settings.from_environment().routing
     if folder is None or grid.all.rank:
         return None
     if folder not in _recorders:
         _recorders[folder] = LoadRecorder(folder, grid.all.ranks[grid.all.rank])
-    return _recorders[folder].layer(grid.num_experts)
+    return _recorders[folder].layer(num_experts)

@@ -19,7 +19,8 @@ Array = Any
 
 
 class ExpertMove(NamedTuple):
-    """One copy of an expert's weights that is sent. ``is_replica``: the expert's home, and its optimizer state, stay."""
+    """One copy of an expert that is sent, with its optimizer's state: every copy is stepped where it lies.
+    ``is_replica``: its home is another rank."""
 
     expert: int
     source: int
@@ -32,8 +33,8 @@ class ExpertPlacement:
     """The experts of one layer on the slots of ranks.
 
     ``slots`` [ranks, slots of a rank]: the expert in each; −1: an empty slot, of which there are only some where memory for
-    replicas is left over. ``owners`` [experts]: the rank that shall be an expert's home, and have its optimizer state, where it
-    holds the expert; else, and where nobody is named, the first rank that does.
+    replicas is left over. ``owners`` [experts]: the rank that shall be an expert's home, where it holds the expert;
+    else, and where nobody is named, the first rank that does. The home is the copy of which there are others.
 
     Raises UsageError: an expert that lies nowhere, or twice on one rank.
     """
@@ -122,7 +123,7 @@ class ExpertPlacement:
 
     @cached_property
     def homes(self) -> Array:
-        """The rank of each expert's home, which has its optimizer state, [experts]."""
+        """The rank of each expert's home, [experts]."""
         import numpy as np
 
         first = self.copies.argmax(1)
@@ -143,9 +144,30 @@ class ExpertPlacement:
         shares: Array = self.copies / self.logcnt[:, None]
         return shares
 
+    def settled_from(self, other: ExpertPlacement) -> ExpertPlacement:
+        """Return this placement with every expert that stays on a rank in the slot where it lies in ``other``, whose homes stay
+        too as far as they hold their experts: nothing moves within a rank.
+
+        Raises UsageError for a placement of other experts, ranks or numbers of slots.
+        """
+        import numpy as np
+
+        if (other.num_experts, other.slots.shape) != (self.num_experts, self.slots.shape):
+            raise UsageError(
+                f"expected a placement of {other.num_experts} experts on ranks and slots {list(other.slots.shape)} as "
+                f"before, got {self.num_experts} on {list(self.slots.shape)}"
+            )
+        slots = np.full_like(self.slots, -1)
+        for rank, (mine, theirs) in enumerate(zip(self.slots, other.slots, strict=True)):
+            stays = (theirs >= 0) & np.isin(theirs, mine)
+            slots[rank, stays] = theirs[stays]
+            comes = mine[(mine >= 0) & ~np.isin(mine, theirs)]
+            slots[rank, np.flatnonzero(~stays)[: len(comes)]] = comes
+        return ExpertPlacement(slots, self.num_experts, other.homes)
+
     def moves_from(self, other: ExpertPlacement, node_of: Array | None = None) -> tuple[ExpertMove, ...]:
-        """List what must be sent to come here from ``other``, by expert. Replicas come from a rank of the same node where one has
-        the expert (``node_of`` each rank), else from the old home.
+        """List what must be sent to come here from ``other``, by expert: each from a rank of the same node where one has the
+        expert (``node_of`` each rank), else from the old home.
 
         Raises UsageError for a placement of other experts or ranks.
         """
@@ -162,21 +184,14 @@ class ExpertPlacement:
                 f"moves: expected {self.num_experts} experts on {self.num_ranks} ranks as here, got {other.num_experts} on "
                 f"{other.num_ranks}"
             )
-        changed = np.flatnonzero(self.homes != other.homes)
         experts, targets = self.held
-        is_new = (other.copies[experts, targets] == 0) & (self.homes[experts] != targets)
+        is_new = other.copies[experts, targets] == 0
         experts, targets = experts[is_new], targets[is_new]
         sources = other.homes[experts]
         if node_of is not None and len(experts):
             near = (other.copies[experts] > 0) & (node_of[None] == node_of[targets][:, None])
             sources = np.where(near.any(1), near.argmax(1), sources)
-        kinds = np.repeat([False, True], [len(changed), len(experts)])
-        return (
-            np.concatenate([changed, experts]),
-            np.concatenate([other.homes[changed], sources]),
-            np.concatenate([self.homes[changed], targets]),
-            kinds,
-        )
+        return experts, sources, targets, self.homes[experts] != targets
 
     @cached_property
     def held(self) -> tuple[Array, Array]:

@@ -47,7 +47,7 @@ class ExpertWork:
         row_us: forward computation of one row; the backward pass takes twice that.
         expert_us: of each expert of a rank, whatever its rows (launches).
         weight_bytes, gradient_bytes: of one expert, as they are sent.
-        state_bytes: of its optimizer, which go with its home.
+        state_bytes: of its optimizer, which go with every copy.
         micro_batches: of a step, each with its own exchanges.
 
     Raises:
@@ -66,6 +66,11 @@ class ExpertWork:
         numbers = (self.row_us, self.expert_us, self.weight_bytes, self.gradient_bytes, self.state_bytes)
         if self.row_bytes < 1 or self.micro_batches < 1 or not all(0 <= number < float("inf") for number in numbers):
             raise UsageError(f"expected rows of at least a byte, a micro-batch, and nothing below 0, got {self}")
+
+    @property
+    def copy_bytes(self) -> int:
+        """The memory of one copy of an expert that is trained: weights, gradient, and the optimizer's state."""
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes
 
     @classmethod
     def of_shape(
@@ -272,15 +277,17 @@ class PlacementPrices:
     # What is sent beside tokens
 
     def gradients_us(self, placement: ExpertPlacement) -> float:
-        """Time the sums of replicas' gradients in a step: to the expert's home, and the sum back."""
+        """Time the sums of replicas' gradients in a step: every copy's to the ranks of all others, which all add them up."""
         if not placement.has_replicas:
             return 0.0
         import numpy as np
 
-        experts, targets = placement.held
-        homes = placement.homes[experts]
-        away = homes != targets
-        return 2 * self.sent_us(targets[away], homes[away], np.full(int(away.sum()), self.work.gradient_bytes))
+        copies = placement.copies[placement.logcnt > 1]
+        of_nodes = copies.reshape(len(copies), self.num_nodes, self.per_node).sum(2)
+        near = np.repeat(of_nodes, self.per_node, axis=1)
+        each = self.work.gradient_bytes
+        inside, across = copies * (near - 1), copies * (of_nodes.sum(1)[:, None] - near)
+        return self._most_us(across.sum(0).max() * each, inside.sum(0).max() * each)
 
     def spill_us(self, spilled: Sequence[tuple[int, int, int, float]]) -> float:
         """Time the weights that go along in a step, and their gradients."""
@@ -294,12 +301,11 @@ class PlacementPrices:
         return (there + back) * self.work.micro_batches
 
     def migration_us(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Time the way to another placement, once: weights, and the optimizer's state where an expert gets another home."""
+        """Time the way to another placement, once: weights and the optimizer's state of every copy that is new on its rank."""
         import numpy as np
 
-        _, sources, targets, is_replica = after.sent_from(before, self.node_of)
-        work = self.work
-        return self.sent_us(sources, targets, work.weight_bytes + np.where(is_replica, 0, work.state_bytes))
+        _, sources, targets, _ = after.sent_from(before, self.node_of)
+        return self.sent_us(sources, targets, np.full(len(targets), self.work.weight_bytes + self.work.state_bytes))
 
     def sent_us(self, sources: Array, targets: Array, sizes: Array) -> float:
         """Time messages among ranks: those between nodes, and those inside, as exchanges of the rank that has most to send or to
@@ -307,18 +313,21 @@ class PlacementPrices:
         import numpy as np
 
         crosses = self.node_of[sources] != self.node_of[targets]
-        total = 0.0
-        for chosen, table, count in (
-            (crosses, self._flat, self.num_ranks),
-            (~crosses, self._inside, self.per_node),
-        ):
+        most = [0.0, 0.0]
+        for place, chosen in enumerate((crosses, ~crosses)):
             if chosen.any():
-                sent, received = (
-                    np.bincount(ends[chosen], weights=sizes[chosen], minlength=self.num_ranks)
+                most[place] = max(
+                    np.bincount(ends[chosen], weights=sizes[chosen], minlength=self.num_ranks).max()
                     for ends in (sources, targets)
                 )
-                own = count / (count - 1)  # of an even exchange a part stays where it is
-                total += float(table(max(sent.max(), received.max()) * own))
+        return self._most_us(*most)
+
+    def _most_us(self, across: float, inside: float) -> float:
+        """Time messages of which a rank sends, or receives, so many bytes at most to other nodes, and on its own."""
+        total = 0.0
+        for size, table, count in ((across, self._flat, self.num_ranks), (inside, self._inside, self.per_node)):
+            if size > 0:  # of an even exchange a part stays where it is
+                total += float(table(size * count / (count - 1)))
         return total
 
     @cached_property

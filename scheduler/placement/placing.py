@@ -109,9 +109,8 @@ class PlacementRoom:
     may_spill: bool = True
 
     def spare_slots(self, work: ExpertWork) -> int:
-        """Count the replicas that fit on a rank, with their gradients, and without an optimizer's state."""
-        each = work.weight_bytes + work.gradient_bytes
-        return self.spare_bytes // each if each else 0
+        """Count the replicas that fit on a rank, with their gradients and their optimizer's state."""
+        return self.spare_bytes // work.copy_bytes if work.copy_bytes else 0
 
 
 def place(
@@ -172,7 +171,7 @@ def place_layer(
     chosen = min(sound, key=lambda each: each.total_us, default=kept)
     moves = chosen.placement.moves_from(before, prices.node_of)
     work = prices.work
-    moved = sum(work.weight_bytes + (0 if move.is_replica else work.state_bytes) for move in moves)
+    moved = len(moves) * (work.weight_bytes + work.state_bytes)
     return PlacementDecision(chosen, tuple(found), moves, moved, horizon, error)
 
 

@@ -51,11 +51,21 @@ def test_moves_are_what_is_missing_and_come_from_near() -> None:
     assert after.moves_from(before, node_of) == (
         ExpertMove(0, 0, 1, is_replica=True),
         ExpertMove(2, 2, 3, is_replica=False),
-        ExpertMove(3, 0, 2, is_replica=False),
+        ExpertMove(3, 3, 2, is_replica=False),
     )
     assert before.moves_from(before) == ()
     with pytest.raises(UsageError, match="moves: expected"):
         after.moves_from(ExpertPlacement.in_order(4, 2))
+
+
+def test_who_stays_on_a_rank_stays_in_its_slot() -> None:
+    before = ExpertPlacement(np.array([[0, 1, 2], [3, 4, -1]]), 5, np.array([0, 0, 0, 1, 1]))
+    after = ExpertPlacement(np.array([[4, 2, 0], [1, 3, 0]]), 5).settled_from(before)
+    assert after.slots.tolist() == [[0, 4, 2], [3, 1, 0]]
+    assert after.homes.tolist() == [0, 1, 0, 1, 0]
+    assert before.settled_from(before).slots.tolist() == before.slots.tolist()
+    with pytest.raises(UsageError, match="as before"):
+        after.settled_from(ExpertPlacement.in_order(5, 2, spare=1))
 
 
 # EPLB

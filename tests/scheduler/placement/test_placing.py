@@ -80,13 +80,13 @@ def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> 
     assert twice.compute_us == pytest.approx(alone.compute_us * 5 / 8)
     size = WORK.gradient_bytes * 8 / 7
     curve = prices.profile.curve("all_to_all_v", Resource.INTER, 8)
-    assert twice.gradient_us == pytest.approx(2 * curve.at(size), rel=0.02)
+    assert twice.gradient_us == pytest.approx(curve.at(size), rel=0.02)
     spilled = prices.layer(load, ExpertPlacement.in_order(8, 8), ((0, 0, 4, 0.5),))
     assert spilled.compute_us == pytest.approx(alone.compute_us * 5 / 8)
     assert spilled.spill_us == pytest.approx(2 * curve.at(size), rel=0.02)
 
 
-def test_migration_sends_state_with_a_home_only(prices: PlacementPrices) -> None:
+def test_migration_sends_weights_and_state_of_every_new_copy(prices: PlacementPrices) -> None:
     before = ExpertPlacement.in_order(8, 8, spare=1)
     replica, home = before.slots.copy(), before.slots.copy()
     replica[5, 1] = 0
@@ -94,8 +94,9 @@ def test_migration_sends_state_with_a_home_only(prices: PlacementPrices) -> None
     replica_us, home_us = (
         prices.migration_us(before, ExpertPlacement(slots, 8, before.homes)) for slots in (replica, home)
     )
+    curve = prices.profile.curve("all_to_all_v", Resource.INTER, 8)
     assert prices.migration_us(before, before) == 0.0
-    assert 4 * replica_us < home_us < 8 * replica_us
+    assert replica_us == home_us == pytest.approx(curve.at((WORK.weight_bytes + WORK.state_bytes) * 8 / 7), rel=0.02)
 
 
 def test_other_ranks_are_refused(prices: PlacementPrices) -> None:
@@ -137,7 +138,7 @@ def test_even_loads_are_left_alone(profile: Profile, prices: PlacementPrices) ->
 
 
 def test_skew_is_evened_out_better_than_by_eplb(profile: Profile, prices: PlacementPrices) -> None:
-    room = PlacementRoom(2 * 2 * WORK.weight_bytes)
+    room = PlacementRoom(2 * WORK.copy_bytes)
     decision = placed(zipf(), profile, prices, room=room)
     eplb = next(each for each in decision.candidates if each.kind == "eplb")
     assert decision.gain > 0.3
@@ -188,7 +189,7 @@ def test_no_decision_is_predicted_worse_than_keeping(
         before = placed(
             zipf(16, seed=1), profile, prices, before=(before,), room=PlacementRoom(may_spill=False)
         ).placement
-    room = PlacementRoom(spare * 2 * WORK.weight_bytes)
+    room = PlacementRoom(spare * WORK.copy_bytes)
     decision = placed(load, profile, prices, horizon, before=(before,), room=room)
     assert decision.chosen.total_us <= decision.kept.total_us
     assert decision.placement.slots.shape == before.slots.shape

@@ -1,0 +1,461 @@
+"""Experts placed anew while a model trains: who decides, when all ranks switch, and what is said of it.
+
+A *round* begins every so many steps. Ranks sum up the loads that they have seen since the last one; rank 0 of the stage forecasts
+from them and searches, on a thread of its own, while training goes on; then it announces what it found, and all ranks begin to
+send (:mod:`~commlayer.integrations.moe.expert_migration`), and switch before the optimizer's next step.
+
+Sums, announcements and experts travel on a group of the placer's own, on the lowest lane. What a rank does in a step follows
+from how many steps there were, and from what rank 0 has announced in the step before, which all ranks read in the same step. So
+all switch at the same step, or none does. Rejected: an appointment in the store
+(:mod:`commlayer.agree.appointments`), for calls that ranks make apart from each other, and which must exchange nothing;
+here steps are what all ranks make together, and a message of some bytes, which nobody waits for, is cheaper than
+threads that ask a store.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.expert_migration import ExpertMigration, Optimizer, StagePlaces, moved_bytes
+from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.measuring import Measurements
+from commlayer.integrations.moe.observed_loads import ObservedLoads
+from commlayer.integrations.moe.planning import is_sharded
+from commlayer.integrations.moe.replica_gradients import placed_layers
+from commlayer.integrations.moe.routing import who
+from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.profiles.errors import CommlayerError, UsageError
+from commlayer.profiles.printable import printable
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
+from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRoom, place_layer
+from commlayer.settings import Settings
+from commlayer.statistics import PlacementStats, note_placement
+
+__all__ = ["ExpertPlacer"]
+
+_NOT_YET, _KEEP, _MOVE, _FAILED = range(4)
+
+
+class _Nodes(ControlMessage, frozen=True):
+    """The node of each rank of an expert group."""
+
+    of_ranks: tuple[int, ...]
+
+
+class ExpertPlacer:
+    """The placer of a model's experts, called once in every training step, after the optimizer::
+
+        model = MoELanguageModel(ModelConfig(…, spare_slots=1), mesh)
+        placer = ExpertPlacer(model, optimizer, mesh, every=50)
+        for step in …:
+            optimizer.zero_grad()
+            loss = model.train_step(tokens, labels)
+            optimizer.step()
+            placer.step()
+
+    All ranks of the job make it, and call :meth:`step`, alike. Losses are those of experts in order: bit for bit without
+    copies where tokens go by all_to_all and in the same chunks, and else up to the order of sums (docs/placement.md).
+
+    Args:
+        model: with MoE layers that were made with ``spare_slots``.
+        optimizer: torch's, a ShardedOptimizer over edp, or several of them; elementwise ones, as SGD and Adam are. What it keeps
+            for each element goes with an expert.
+        mesh: of the model.
+        every: steps between two decisions; 0: experts move only by :meth:`move_to`.
+        horizon: steps over which a migration shall pay back; None: until the next decision.
+        profile: of the expert group; None: the one by which the group plans its calls.
+        work: what an expert costs; None: measured in the first round.
+        say: told what was decided, in one line, on rank 0 of the stage; None: standard error.
+
+    Attributes:
+        num_migrations: that were made.
+
+    Raises:
+        UsageError: nothing that could be placed: layers without ``spare_slots``, one rank of EP, rows that are padded to a
+            capacity, experts that FSDP shards, a ShardedOptimizer over other ranks than edp; or a number below its least.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        mesh: FoldedMesh,
+        *,
+        every: int = 50,
+        horizon: int | None = None,
+        profile: Profile | None = None,
+        work: ExpertWork | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self._layers = placed_layers(model)
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        _check(self._layers, self._optimizers, mesh, every, horizon)
+        self._every, self._horizon = every, horizon or max(every, 1)
+        self._profile, self._work, self._say = profile, work, say or _print
+        self._group = GroupCommunicator(_own_group(mesh), "dp")
+        self._places = StagePlaces.of(mesh, self._group)
+        self._node_of = self._agreed_nodes()
+        self._loads = ObservedLoads(self._layers, max(every, 1))
+        self._works: list[ExpertWork] = []
+        self._prices: dict[ExpertWork, PlacementPrices] = {}
+        self._round: _Summing | _Deciding | None = None
+        self._migration: ExpertMigration | None = None
+        self._reason = ""
+        self._steps = 0
+        self._is_off = False
+        self.num_migrations = 0
+        self._handles = self._hook()
+
+    @property
+    def placements(self) -> tuple[ExpertPlacement, ...]:
+        """Where the experts of each layer lie now."""
+        return tuple(_slots_of(layer).placement for layer in self._layers)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether experts are on their way, to be computed elsewhere from the optimizer's next step on."""
+        return self._migration is not None
+
+    def step(self) -> None:
+        """Note that a training step is over, and do what is due: mostly nothing. Collective over the stage, once a step, after
+        the optimizer's.
+
+        Raises PeerError and CollectiveTimeoutError as collectives do.
+        """
+        self._steps += 1
+        self._loads.end_step()
+        for layer in self._layers:
+            _slots_of(layer).has_summed = False
+        if self._migration is not None or self._is_off:
+            return
+        if self._round is not None:
+            self._go_on(self._round)
+        elif self._every and self._loads.num_steps >= self._every:
+            self._begin_round()
+
+    def move_to(self, placements: Sequence[ExpertPlacement], reason: str = "as told") -> None:
+        """Begin to move all layers' experts to ``placements``, the same on all ranks; they are used from the
+        optimizer's next step on. Collective over the stage, behind an optimizer's step.
+
+        Raises UsageError for placements of other layers, experts, ranks or slots, and while experts are on their way;
+        DisagreementError where ranks have others.
+        """
+        if self.is_moving:
+            raise UsageError(
+                f"{who()}experts are on their way already: move them again after the optimizer's next step"
+            )
+        if len(placements) != len(self._layers):
+            raise UsageError(
+                f"{who()}expected a placement for each of {len(self._layers)} layers, got {len(placements)}"
+            )
+        settled = [new.settled_from(old) for new, old in zip(placements, self.placements, strict=True)]
+        told = {f"the placement of layer {place}": str(each.slots.tolist()) for place, each in enumerate(settled)}
+        if self._group.group is not None:
+            require_alike(told, self._group.group, "to move experts")
+        self._round = None
+        self._start(settled, reason)
+
+    def close(self) -> None:
+        """Give up what is under way, and leave the optimizer alone from now on. Experts stay where they are. Harmless when
+        repeated; on all ranks alike."""
+        for handle in self._handles:
+            handle()
+        self._handles, self._round, self._migration, self._is_off = [], None, None, True
+
+    def __enter__(self) -> ExpertPlacer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Rounds
+
+    def _begin_round(self) -> None:
+        if self._work is None and not self._works:
+            self._works = [self._measured_work(layer) for layer in self._layers]
+        summed = self._loads.round()
+        self._round = _Summing(summed, dist.all_reduce(summed, group=self._group.group, async_op=True))
+
+    def _go_on(self, under_way: _Summing | _Deciding) -> None:
+        """Do what the next step of a round is."""
+        if isinstance(under_way, _Summing):
+            under_way.work.wait()
+            self._loads.learn(under_way.counts)
+            self._round = _Deciding(self._group, self._message_size, self._decide)
+            self._round.ask()
+            return
+        answer = under_way.answer()
+        if answer == _NOT_YET:
+            under_way.ask()
+            return
+        self._round, self._reason = None, under_way.words
+        if answer == _FAILED:
+            self._is_off = True
+        elif answer == _KEEP:
+            self._tell(0, 0)
+        else:
+            self._start(self._announced(under_way.slots), self._reason)
+
+    @property
+    def _message_size(self) -> int:
+        return sum(_slots_of(layer).num_slots for layer in self._layers)
+
+    def _announced(self, slots: torch.Tensor) -> list[ExpertPlacement]:
+        parts = slots.split([_slots_of(layer).num_slots for layer in self._layers])
+        return [
+            ExpertPlacement(part.numpy().reshape(before.slots.shape), before.num_experts, before.homes)
+            for part, before in zip(parts, self.placements, strict=True)
+        ]
+
+    def _decide(self) -> tuple[int, Array, str]:
+        """Search, on the thread of rank 0: whether experts move, all slots then, and why."""
+        import numpy as np
+
+        decisions = []
+        for place, (counts, before) in enumerate(
+            zip(self._loads.expected(self._horizon), self.placements, strict=True)
+        ):
+            config = self._layers[place].router.config
+            load = LayerLoad(counts, config.top_k)
+            prices = self._prices_of(self._works[place] if self._work is None else self._work)
+            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=False)
+            decisions.append(place_layer(load, prices, before, self._horizon, room))
+        settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
+        moves = any(each.moves for each in decisions)
+        return (
+            _MOVE if moves else _KEEP,
+            np.concatenate([each.slots.reshape(-1) for each in settled]),
+            _said(decisions),
+        )
+
+    def _prices_of(self, work: ExpertWork) -> PlacementPrices:
+        if work not in self._prices:
+            profile = self._profile or self._layers[0].dispatcher.grid.ep.profile
+            if profile is None:
+                raise UsageError(
+                    "no profile of the expert group: name one in COMMLAYER_PROFILE, or pass profile=, to place experts"
+                )
+            self._prices[work] = PlacementPrices(profile, work)
+        return self._prices[work]
+
+    def _measured_work(self, layer: MoELayer) -> ExpertWork:
+        """What an expert of ``layer`` costs: its time is measured here, by all ranks together."""
+        experts, grid = layer.experts, layer.dispatcher.grid
+        weight = experts.w_gate
+        tokens = weight.new_empty(0, experts.hidden)
+        times = Measurements(grid).experts(experts, _ROWS_MEASURED, tokens)
+        slope = (times.times_us[-1] - times.times_us[0]) / max(1, times.rows[-1] - times.rows[0])
+        each = max(0.0, times.times_us[0] - slope * times.rows[0]) / experts.count
+        gradient_bytes = sum(parameter.nbytes for parameter in experts.parameters()) // experts.count
+        return ExpertWork(
+            row_bytes=experts.hidden * weight.element_size(),
+            row_us=max(slope, 0.0),
+            expert_us=each,
+            weight_bytes=gradient_bytes,
+            gradient_bytes=gradient_bytes,
+            state_bytes=max(0, moved_bytes(layer, self._optimizers) - gradient_bytes),
+            micro_batches=self._loads.micro_batches,
+        )
+
+    # Migrations
+
+    def _start(self, placements: Sequence[ExpertPlacement], reason: str) -> None:
+        wanted: Mapping[MoELayer, ExpertPlacement] = {
+            layer: placement
+            for layer, placement in zip(self._layers, placements, strict=True)
+            if (placement.slots != _slots_of(layer).placement.slots).any()
+        }
+        self._reason = reason
+        self._migration = ExpertMigration(self._places, self._optimizers, wanted, self._node_of)
+
+    def _before_optimizer(self) -> None:
+        """Switch, where experts are on their way. Raises UsageError where gradients of copies were forgotten."""
+        for layer in self._layers:
+            if _slots_of(layer).placement.has_replicas and not _slots_of(layer).has_summed:
+                raise UsageError(
+                    f"{who()}experts lie on several ranks, and their gradients were not summed: call synchronise_gradients, "
+                    "GradientBuckets.finish, or sum_replica_gradients(model) before the optimizer's step"
+                )
+        migration, self._migration = self._migration, None
+        if migration is None:
+            return
+        migration.switch()
+        self.num_migrations += 1
+        self._tell(migration.num_layers, migration.num_copies)
+
+    def _tell(self, layers: int, copies: int) -> None:
+        if self._group.rank:
+            return
+        size = moved_bytes(self._layers[0], self._optimizers)
+        noted: PlacementStats = {
+            "step": self._steps,
+            "layers": layers,
+            "copies": copies,
+            "copy_bytes": size,
+            "reason": self._reason,
+        }
+        note_placement(noted)
+        self._say(f"experts, step {self._steps}: {self._reason}")
+
+    def _hook(self) -> list[Callable[[], object]]:
+        me = weakref.ref(self)  # an optimizer keeps its hooks, which must not keep the model
+
+        def called(*_: Any) -> None:
+            placer = me()
+            if placer is not None:
+                placer._before_optimizer()
+
+        handles: list[Callable[[], object]] = []
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                handles.append(optimizer.call_before_step(called))
+            else:
+                handles.append(optimizer.register_step_pre_hook(called).remove)
+        return handles
+
+    def _agreed_nodes(self) -> tuple[int, ...]:
+        """The node of each rank of EP as rank 0 has them: other expert groups may lie otherwise."""
+        nodes = self._layers[0].dispatcher.grid.ep.nodes
+        mine = tuple(
+            next(a for a, members in enumerate(nodes) if rank in members) for rank in range(sum(map(len, nodes)))
+        )
+        timeout_s = Settings.from_environment().timeout_s
+        peers = Peers.of(self._group.group)
+        return from_first(_Nodes(mine), _Nodes, peers, timeout_s, "to make an ExpertPlacer").of_ranks
+
+
+_ROWS_MEASURED = 1024
+"""The rows on which experts are measured: as many as their times grow in proportion from, on most devices."""
+
+
+class _Summing:
+    """The first part of a round: loads are summed over the stage."""
+
+    def __init__(self, counts: torch.Tensor, work: dist.Work) -> None:
+        self.counts, self.work = counts, work
+
+
+class _Deciding:
+    """The second part of a round: rank 0 searches, and says in every step whether it has found something."""
+
+    def __init__(self, group: GroupCommunicator, size: int, decide: Callable[[], tuple[int, Array, str]]) -> None:
+        self._group = group
+        self._work: dist.Work | None = None
+        self._told = torch.zeros(1 + size, dtype=torch.int64)
+        self._found: tuple[int, Array, str] | None = None
+        self._thread: threading.Thread | None = None
+        if not group.rank:
+            self._thread = threading.Thread(target=self._search, args=(decide,), name="commlayer placer", daemon=True)
+            self._thread.start()
+
+    @property
+    def words(self) -> str:
+        return "" if self._found is None else self._found[2]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._told[1:]
+
+    def ask(self) -> None:
+        """Send what rank 0 has found so far to all; nobody waits for it."""
+        if not self._group.rank:
+            self._told.zero_()
+            if self._found is not None:
+                self._told[0] = self._found[0]
+                self._told[1:] = torch.as_tensor(self._found[1])
+        source = self._group.ranks[0]
+        self._work = dist.broadcast(self._told, source, group=self._group.group, async_op=True)
+
+    def answer(self) -> int:
+        """Return what was sent: whether there is a decision, and which."""
+        if self._work is not None:
+            self._work.wait()
+        return int(self._told[0])
+
+    def _search(self, decide: Callable[[], tuple[int, Array, str]]) -> None:
+        try:
+            self._found = decide()
+        except Exception as error:  # noqa: BLE001  training goes on without it
+            kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
+            _print(f"experts stay where they are from now on: {kind}{error}")
+            self._found = _FAILED, 0, str(error)
+
+
+def _check(
+    layers: Sequence[MoELayer], optimizers: Sequence[Optimizer], mesh: FoldedMesh, every: int, horizon: int | None
+) -> None:
+    if not layers:
+        raise UsageError("no MoE layer of the model can be placed: make it with spare_slots=0, or more for copies")
+    if every < 0 or (horizon is not None and horizon < 1):
+        raise UsageError(f"expected every of 0 or more and a horizon of at least 1, got {every} and {horizon}")
+    if mesh.size("ep") == 1:
+        raise UsageError("the experts lie on one rank of EP: there is nowhere to place them")
+    for layer in layers:
+        if layer.router.config.pad_to_capacity:
+            raise UsageError(
+                "rows are padded to a capacity, so every expert has as many: there is nothing to place; leave pad_to_capacity "
+                "out, or the ExpertPlacer"
+            )
+        if is_sharded(layer.experts):
+            raise UsageError(
+                "experts that FSDP shards cannot be placed: their slots are cut over ranks; leave them out of fully_shard, "
+                "and share the optimizer's state out by ShardedOptimizer over edp"
+            )
+    for optimizer in optimizers:
+        if isinstance(optimizer, ShardedOptimizer):
+            of_experts = any(optimizer.shard_of(each) for layer in layers for each in layer.experts.parameters())
+            if of_experts and optimizer.ranks != mesh.ranks("edp"):
+                raise UsageError(
+                    f"the experts' ShardedOptimizer is over ranks {list(optimizer.ranks)}: expected edp, "
+                    f"{list(mesh.ranks('edp'))}; give the experts one of their own over mesh.group('edp')"
+                )
+
+
+def _own_group(mesh: FoldedMesh) -> dist.ProcessGroup:
+    """A group of this stage's ranks for the placer alone, so that nothing queues behind experts that move."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in mesh.mapping.groups("stage"):
+        made = dist.new_group(list(ranks), backend="commlayer", group_desc="expert placement")
+        if dist.get_rank() in ranks:
+            mine = made
+    assert mine is not None  # every rank is in one stage
+    return mine
+
+
+def _slots_of(layer: MoELayer) -> ExpertSlots:
+    slots = layer.dispatcher.slots
+    assert slots is not None  # of layers that can be placed
+    return slots
+
+
+def _said(decisions: Sequence[PlacementDecision]) -> str:
+    """What was decided for all layers, and why for the one that gains most."""
+    best = max(decisions, key=lambda each: each.kept.total_us - each.chosen.total_us)
+    moved = [each for each in decisions if each.moves]
+    if not moved:
+        return best.reason()
+    before_us, after_us = (sum(getattr(each, name).step.total_us for each in decisions) for name in ("kept", "chosen"))
+    words = f"{sum(len(each.moves) for each in moved)} copies move in {len(moved)} of {len(decisions)} layers; "
+    words += f"their steps are predicted to take {after_us / 1e3:.4g} ms in place of {before_us / 1e3:.4g}"
+    return f"{words}. {best.reason()}"
+
+
+def _print(words: str) -> None:
+    print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)

@@ -1,0 +1,85 @@
+"""The gradients of experts that lie on several ranks: summed over their copies, so that all of these stay equal.
+
+Each copy has the gradient of the rows that came to it. Every rank sends its copy's to the ranks of all others, in one exchange of
+all layers, and adds them up in the order of ranks: the same sum, bit for bit, everywhere. Rejected: a group for each set of ranks
+that share an expert, of which every placement would make new ones; and a sum at the expert's home that is sent back, which takes
+two exchanges, one after the other, and saves bytes only from three copies on, and not those of the busiest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.expert_messages import ExpertMessages
+from commlayer.integrations.moe.layer import MoELayer
+
+__all__ = ["placed_layers", "sum_replica_gradients"]
+
+
+def placed_layers(module: nn.Module) -> list[MoELayer]:
+    """List the MoE layers in ``module`` whose experts can be placed anew, in its order."""
+    return [part for part in module.modules() if isinstance(part, MoELayer) and part.dispatcher.slots is not None]
+
+
+@torch.no_grad()
+def sum_replica_gradients(module: nn.Module) -> None:
+    """Sum the gradients of every expert over its copies, in place. Collective over EP, once a step, when each copy's own are
+    there: those of :func:`~commlayer.integrations.gradients.synchronise_gradients` and
+    :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of this rank alone, where a
+    :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` sums over edp later.
+
+    A parameter without a gradient counts as zero. Without copies nothing is sent. Raises PeerError and CollectiveTimeoutError as
+    collectives do.
+    """
+    groups: dict[dist.ProcessGroup | None, tuple[GroupCommunicator, list[MoELayer]]] = {}
+    for layer in placed_layers(module):
+        slots = layer.dispatcher.slots
+        assert slots is not None  # of placed layers
+        slots.has_summed = True
+        if slots.placement.has_replicas:
+            ep = layer.dispatcher.grid.ep
+            groups.setdefault(ep.group, (ep, []))[1].append(layer)
+    for ep, layers in groups.values():
+        _sum_over_copies(ep, layers)
+
+
+def _sum_over_copies(ep: GroupCommunicator, layers: list[MoELayer]) -> None:
+    messages = ExpertMessages(ep)
+    shared = [(place, ranks) for layer in layers for place, ranks in _shared_gradients(layer, ep.rank)]
+    for place, ranks in shared:
+        for peer in ranks:
+            if peer != ep.rank:
+                messages.send(place, peer)
+                messages.receive(place, peer)
+    messages.start()
+    messages.wait()
+    came = {peer: iter(messages.received(peer)) for peer in range(ep.size) if peer != ep.rank}
+    for place, ranks in shared:
+        parts = [place if rank == ep.rank else next(came[rank]) for rank in ranks]
+        dtype = torch.promote_types(place.dtype, torch.float32)
+        total = parts[0].to(dtype, copy=True)
+        for part in parts[1:]:
+            total += part
+        place.copy_(total)
+
+
+def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """The gradients in this rank's slots of experts that lie elsewhere too, and the ranks of all their copies: by expert, so that
+    two ranks name what they share in one order."""
+    slots = layer.dispatcher.slots
+    assert slots is not None  # of placed layers
+    placement = slots.placement
+    for expert, place in sorted((expert, place) for place, expert in enumerate(slots.here)):
+        if expert < 0 or placement.logcnt[expert] < 2:
+            continue
+        ranks = placement.copies[expert].nonzero()[0].tolist()
+        for parameter in layer.experts.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                yield parameter.grad[place], ranks
