@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from commlayer.integrations.megatron_moe import plan_megatron_moe
     from commlayer.integrations.mesh import FoldedMesh
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
+    from commlayer.integrations.moe.expert_placer import ExpertPlacer
     from commlayer.integrations.moe.experts import GroupedExperts
     from commlayer.integrations.moe.layer import MoELayer
+    from commlayer.integrations.moe.replica_gradients import sum_replica_gradients
     from commlayer.integrations.moe.router import Router, RouterConfig
     from commlayer.integrations.moe.routing import Routing
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColumnParallelLinear",
     "DispatchWire",
+    "ExpertPlacer",
     "FoldedMapping",
     "FoldedMesh",
     "GradientBuckets",
@@ -76,6 +79,7 @@ __all__ = [
     "run_overlapped_pipeline",
     "run_pipeline",
     "split_sequence",
+    "sum_replica_gradients",
     "synchronise_gradients",
     "tell_megatron_neighbours",
     "tell_neighbours",

@@ -19,7 +19,7 @@ _ALIGNED = 16
 
 
 class ExpertMessages:
-    """What this rank sends to members of ``group``, and what it receives from them."""
+    """The messages of this rank to members of ``group``, and those from them."""
 
     def __init__(self, group: GroupCommunicator) -> None:
         self._group = group

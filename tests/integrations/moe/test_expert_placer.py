@@ -147,7 +147,8 @@ def test_with_copies_losses_differ_by_the_order_of_sums_only(emulated_cluster: C
     """Copies are equal bit for bit; :func:`merged` sees to that. SGD, because AdamW divides rounding by itself."""
     cluster = emulated_cluster(2, 2)
     static, _ = merged(cluster.run(partial(train, is_sgd=True), {"ep": 4}, None, ()))
-    for options in ({}, {"chunks": "auto", "dispatch": "auto", "overlap_gradients": False}):
+    variants: list[dict[str, Any]] = [{}, {"chunks": "auto", "dispatch": "auto", "overlap_gradients": False}]
+    for options in variants:
         losses, _ = merged(cluster.run(partial(train, fill=True, is_sgd=True, **options), {"ep": 4}, 1, (0, 2, 3)))
         assert losses == pytest.approx(static, rel=1e-6)
 
@@ -188,7 +189,7 @@ def test_a_sharded_optimizer_keeps_every_bit(emulated_cluster: ClusterFactory) -
         assert all(torch.equal(tensor, every[name]) for name, tensor in of_rank.items())
 
 
-def decided(every: int) -> tuple[list[str], list[list[int]], int, list[float]]:
+def decided(every: int) -> tuple[list[str], list[list[list[int]]], int, list[float]]:
     """Train with decisions of the placer's own, on a load that is almost all expert 0's and 1's."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
