@@ -55,15 +55,16 @@ DEEPEP = DispatchKernels(
 )
 HYBRIDEP = DispatchKernels(
     name="hybridep",
-    network=DEEPEP.network,
+    # H100, 400 Gb/s cards, 4096 tokens, BF16, 8 multiprocessors, times of the whole call: of 32 ranks on 4 nodes 46.5 and 50.7
+    # GB/s, of which 3/4 cross, of 64 on 8 nodes 41.5 and 47.7, of which 7/8 do: 0.70, 0.76, 0.73 and 0.83 of 50 GB/s.
+    network=0.75,
     # GB200, 8 to 36 ranks, 32 multiprocessors, times of the whole call in BF16: dispatch 546 … 479, combine 569 … 448 GB/s; of 32
     # ranks 484 and 465, 31/32 of which leave the GPU: 469 and 450 of 900.
     inside=0.51,
     # The defaults of its configuration (csrc/hybrid_ep/config.cuh).
     held_inside=24,
     held_across=8,
-    source="deepseek-ai/DeepEP, branch hybrid-ep, its table of GB200; over the network nothing is published there: as DeepEP, "
-    "which is our assumption",
+    source="deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md, its tables of H100 and GB200",
 )
 NCCL_MULTIPROCESSORS = 16
 """Multiprocessors that a collective call of NCCL's holds: "16 or more" without offload to switches (NVIDIA, on NCCL 2.27)."""

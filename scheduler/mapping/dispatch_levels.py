@@ -16,11 +16,19 @@ from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import distinct_nodes
 
-__all__ = ["DispatchLevels"]
+__all__ = ["DispatchLevels", "parts_of_token"]
 
 _NARROW, _WIDE = 2, 4
 _MOST_NARROW = (1 << 15) - 1
 _WEIGHT_BYTES = 4
+
+
+def parts_of_token(job: Job, parts: int) -> float:
+    """The expected number of ``parts`` (nodes, ranks), of which each holds as many experts, on which a token has any: within a
+    router's limit of groups, and by recorded popularity where the job has it."""
+    model = job.model
+    found = distinct_nodes(model.experts, parts, model.top_k, model.router_groups, model.router_group_limit)
+    return found if job.loads is None else max(1.0, found * job.loads.togetherness(parts, model.top_k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,7 @@ class DispatchLevels:
         if not (is_ours and is_flat_kind and is_over_rails) or model.experts % setup.ep:
             return None
         tokens = rows_of_rank(job, setup) * setup.micro_batch
-        groups = (model.router_groups, model.router_group_limit)
-        nodes, ranks = (distinct_nodes(model.experts, count, model.top_k, *groups) for count in (len(shape), setup.ep))
+        nodes, ranks = (parts_of_token(job, count) for count in (len(shape), setup.ep))
         rails, inside = (
             round(tokens * min(most, count * job.imbalance)) for most, count in ((len(shape), nodes), (setup.ep, ranks))
         )

@@ -17,6 +17,7 @@ from commlayer.profiles.errors import UsageError
 __all__ = ["Loads", "Spread"]
 
 _SAMPLES = 400
+_BISECTIONS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,42 @@ class Loads:
                 f"expected ep to divide the {len(self.shares)} experts and at least one row, got ep={ep}, rows={rows}"
             )
         return _spread(self.shares, ep, rows, seed)
+
+    def togetherness(self, parts: int, top_k: int) -> float:
+        """Compute on how many of ``parts`` a token has an expert, expected, over what it were with even shares: popular experts
+        lie together.
+
+        Each part holds as many experts, in their order. A token's different experts are drawn one after the other by their
+        shares, which is the order in which exponential clocks of these rates ring (Rosén 1972, successive sampling): with the
+        time t by which ``top_k`` have rung, expected, a part of share s has none with probability exp(-t·s). 1.0 for even shares.
+
+        Raises UsageError where ``parts`` does not divide the experts.
+        """
+        if parts < 1 or len(self.shares) % parts:
+            raise UsageError(f"expected parts that divide the {len(self.shares)} experts, got {parts}")
+        return _togetherness(self.shares, parts, top_k)
+
+
+@lru_cache(maxsize=1024)
+def _togetherness(shares: tuple[float, ...], parts: int, top_k: int) -> float:
+    experts = len(shares)
+    local = experts // parts
+    blocks = [sum(shares[first : first + local]) for first in range(0, experts, local)]
+    even = parts * (1 - (1 - top_k / experts) ** local)
+    if top_k >= sum(share > 0 for share in shares):  # every expert that is ever chosen is
+        return float(sum(block > 0 for block in blocks) / even)
+    low, high = 0.0, 1.0
+    while _rung(shares, high) < top_k:
+        high *= 2
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _rung(shares, middle) < top_k else (low, middle)
+    return float(_rung(blocks, low) / even)
+
+
+def _rung(rates: Sequence[float], time: float) -> float:
+    """How many clocks of these rates have rung by then, expected."""
+    return sum(1 - math.exp(-time * rate) for rate in rates)
 
 
 @lru_cache(maxsize=1024)

@@ -437,7 +437,7 @@ class Estimator:
             rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)
             ratio = self.loads.spread(setup.ep, max(rows, 1)).mean
         if ratio not in self._builders:
-            job = replace(self.job, imbalance=ratio)
+            job = replace(self.job, imbalance=ratio, loads=self.loads)
             self._builders[ratio] = LayerBuilder(job, self.cluster, self.software, self.pricer, self.compute)
         return self._builders[ratio]
 

@@ -3,7 +3,8 @@ and is passed on inside it, over NVLink, to each rank that holds any.
 
 Rows cross the network and are passed on at the same time, so a call takes the longer of the two (:meth:`TokenRoutes.us`). On how
 many nodes and ranks a token has experts is expected, all choices being as likely
-(:func:`~commlayer.scheduler.rails.distinct_nodes`), within a router's limit of groups where the model has one.
+(:func:`~commlayer.scheduler.rails.distinct_nodes`), within a router's limit of groups where the model has one, or as popular as
+was recorded.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
+from commlayer.scheduler.mapping.dispatch_levels import parts_of_token
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
-from commlayer.scheduler.rails import distinct_nodes
 
 __all__ = ["TokenRoutes"]
 
@@ -48,10 +49,8 @@ class TokenRoutes:
         is_flat_kind = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
         if not is_flat_kind or setup.ep == 1 or len(set(shape)) > 1 or model.experts % setup.ep:
             return None
-        groups = (model.router_groups, model.router_group_limit)
         nodes, ranks = (
-            min(parts, distinct_nodes(model.experts, parts, model.top_k, *groups) * min(job.imbalance, setup.ep))
-            for parts in (count, setup.ep)
+            min(parts, parts_of_token(job, parts) * min(job.imbalance, setup.ep)) for parts in (count, setup.ep)
         )
         tokens = rows_of_rank(job, setup) * setup.micro_batch
         home, out = (software.row_bytes(model.hidden, to_experts=way) for way in (False, True))

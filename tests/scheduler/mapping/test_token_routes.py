@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,6 +13,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
+from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -65,6 +67,41 @@ def test_rates_that_deepep_publishes(ep: int, dispatch: float, combine: float) -
         counted = routes.ranks if nodes == 1 else routes.nodes
         logical = 4096 * counted * routes.row_bytes / routes.us(H800) * 1e-3
         assert logical == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.parametrize(("ep", "published"), [(32, (46.54, 50.68)), (64, (41.46, 47.68))])
+def test_rates_that_hybridep_publishes_between_nodes(ep: int, published: tuple[float, float]) -> None:
+    """H100, BF16, 8 multiprocessors, whole calls; any router, eight experts a rank."""
+    model = replace(DEEPSEEK, router_groups=1, router_group_limit=1, experts=8 * ep)
+    job = Job(model=model, gpus=ep, global_batch=ep, sequence=4096)
+    routes = TokenRoutes.of(HYBRIDEP, job, Setup(gpus=ep, ep=ep), (8,) * (ep // 8), MEGATRON)
+    assert routes is not None
+    assert 4096 * routes.nodes * routes.row_bytes / routes.us(EOS) * 1e-3 == pytest.approx(sum(published) / 2, rel=0.1)
+
+
+def test_popular_experts_that_lie_together_are_met_on_fewer_nodes() -> None:
+    even, together = Loads.even(QWEN.experts), Loads.of_counts([9.0] * 16 + [1.0] * (QWEN.experts - 16))
+    routes = [
+        TokenRoutes.of(DEEPEP, replace(JOB, loads=loads), SETUP, (8, 8), MEGATRON) for loads in (None, even, together)
+    ]
+    nodes = [each.nodes for each in routes if each is not None]
+    assert nodes[1] == pytest.approx(nodes[0])
+    assert nodes[2] < nodes[0]
+
+
+@pytest.mark.parametrize("loads", [Loads.even(16), Loads.zipf(16, 1.0), Loads.of_counts([1.0] * 8 + [0.0] * 8)])
+@pytest.mark.parametrize("parts", [1, 2, 4, 16])
+def test_distinct_parts_by_popularity_are_those_of_drawn_tokens(loads: Loads, parts: int) -> None:
+    """Against tokens whose experts are drawn one after the other, without putting any back."""
+    draw, top_k, tokens, met = random.Random(7), 4, 4000, 0
+    for _ in range(tokens):
+        left = list(loads.shares)
+        for _ in range(top_k):
+            left[draw.choices(range(16), left)[0]] = 0.0
+        chosen = [index for index, share in enumerate(left) if share == 0.0 and loads.shares[index] > 0]
+        met += len({index * parts // 16 for index in chosen})
+    expected = distinct_nodes(16, parts, top_k) * loads.togetherness(parts, top_k)
+    assert met / tokens == pytest.approx(expected, rel=0.07)  # of 16 experts; the formula is that of many
 
 
 @pytest.mark.parametrize(
