@@ -95,9 +95,9 @@ class ModelShape:
         mtp_layers: modules of multi-token prediction that are trained, beside ``layers`` (DeepSeek-V3, section 2.2): each has two
             norms, a projection of two hidden states to one, a layer as the model's last, and a norm; embedding and head are
             the model's.
-        vectors, moe_vectors, expert_vectors, end_vectors: elements of vectors that nothing else here counts, of each layer
-            (norms of queries and keys, sinks, the output's bias), of each one with experts (the router's bias, a shared
-            expert's gate), of each expert (biases), and at the model's end (the head's bias).
+        vectors, moe_vectors, expert_vectors, end_vectors: elements of vectors that nothing else here counts, of each layer that
+            has scores (norms of queries and keys, sinks, the output's bias), of each one with experts (the router's bias, a
+            shared expert's gate), of each expert (biases), and at the model's end (the head's bias).
         family: whose compute efficiency is calibrated together (:mod:`commlayer.scheduler.mapping.compute`); the name if empty.
         published: parameters in all as published, 0 where nobody did. ``source``: where the numbers come from.
 

@@ -213,10 +213,7 @@ def count(model: ModelShape) -> Parameters:
         experts=sparse * one.experts,
         shared=sparse * one.shared,
         dense_ffn=(layers_in_all - sparse) * one.dense_ffn,
-        norms=norms
-        + layers_in_all * (2 * model.hidden + model.vectors)
-        + (1 + 3 * extra) * model.hidden
-        + model.end_vectors,
+        norms=norms + (2 * layers_in_all + 1 + 3 * extra) * model.hidden + model.end_vectors,
         active_experts=sparse * one.experts // model.experts * model.top_k,
         mtp_projections=extra * 2 * model.hidden * model.hidden,
     )
@@ -507,8 +504,7 @@ def _ends(
 def _layer(model: ModelShape, sharding: _Sharding, moe: bool) -> tuple[_Parameter, ...]:
     """Every parameter of a layer on one rank, in the order of its modules."""
     norm = _Parameter("norms", _WHOLE, model.hidden)
-    vectors = [_Parameter("norms", _WHOLE, model.vectors)] if model.vectors else []
-    found = [norm, *_mean_attention(model, sharding), norm, *vectors]
+    found = [norm, *_mean_attention(model, sharding), norm]
     if not moe:
         return (*found, *_ffn(model, sharding, "dense_ffn", model.dense_width))
     found.append(_Parameter("router", _WHOLE, model.experts * model.hidden + model.moe_vectors))
@@ -531,7 +527,8 @@ def _mean_attention(model: ModelShape, sharding: _Sharding) -> list[_Parameter]:
 
 def _attentions(model: ModelShape, sharding: _Sharding) -> list[tuple[tuple[_Parameter, ...], int]]:
     """The parameters of each kind of attention, and in how many layers it is."""
-    kinds = [(tuple(_attention(model, sharding)), model.softmax_layers)]
+    vectors = (_Parameter("norms", _WHOLE, model.vectors),) if model.vectors else ()
+    kinds = [((*_attention(model, sharding), *vectors), model.softmax_layers)]
     if model.linear is not None:
         kinds.append((tuple(_linear_attention(model.linear, model.hidden, sharding)), model.linear.layers))
     return [(kind, layers) for kind, layers in kinds if layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
-from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
@@ -344,13 +344,18 @@ def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("software", "schedule"),
-    [(COMMLAYER, ("1f1b",)), (MEGATRON, ("1f1b",)), (with_dispatcher(MEGATRON, "deepep"), SCHEDULES[::-1])],
+    ("software", "schedule", "more"),
+    [
+        (COMMLAYER, ("1f1b",), {}),
+        (MEGATRON, ("1f1b",), {}),
+        (MEGATRON, ("1f1b",), {"dense_layers": 2, "dense_at": (0, 2), "window": AttentionWindow(512, 2)}),
+        (with_dispatcher(MEGATRON, "deepep"), SCHEDULES[::-1], {}),
+    ],
 )
 def test_the_real_estimator_is_searched_as_by_brute_force(
-    software: Software, schedule: tuple[PipelineSchedule, ...]
+    software: Software, schedule: tuple[PipelineSchedule, ...], more: dict[str, Any]
 ) -> None:
-    model = replace(catalog.load("mixtral-8x7b"), layers=4)
+    model = replace(catalog.load("mixtral-8x7b"), layers=4, dense_width=14336, **more)
     job = Job(model=model, gpus=8, global_batch=16 * len(schedule), sequence=2048)
     space = Space(
         micro_batch=(2,),

@@ -19,6 +19,7 @@ from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software, with_dispatcher
@@ -298,3 +299,49 @@ def test_a_profile_without_a_curve_says_which_one_it_lacks() -> None:
 def test_degrees_that_do_not_go_are_refused(setup: Setup, words: str) -> None:
     with pytest.raises(CommlayerError, match=words):
         estimator("mixtral-8x22b").estimate(setup)
+
+
+# Layers of several kinds
+
+
+def _mixed(name: str, gpus: int = 8, **rest: Any) -> Estimator:
+    shape = replace(catalog.load(name), layers=8, published=0.0, **rest)
+    return Estimator(Job(model=shape, gpus=gpus, global_batch=64, sequence=8192), EOS, MEGATRON, efficiency=0.8)
+
+
+def test_a_pipeline_takes_as_long_as_the_stage_with_most_experts() -> None:
+    """Dense layers that alternate leave each of two stages two layers with experts; those in a row leave the second all."""
+    dense = {"dense_layers": 4, "dense_width": 1024}
+    setup = Setup(gpus=8, ep=4, pp=2)
+    row, alternating = (_mixed("qwen2-57b-a14b", **dense, dense_at=at) for at in ((), (0, 2, 4, 6)))
+    slow, fast = (of.estimate(setup) for of in (row, alternating))
+    assert slow.step_us > 1.2 * fast.step_us
+    assert slow.memory.weights > 1.2 * fast.memory.weights
+    assert slow.tflops * slow.step_us == pytest.approx(fast.tflops * fast.step_us)
+    chunks = replace(setup, vpp=2)  # of two layers each: alternating ones are even, whatever the chunks
+    assert alternating.estimate(chunks).step_us < fast.step_us
+
+
+def test_windows_and_linear_attention_shorten_attention_alone() -> None:
+    model, setup = catalog.load("gpt-oss-20b"), Setup(gpus=8, ep=8)
+    whole, windowed, linear = (
+        _mixed("gpt-oss-20b", window=window, linear=state).estimate(setup)
+        for window, state in (
+            (None, None),
+            (AttentionWindow(128, 4), None),
+            (None, LinearAttention("lightning", 8, 64, 64, 64, 64)),
+        )
+    )
+    assert model.window == AttentionWindow(128, 12)
+    assert windowed.parts["attention"] < whole.parts["attention"]
+    assert windowed.parts["experts"] == whole.parts["experts"] == linear.parts["experts"]
+    assert windowed.memory.activations == whole.memory.activations
+
+
+def test_a_model_without_experts_is_estimated() -> None:
+    found = _mixed("mixtral-8x7b", experts=1, top_k=1, width=1, dense_layers=8, dense_width=14336).estimate(
+        Setup(gpus=8, tp=2, pp=2)
+    )
+    assert not {"experts", "dispatch"} & set(found.parts)
+    assert found.forward is not None
+    assert sum(found.parts.values()) == pytest.approx(found.step_us)
