@@ -6,9 +6,11 @@ An unknown ``COMMLAYER_`` variable is an error: a misspelt setting that is silen
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
@@ -25,6 +27,7 @@ _LARGEST_RING = 1 << 20
 _RAREST = 1_000_000_000
 MOST_CONNECTIONS = 32
 """Connections from a rank to another one, at most: what many more would add is descriptors."""
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -69,6 +72,9 @@ class Settings:
             ``commlayer routing`` (docs/placement.md).
         ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
             (docs/diagnose.md).
+        replica: the name of the replica that this job is, where several write into the same folders: each then has a folder of
+            that name there, and what is printed at exit names it. Where torchft's ``REPLICA_GROUP_ID`` is set and this
+            is not, ``replica-`` and that.
         diagnose_dir: the folder into which ranks write what they remember, when a call times out or on SIGUSR1; without it, one
             of the job's own in the machine's folder of temporary files.
     """
@@ -96,6 +102,7 @@ class Settings:
     routing: str | None = None
     ring: float = 1024
     diagnose_dir: str | None = None
+    replica: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
@@ -109,6 +116,11 @@ class Settings:
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
                 f"{self.shadow}: leave it unset to compare none"
             )
+        if self.replica is not None and not _FOLDER.fullmatch(self.replica):
+            raise SettingsError(
+                "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
+                f"a letter or digit, got {self.replica!r}"
+            )
         if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
             raise SettingsError(
                 f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
@@ -120,6 +132,10 @@ class Settings:
                 words = ", ".join(str(choice) for choice in allowed if choice is not None)
                 raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
         self.wires()
+
+    def in_replica(self, folder: str | None) -> str | None:
+        """Return where this job's files go, of those that go to ``folder``: a folder of its replica's name, if it has one."""
+        return folder if folder is None or self.replica is None else str(Path(folder) / self.replica)
 
     def wires(self) -> dict[str, tuple[WireFormat, ...]]:
         """Return the formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
@@ -156,6 +172,9 @@ class Settings:
                 )
                 raise SettingsError(f"unknown variable {variable}; {hint}")
             values[known[name]] = _value(name, variable, value)
+        torchfts = environment.get("REPLICA_GROUP_ID")
+        if torchfts is not None and _FOLDER.fullmatch(f"replica-{torchfts}"):
+            values.setdefault("replica", f"replica-{torchfts}")
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above
 
 

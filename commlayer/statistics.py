@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "Stats",
     "count_dispatch",
+    "name_replica",
     "note_placement",
     "print_at_exit",
     "reset_stats",
@@ -273,26 +274,37 @@ def reset_stats() -> None:
     _placements.clear()
 
 
-_is_announced = False
+_printing: tuple[int, str] | None = None
+"""This rank, and the name of its replica, once they are to be printed."""
 
 
-def print_at_exit() -> None:
-    """Print the table when the interpreter ends, on rank 0, to stderr."""
-    global _is_announced
-    if not _is_announced:
-        _is_announced = True
+def print_at_exit(rank: int, replica: str = "") -> None:
+    """Print the table when the interpreter ends, where ``rank`` is 0, to stderr.
+
+    ``rank``: in the job, which a replica of several may be: of its name, ``replica``, the first that is told is printed.
+    """
+    global _printing
+    if _printing is None:
         atexit.register(_print)
+    _printing = rank, replica or (_printing[1] if _printing else "")
+
+
+def name_replica(name: str) -> None:
+    """Note what others call the replica that this job is: for what is printed, where nobody has given it another name."""
+    global _printing
+    if _printing is not None and not _printing[1]:
+        _printing = _printing[0], name
 
 
 def _in_child() -> None:
     """A forked child's calls are its own, and its parent prints what it has counted before."""
-    global _is_announced, _ended, _folding
+    global _printing, _ended, _folding
     _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _groups.clear()
     _dispatches.clear()
     _placements.clear()
     atexit.unregister(_print)
-    _is_announced = False
+    _printing = None
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -300,12 +312,13 @@ os.register_at_fork(after_in_child=_in_child)
 
 def _print() -> None:
     found = stats()
-    if found["rank"] == 0:
-        print_table(found)
+    rank, replica = _printing or (0, "")
+    if rank == 0 and found["rank"] is not None:
+        print_table(found, f"commlayer, {replica + ', ' if replica else ''}rank {rank}")
 
 
-def print_table(found: Stats) -> None:
-    """Write ``found`` as a table to stderr."""
+def print_table(found: Stats, title: str = "") -> None:
+    """Write ``found`` as a table to stderr, under ``title``, or the rank."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -318,7 +331,9 @@ def print_table(found: Stats) -> None:
 
     width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else 140  # in a log there is nobody to widen it
     console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, title=f"commlayer, rank {found['rank']}", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, title=printable(title or f"commlayer, rank {found['rank']}", keep=""), title_justify="left"
+    )
     for column in ("group", "collective", "plan"):
         table.add_column(column)
     for column in ("calls", "logical", "sent inter", "sent intra", "time", "µs/call"):

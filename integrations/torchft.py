@@ -25,6 +25,7 @@ import torch.distributed as dist
 from commlayer.backend.group_options import GroupOptions
 from commlayer.engine.group_plans import TRIED
 from commlayer.profiles.errors import UsageError
+from commlayer.statistics import name_replica
 
 __all__ = ["planned_process_group"]
 
@@ -89,8 +90,10 @@ def _class_of(wrapper: Any) -> Any:
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             from commlayer.backend.create import make_group
 
-            return make_group(
-                name=f"torchft quorum {self._quorum_id}",
+            # The ranks of a replica have a group each in every quorum.
+            whose = f", rank {self._group_rank} of each replica" if self._group_rank else ""
+            made = make_group(
+                name=f"torchft quorum {self._quorum_id}{whose}",
                 rank=rank,
                 global_ranks=range(world_size),
                 store=store,
@@ -98,6 +101,9 @@ def _class_of(wrapper: Any) -> Any:
                 options=self._options,
                 stands_alone=True,
             )
+            name, _, drawn = (self._replica_id or "").partition(":")  # the user's, and what torchft has drawn
+            name_replica(name or drawn[:8])
+            return made
 
         def set_timeout(self, timeout: timedelta) -> None:
             """The timeout of calls from now on, and of making a group anew."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from typing import BinaryIO, Union
 
-__all__ = ["MOST_BYTES", "StrPath", "read_file", "replacing", "write_file"]
+__all__ = ["MOST_BYTES", "StrPath", "name_in_files", "read_file", "replacing", "write_file"]
 
 StrPath = Union[str, "os.PathLike[str]"]
 
@@ -30,6 +31,11 @@ _KINDS = (
 )
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def name_in_files(text: str) -> str:
+    """Return ``text``, such as a group's name, as a part of a file's name, without what such names cannot have."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:100]
 
 
 def read_file(path: StrPath, most_bytes: int | None = MOST_BYTES) -> bytes:

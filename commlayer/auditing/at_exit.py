@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import re
 import secrets
 import socket
 import sys
@@ -24,6 +23,7 @@ from commlayer.auditing.audit_files import AuditedGroup, RankAudit, write_audit
 from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
+from commlayer.profiles.files import name_in_files
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import Profile
 from commlayer.version import __version__
@@ -173,7 +173,7 @@ def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Pat
         profile.save(path)
         return path
     for number in itertools.count(1):
-        path = folder / f"learnt-{_file_name(group)}{f'-{number}' if number > 1 else ''}.json"
+        path = folder / f"learnt-{name_in_files(group)}{f'-{number}' if number > 1 else ''}.json"
         try:
             profile.save(path, new_only=True)
         except FileExistsError:
@@ -181,10 +181,6 @@ def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Pat
         break
     assert path is not None
     return path
-
-
-def _file_name(group: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", group)[:100]
 
 
 def _say(text: str) -> None:

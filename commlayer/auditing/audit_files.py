@@ -144,9 +144,9 @@ class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ValueError(f"groups[{place}]: expected a group of rank {self.rank}")
 
 
-def audit_name(rank: int) -> str:
-    """The name of the file of a rank."""
-    return f"audit-rank-{rank:05}.json"
+def audit_name(rank: int | str) -> str:
+    """The name of the file of a rank; of ``"*"``, the pattern of all names."""
+    return f"audit-rank-{rank:0>5}.json" if isinstance(rank, int) else f"audit-rank-{rank}.json"
 
 
 def write_audit(folder: Path, audit: RankAudit) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -95,7 +96,8 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     if joined.is_own:
         group.own_detector(detector)
         if group.remembers_calls:
-            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", joined.store), group.diagnose_dir))
+            folder = group.diagnose_dir(stands_alone=request.stands_alone)
+            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", joined.store), folder))
     inquiry = inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
@@ -146,6 +148,8 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
             on_device = make(own, rank, global_ranks, connect.timeout, name)
         choices, survey = connect.choices(job, device_type), connect.survey(job, device_type)
         group.put_on_device(device_type, on_device, choices, partial(connect.own_of, make), survey)
+    if request.stands_alone:
+        group.counters.rank = _rank_in_job()  # which is whose numbers these are
     if options.lane is not None:
         group.use_lane(options.lane)
     if is_default:
@@ -174,7 +178,7 @@ def _keep_records(connect: _Connector, gloo: Any, request: GroupRequest, job: wo
     each time it is made, and those of the job belong to its replica."""
     if request.stands_alone:
         if job.settings.stats == "1":
-            print_at_exit()
+            print_at_exit(_rank_in_job(), job.settings.replica or "")
         return
     global_ranks, rank, is_default = connect.global_ranks, connect.rank, request.is_default
     world_size = len(global_ranks) if is_default else dist.get_world_size()
@@ -191,9 +195,18 @@ def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int,
     is_first = is_default or audit_report() is None
     if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
         name = agreed_job(store if is_default else _get_default_store()) if settings.audit else ""
-        open_audit_report(job=name, rank=me, world_size=world_size, folder=settings.audit, is_printed=is_printed)
+        folder = settings.in_replica(settings.audit)
+        open_audit_report(job=name, rank=me, world_size=world_size, folder=folder, is_printed=is_printed)
     if is_printed:
-        print_at_exit()
+        print_at_exit(me, settings.replica or "")
+
+
+def _rank_in_job() -> int:
+    """This rank's number in its job, for a group that is no part of it: torch's, or the one that a launcher gave."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
 
 
 @dataclass(frozen=True)

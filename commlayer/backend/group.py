@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
+from commlayer.profiles.files import name_in_files
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
+from commlayer.settings import Settings
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
@@ -314,10 +317,14 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Whether its calls are in the ring of this process, and there are others to compare them with."""
         return self._inner.planned.settings.ring > 0 and self._members.size > 1
 
-    @property
-    def diagnose_dir(self) -> str | None:
-        """Where they are written, if somebody has said so."""
-        return self._inner.planned.settings.diagnose_dir  # type: ignore[no-any-return]
+    def diagnose_dir(self, *, stands_alone: bool) -> str | None:
+        """Where they are written, if somebody has said so: with those of the replica that the job is; or, of a group of several
+        replicas' ranks, which ``stands_alone``, in a folder of its own, for its ranks have other numbers."""
+        settings: Settings = self._inner.planned.settings
+        folder = settings.diagnose_dir
+        if folder is None or not stands_alone:
+            return settings.in_replica(folder)
+        return str(Path(folder) / name_in_files(self._members.name))
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""

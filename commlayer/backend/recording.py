@@ -119,12 +119,13 @@ def begin(
     jobs = gather(_open_job(world_size))
     if jobs[0] and len(set(jobs)) == 1:
         return False
+    folder = str(settings.in_replica(settings.trace))
     try:
-        opened = open_recorder(settings.trace, global_ranks[rank], world_size, gather)
+        opened = open_recorder(folder, global_ranks[rank], world_size, gather)
     except OSError as error:  # the job's results are worth more than its trace
         warnings.warn(
             f"COMMLAYER_TRACE: rank {global_ranks[rank]} records nothing, because it cannot make the folder "
-            f"{settings.trace}: {error}",
+            f"{folder}: {error}",
             stacklevel=2,
         )
         return False

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from commlayer.auditing.audit_files import RankAudit, read_audits
+from commlayer.auditing.audit_files import RankAudit, audit_name, read_audits
 from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
+from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 
 __all__ = ["audit_command"]
@@ -37,7 +38,8 @@ def audit_command(
     """Hold what a job's calls were promised to take against what they took.
 
     PATH is a rank's file, or the folder that COMMLAYER_AUDIT named when the job ran, with the files of all machines in it; the
-    job may still run. Prints, for each group, collective, plan and size, the promised and the measured time; how much of the
+    job may still run. Where several replicas wrote into it, each has a folder of its own there, and is reported by itself.
+    Prints, for each group, collective, plan and size, the promised and the measured time; how much of the
     difference was waiting for ranks that came late; which links are slow; and when plans changed.
 
     \b
@@ -47,22 +49,30 @@ def audit_command(
     """
     if as_prometheus and as_json:
         raise click.UsageError("--prometheus and --json are two ways to print the same: choose one")
-    audits = read_audits(path, job)
-    merged = merge_audits(audits)
-    notes = _notes(merged, is_folder=path.is_dir())
+    refused = tuple(name for name, value in (("--output", output), ("--job", job)) if value)
+    places = of_replicas(path, audit_name("*"), refused) if path.is_dir() else [("", path)]
+    audits = {name: read_audits(place, job) for name, place in places}
+    merged = {name: merge_audits(each) for name, each in audits.items()}
+    notes = {name: _notes(each, is_folder=path.is_dir()) for name, each in merged.items()}
     if output is not None:
         from commlayer.drawing.audit_report import write_audit_report
 
-        write_audit_report(output, merged, notes)
+        ((name, one),) = merged.items()
+        write_audit_report(output, one, notes[name])
         tell("report", output)
-    for note in notes:
-        echo(f"note: {note}", err=True)
+    for name, lines in notes.items():
+        for line in lines:
+            echo(f"note: {name + ': ' if name else ''}{line}", err=True)
     if as_prometheus:
-        _print_prometheus(audits)
+        _print_prometheus([audit for each in audits.values() for audit in each])
     elif as_json:
-        print_json(_as_dict(merged, notes))
+        found = {name: _as_dict(each, notes[name]) for name, each in merged.items()}
+        print_json({"replicas": found} if len(found) > 1 else next(iter(found.values())))
     else:
-        _show(merged, show_all)
+        for name, each in merged.items():
+            if name:
+                echo(f"replica {name}")
+            _show(each, show_all)
 
 
 def _print_prometheus(audits: Sequence[RankAudit]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from commlayer.cli.option_types import OUTPUT_FILE, json_option
 from commlayer.cli.output_files import tell
+from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
+from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
-from commlayer.diagnosis.findings import diagnose
+from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
 from commlayer.profiles.files import write_file
 
@@ -34,7 +37,8 @@ def diagnose_command(
     """Say who waits for whom, from what a job's ranks remember of their calls.
 
     DIR has the files calls-00000.json and so on that every rank writes when a call times out, or when one rank gets SIGUSR1;
-    those of all machines. COMMLAYER_DIAGNOSE_DIR says where.
+    those of all machines. COMMLAYER_DIAGNOSE_DIR says where. Where several replicas wrote into it, each has a folder of its own
+    there, and so has each group that replicas form: each is diagnosed by itself.
 
     \b
       kill -USR1 PID          (any one rank of the job)
@@ -43,15 +47,19 @@ def diagnose_command(
 
     Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read.
     """
-    logs = read_logs(folder)
-    found = diagnose(logs)
+    refused = tuple(name for name, value in (("--output", output), ("--flight-recorder", flight_recorder)) if value)
+    places = of_replicas(folder, "calls-*.json", refused)
+    all_logs = {name: read_logs(place) for name, place in places}
+    results = {name: diagnose(each) for name, each in all_logs.items()}
+    logs, found = next(iter(all_logs.values())), next(iter(results.values()))
     if as_json:
         import msgspec
 
-        echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        told = msgspec.json.encode({"replicas": results} if len(results) > 1 else found)
+        echo(msgspec.json.format(told, indent=2).decode())
     else:
-        echo(f"job {logs[0].job or '?'}: logs of {ranks_words([log.rank for log in logs])} of {len(found.ranks)}\n")
-        echo(in_words(found))
+        for name, each in results.items():
+            _show(name, all_logs[name], each)
     if output is not None:
         from commlayer.drawing.waits_page import waits_page
 
@@ -62,4 +70,11 @@ def diagnose_command(
 
         write_flight_recorder(flight_recorder, logs)
         echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
-    ctx.exit(1 if found.has_found else 0)
+    ctx.exit(1 if any(each.has_found for each in results.values()) else 0)
+
+
+def _show(replica: str, logs: Sequence[RankLog], found: Diagnosis) -> None:
+    if replica:
+        echo(f"replica {replica}")
+    echo(f"job {logs[0].job or '?'}: logs of {ranks_words([log.rank for log in logs])} of {len(found.ranks)}\n")
+    echo(in_words(found))

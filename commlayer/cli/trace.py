@@ -11,6 +11,7 @@ import click
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, json_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
+from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.chrome_of_job import merged_events
@@ -45,7 +46,8 @@ def trace(
 ) -> None:
     """Merge the traces that a job's ranks have written, and say where its time went.
 
-    DIR is what COMMLAYER_TRACE named when the job ran, with the files of all machines in it. Writes one trace of all ranks,
+    DIR is what COMMLAYER_TRACE named when the job ran, with the files of all machines in it. Where several replicas wrote into
+    it, each has a folder of its own there, and is reported by itself. Writes one trace of all ranks,
     on one clock, for ui.perfetto.dev; prints time and bytes of each lane, which ranks come late, and what was predicted.
 
     \b
@@ -53,27 +55,44 @@ def trace(
       commlayer trace trace
       commlayer trace trace --step 3 --picture step3.svg
     """
+    given = {"--output": output, "--job": job, "--picture": picture}
+    places = of_replicas(folder, "rank-*.json", tuple(name for name, value in given.items() if value))
+    window = Window(step, since_us, until_us)
+    found = {name: select(_read(place, job), window) for name, place in places}
+    notes = {name: _notes(ranks) for name, ranks in found.items()}
+    for name, place in places:
+        _write_merged(output or place / "merged.json", found[name])
+    if picture is not None:
+        from commlayer.drawing.trace_figure import lanes_figure
+
+        (ranks,) = found.values()
+        draw(picture, lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
+    for name, lines in notes.items():
+        for line in lines:
+            echo(f"note: {name + ': ' if name else ''}{line}", err=True)
+    if as_json:
+        told = {name: _as_dict(ranks, notes[name]) for name, ranks in found.items()}
+        print_json({"replicas": told} if len(told) > 1 else next(iter(told.values())))
+        return
+    for name, ranks in found.items():
+        if name:
+            echo(f"replica {name}")
+        _show(ranks, show_all)
+
+
+def _read(folder: Path, job: str | None) -> list[RankTrace]:
     with progress("reading", len(rank_paths(folder))) as advance:
         traces: list[RankTrace] = []
         for each in read_folder(folder, job):
             traces.append(each)
             advance(f"rank {each.rank}")
-    ranks = select(traces, Window(step, since_us, until_us))
-    notes = _notes(ranks)
-    merged = output or folder / "merged.json"
-    events = merged_events([(rank.trace, rank.calls) for rank in ranks])
-    write_trace(merged, events, otherData=_about(ranks))
-    tell("trace", merged)
-    if picture is not None:
-        from commlayer.drawing.trace_figure import lanes_figure
+    return traces
 
-        draw(picture, lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
-    for note in notes:
-        echo(f"note: {note}", err=True)
-    if as_json:
-        print_json(_as_dict(ranks, notes))
-    else:
-        _show(ranks, show_all)
+
+def _write_merged(path: Path, ranks: Sequence[Selected]) -> None:
+    events = merged_events([(rank.trace, rank.calls) for rank in ranks])
+    write_trace(path, events, otherData=_about(ranks))
+    tell("trace", path)
 
 
 def _about(ranks: Sequence[Selected]) -> dict[str, Any]:
