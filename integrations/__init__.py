@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.sharded_optimizer import ShardedOptimizer
     from commlayer.integrations.torchft import planned_process_group
+    from commlayer.integrations.training_state import TrainingState
     from commlayer.integrations.wire_choice import DispatchWire, LaneWires, tensor_parallel_wire
     from commlayer.scheduler.mapping.folded import FoldedMapping
 
@@ -64,6 +65,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardedOptimizer",
     "TokenDispatcher",
+    "TrainingState",
     "all_reduce_hook",
     "mark_experts",
     "mark_replicated",

@@ -199,10 +199,50 @@ class ShardedOptimizer:
         bounds = tuple((clipped(start), clipped(start + share)) for start in starts)
         low, high = bounds[self._rank]
         first = low - starts[self._rank]
-        state = self.optimizer.state.get(buffer.main, {})
-        kept = [state[name] for name in sorted(state) if getattr(state[name], "shape", None) == buffer.main.shape]
-        flats = (buffer.main.detach(), *kept)
+        flats = [flat for flat in self._kept(buffer).values() if flat.shape == buffer.main.shape]
         return ParameterShard(bounds, tuple(flat[first : first + high - low] for flat in flats))
+
+    @torch.no_grad()
+    def whole(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Gather the state of all shards: for each of the model's parameters ``main`` and what the inner optimizer keeps, in the
+        parameter's shape; numbers of all elements alike, such as ``step``, as they are. Collective. It takes the memory of all
+        ranks' shards on each of them; ``load_whole`` takes it on any number of ranks."""
+        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for buffer in self._buffers:
+            for name, flat in self._kept(buffer).items():
+                if flat.shape == buffer.main.shape:
+                    gathered = flat.new_empty(self._size * flat.numel())
+                    all_gather_single(gathered, flat, group=self._group)
+                    places = views_in(gathered, buffer.parameters)
+                else:
+                    places = [flat] * len(buffer.parameters)
+                for parameter, place in zip(buffer.parameters, places, strict=True):
+                    found.setdefault(parameter, {})[name] = place
+        return found
+
+    @torch.no_grad()
+    def load_whole(self, state: dict[nn.Parameter, dict[str, torch.Tensor]]) -> None:
+        """Take what :meth:`whole` gave, on this or another number of ranks, and gather the model's parameters. Collective.
+
+        The inner optimizer has its state already, of whatever values. Raises UsageError for parameters that are missing.
+        """
+        for buffer in self._buffers:
+            if any(parameter not in state for parameter in buffer.parameters):
+                raise UsageError(f"rank {dist.get_rank()}: the state has not all parameters of this ShardedOptimizer")
+            for name, flat in self._kept(buffer).items():
+                if flat.shape != buffer.main.shape:
+                    flat.copy_(state[buffer.parameters[0]][name])
+                    continue
+                whole = flat.new_zeros(self._size * flat.numel())
+                for parameter, place in zip(buffer.parameters, views_in(whole, buffer.parameters), strict=True):
+                    place.copy_(state[parameter][name])
+                flat.copy_(whole.view(self._size, -1)[self._rank])
+        self.gather_parameters()
+
+    def _kept(self, buffer: _Buffer) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state.get(buffer.main, {})
+        tensors = {name: state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)}
+        return {"main": buffer.main.detach(), **tensors}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each

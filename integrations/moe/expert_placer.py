@@ -49,6 +49,7 @@ from commlayer.statistics import PlacementStats, note_placement
 __all__ = ["ExpertPlacer"]
 
 _NOT_YET, _KEEP, _MOVE, _FAILED = range(4)
+_SLOTS = "expert_slots"
 
 
 class _Nodes(ControlMessage, frozen=True):
@@ -328,6 +329,8 @@ class ExpertPlacer:
                 handles.append(optimizer.call_before_step(called))
             else:
                 handles.append(optimizer.register_step_pre_hook(called).remove)
+                handles.append(optimizer.register_state_dict_post_hook(_state_in_slots(me)).remove)
+                handles.append(optimizer.register_load_state_dict_pre_hook(_refuse_other_slots(me)).remove)
         return handles
 
     def _agreed_nodes(self) -> tuple[int, ...]:
@@ -426,6 +429,30 @@ def _check(
                     f"the experts' ShardedOptimizer is over ranks {list(optimizer.ranks)}: expected edp, "
                     f"{list(mesh.ranks('edp'))}; give the experts one of their own over mesh.group('edp')"
                 )
+
+
+def _state_in_slots(me: weakref.ref[ExpertPlacer]) -> Callable[[Any, dict[str, Any]], None]:
+    """A hook that writes into an optimizer's own state, which is of slots, what lies in these."""
+
+    def hook(_: Any, state: dict[str, Any]) -> None:
+        if (placer := me()) is not None:
+            state[_SLOTS] = [each.slots.tolist() for each in placer.placements]
+
+    return hook
+
+
+def _refuse_other_slots(me: weakref.ref[ExpertPlacer]) -> Callable[[Any, dict[str, Any]], None]:
+    """A hook that refuses an optimizer's own state where experts lie in other slots now: moments would be other experts'."""
+
+    def hook(_: Any, state: dict[str, Any]) -> None:
+        placer = me()
+        if placer is not None and _SLOTS in state and state[_SLOTS] != [e.slots.tolist() for e in placer.placements]:
+            raise UsageError(
+                f"{who()}the optimizer's state is of experts in other slots than they lie in now: save and load it by "
+                "TrainingState, which knows experts by their numbers"
+            )
+
+    return hook
 
 
 def _own_group(mesh: FoldedMesh) -> dist.ProcessGroup:

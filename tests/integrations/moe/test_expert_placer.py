@@ -108,8 +108,13 @@ def train(
                         for place, before in enumerate(placer.placements)
                     ]
                 )
-        if placer is not None:
+        if placer is not None and moves:
             assert placer.num_migrations == len(moves)
+            kept = optimizer.state_dict()
+            optimizer.load_state_dict(kept)
+            kept["expert_slots"][0] = ExpertPlacement.in_order(8, mesh.size("ep"), 3).slots.tolist()
+            with pytest.raises(UsageError, match="TrainingState"):
+                optimizer.load_state_dict(kept)
         return losses, expert_state(model, optimizer)
 
 

@@ -1,0 +1,187 @@
+"""The state of a training run by names that no mapping changes: what a checkpoint has, whatever ranks it is loaded on.
+
+A name is a parameter's, and an expert's has the expert's number: ``model.layers.0.moe.experts.w_gate.17``. So it says nothing of
+where an expert lies, on how many ranks, or in how many copies. Ranks have the entries of what they hold; what several
+hold is equal on all of them, and saved once. What tp or etp has cut keeps the cut in its name (``….tp0of2``): it can be
+loaded only where the same degree cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.integrations.gradients import gradient_axes
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.expert_migration import Optimizer, optimizer_of
+from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.routing import who
+from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.profiles.errors import TensorError, UsageError
+
+__all__ = ["TrainingState"]
+
+
+class TrainingState:
+    """The state of a model and its optimizers, for ``torch.distributed.checkpoint``, which takes it as it is::
+
+        state = TrainingState(model, optimizer, mesh)
+        dcp.save({"training": state}, checkpoint_id="step-1000")
+        dcp.load({"training": state}, checkpoint_id="step-1000")    # on other ranks, another EP, other placements of experts
+
+    Options of optimizers, such as learning rates, are not in it, nor is where experts lie: they are loaded to where they lie now.
+    All methods are collective over the stage.
+
+    Args:
+        model: with its MoE layers in order, or placed.
+        optimizer: torch's, ShardedOptimizer, or several of them.
+        mesh: of the model; None: it is whole on this rank.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: FoldedMesh | None) -> None:
+        self._model, self._mesh = model, mesh
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of which this rank has a part to save, by name. Those of the model, and of torch's optimizers, are
+        the tensors themselves; a ShardedOptimizer's are gathered: whole on every rank as long as they are kept.
+
+        An optimizer that has made no step gets its state here, of zeros: what is loaded needs a place. Raises UsageError for one
+        whose gradients are there already.
+        """
+        for optimizer in self._optimizers:
+            _begin(optimizer)
+        found: dict[str, torch.Tensor] = {}
+        for name, buffer in self._model.named_buffers():
+            found[f"model.{name}"] = buffer
+        for parameter, names, kept in self._entries():
+            for place, name in names.items():
+                for key, tensor in kept.items():
+                    of_expert = tensor if place is None or tensor.shape != parameter.shape else tensor[place]
+                    label = name if of_expert is not tensor or place is None else _without_number(name)
+                    found[_key(label, key)] = of_expert.detach()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the entries of ``state`` that belong here; it may have more.
+
+        Raises UsageError where one is missing, TensorError where one has another shape: before anything is changed.
+        """
+        mine = self.state_dict()
+        missing = [name for name in mine if name not in state]
+        if missing:
+            raise UsageError(
+                f"{who()}the state lacks {missing[0]} and {len(missing) - 1} more: it is of another model or optimizer, or of "
+                "one rank alone; load it by torch.distributed.checkpoint, or put the ranks' states together"
+            )
+        for name, tensor in mine.items():
+            if state[name].shape != tensor.shape:
+                raise TensorError(
+                    f"{who()}{name}: expected {list(tensor.shape)}, the state has {list(state[name].shape)}: it is of "
+                    "another model"
+                )
+        for name, tensor in mine.items():
+            if state[name].data_ptr() != tensor.data_ptr():
+                tensor.copy_(state[name])
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.load_whole(self._wholes(optimizer, mine))
+
+    def _wholes(
+        self, optimizer: ShardedOptimizer, state: Mapping[str, torch.Tensor]
+    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """What ``state`` says of the parameters of a ShardedOptimizer, with experts in their places."""
+        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for parameter, names, kept in self._entries():
+            if optimizer_of(parameter, self._optimizers) is not optimizer:
+                continue
+            found[parameter] = {}
+            for key, tensor in kept.items():
+                if key == "":
+                    continue
+                whole = torch.zeros_like(tensor)
+                for place, name in names.items():
+                    if place is None:
+                        whole = state[_key(name, key)]
+                    elif tensor.shape == parameter.shape:
+                        whole[place] = state[_key(name, key)]
+                    else:
+                        whole = state[_key(_without_number(name), key)]
+                found[parameter][key] = whole
+        return found
+
+    def _entries(self) -> Iterator[tuple[nn.Parameter, dict[int | None, str], dict[str, torch.Tensor]]]:
+        """Every parameter; the names of its parts by their place in it, None for the whole; its tensors: itself ("") and its
+        optimizer's."""
+        experts = {
+            id(parameter): (f"{prefix}.{name}" if prefix else name, holder)
+            for prefix, holder in self._model.named_modules()
+            if isinstance(holder, GroupedExperts)
+            for name, parameter in holder.named_parameters(recurse=False)
+        }
+        cut = {id(parameter) for parameter in gradient_axes(self._model)["dp_cp"]}
+        whole = {
+            parameter: kept
+            for optimizer in self._optimizers
+            if isinstance(optimizer, ShardedOptimizer)
+            for parameter, kept in optimizer.whole().items()
+        }
+        for name, parameter in self._model.named_parameters():
+            names: dict[int | None, str]
+            if id(parameter) in experts:
+                label, holder = experts[id(parameter)]
+                cuts = self._cut("etp")
+                names = {place: f"{label}.{number}{cuts}" for place, number in enumerate(holder.numbers) if number >= 0}
+            else:
+                names = {None: name + (self._cut("tp") if id(parameter) in cut else "")}
+            kept = {"": parameter.data}
+            optimizer = optimizer_of(parameter, self._optimizers)
+            if parameter in whole:
+                kept |= whole[parameter]
+            elif isinstance(optimizer, torch.optim.Optimizer):
+                state = optimizer.state.get(parameter, {})
+                kept |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            yield parameter, names, kept
+
+    def _cut(self, axis: str) -> str:
+        if self._mesh is None or self._mesh.size(axis) == 1:
+            return ""
+        return f".{axis}{self._mesh.rank(axis)}of{self._mesh.size(axis)}"
+
+
+def _key(name: str, key: str) -> str:
+    return f"optimizer.{name}.{key}" if key else f"model.{name}"
+
+
+def _without_number(name: str) -> str:
+    """The name of all experts' parameter: what an optimizer keeps once for all of them, such as how many steps there were."""
+    label, _, number = name.rpartition(".")
+    return label if number.isdigit() else _without_number(label)
+
+
+def _begin(optimizer: Optimizer) -> None:
+    """Let an optimizer make its state, by a step with gradients of zeros at a learning rate of zero."""
+    inner = optimizer.optimizer if isinstance(optimizer, ShardedOptimizer) else optimizer
+    parameters = [each for group in inner.param_groups for each in group["params"] if each.requires_grad]
+    keeps_nothing = isinstance(inner, torch.optim.SGD) and not any(group["momentum"] for group in inner.param_groups)
+    if inner.state or not parameters or keeps_nothing:
+        return
+    if any(parameter.grad is not None for parameter in parameters):
+        raise UsageError(f"{who()}an optimizer before its first step, and gradients are there: call zero_grad() first")
+    rates: list[Any] = [group["lr"] for group in inner.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in inner.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    inner.step()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in parameters:
+        parameter.grad = None
+        for kept in inner.state[parameter].values():
+            if isinstance(kept, torch.Tensor):
+                kept.zero_()  # the number of steps too: there was none

@@ -1,0 +1,128 @@
+"""Checkpoints by names that no mapping changes: saved on some ranks, loaded on others, with experts anywhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+from commlayer.integrations.examples.text import Corpus
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.expert_placer import ExpertPlacer
+from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.integrations.training_state import TrainingState
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from commlayer.testing.plugin import ClusterFactory
+
+ROUTER = RouterConfig(num_experts=8, top_k=2)
+CONFIG = ModelConfig(router=ROUTER, hidden=32, width=32, num_layers=2, num_heads=2, dispatch="all_to_all", chunks=1)
+
+
+def reversed_experts(before: ExpertPlacement) -> ExpertPlacement:
+    slots = before.slots.copy()
+    slots[slots >= 0] = before.num_experts - 1 - slots[slots >= 0]
+    return ExpertPlacement(slots, before.num_experts)
+
+
+def train(
+    folder: str, degrees: dict[str, int], spare: int | None, first: int, last: int, *, load: bool, save: bool
+) -> list[float]:
+    """Train the steps from ``first`` to ``last``; experts are elsewhere after each second one, where they can be."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    with FoldedMesh(degrees) as mesh:
+        model = MoELanguageModel(ModelConfig(**{**vars(CONFIG), "spare_slots": spare, "seed": 7 * load}), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        placer = None if spare is None else ExpertPlacer(model, optimizer, mesh, every=0, say=lambda words: None)
+        state = TrainingState(model, optimizer, mesh)
+        if load:
+            load_checkpoint({"training": state}, checkpoint_id=folder)
+        corpus, losses = Corpus.of(None), []
+        for step in range(first, last):
+            optimizer.zero_grad()
+            losses.append(model.train_step(*corpus.batch(step, 16, 6)).item())
+            optimizer.step()
+            if placer is not None:
+                placer.step()
+                if step % 2 == 0:
+                    placer.move_to([reversed_experts(each) for each in placer.placements])
+        if save:
+            save_checkpoint({"training": state}, checkpoint_id=folder)
+        return losses
+
+
+def test_a_run_goes_on_on_other_ranks_with_experts_elsewhere(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    whole = emulated_cluster(2, 2).run(partial(train, load=False, save=False), folder, {"ep": 4}, None, 0, 8)[0]
+    begun = emulated_cluster(2, 2).run(partial(train, load=False, save=True), folder, {"ep": 4}, 0, 0, 4)[0]
+    assert begun == whole[:4]
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert sum(".w_up." in name and name.startswith("training.model") for name in names) == 2 * 8
+    for shape, degrees, spare in (((1, 3), {"ep": 3}, 1), ((1, 2), {"tp": 2, "ep": 2}, None)):
+        gone_on = emulated_cluster(*shape).run(partial(train, load=True, save=False), folder, degrees, spare, 4, 8)
+        assert gone_on == [gone_on[0]] * len(gone_on)
+        assert gone_on[0] == pytest.approx(whole[4:], rel=2e-5)
+    again = emulated_cluster(2, 2).run(partial(train, load=True, save=False), folder, {"ep": 4}, 1, 4, 8)[0]
+    assert again == whole[4:]  # the same ranks of EP: bit for bit
+
+
+def sharded(folder: str, degrees: dict[str, int], *, load: bool) -> dict[str, torch.Tensor]:
+    dist.init_process_group("commlayer")
+    with FoldedMesh(degrees) as mesh:
+        layer = MoELayer(16, 24, ROUTER, mesh=mesh, spare_slots=1, seed=3 * load)
+        optimizer = ShardedOptimizer(
+            layer.experts.parameters(), partial(torch.optim.AdamW, lr=1e-2), mesh.group("edp"), average=False
+        )
+        state = TrainingState(layer, optimizer, mesh)
+        if load:
+            load_checkpoint({"training": state}, checkpoint_id=folder)
+        else:
+            for seed in range(2):
+                x = torch.randn(6, 16, generator=torch.Generator().manual_seed(4 * seed + dist.get_rank()))
+                layer(x).square().sum().backward()
+                optimizer.step()
+                layer.zero_grad()
+            save_checkpoint({"training": state}, checkpoint_id=folder)
+        return {name: tensor.clone() for name, tensor in state.state_dict().items()}
+
+
+def test_a_sharded_optimizer_is_loaded_on_other_ranks(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = emulated_cluster(2, 2).run(partial(sharded, load=False), folder, {"ep": 2})
+    loaded = emulated_cluster(1, 3).run(partial(sharded, load=True), folder, {"ep": 3})
+    every = {name: tensor for of_rank in saved for name, tensor in of_rank.items()}
+    assert {name for of_rank in loaded for name in of_rank} == every.keys()
+    for of_rank in loaded:
+        assert all(torch.equal(tensor, every[name]) for name, tensor in of_rank.items())
+    assert float(every["optimizer.experts.w_up.step"]) == 2
+    assert every["optimizer.experts.w_up.7.exp_avg"].any()
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    layer = MoELayer(8, 12, ROUTER, spare_slots=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    state = TrainingState(layer, optimizer, None)
+    saved = {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    assert "optimizer.experts.w_down.3.momentum_buffer" in saved
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(UsageError, match=r"lacks model\.experts\.w_up\.5 and 0 more"):
+        state.load_state_dict({name: tensor for name, tensor in saved.items() if name != "model.experts.w_up.5"})
+    wrong = {name: tensor + 1 for name, tensor in saved.items()} | {"model.experts.w_down.7": torch.zeros(2)}
+    with pytest.raises(TensorError, match=r"w_down\.7: expected \[8, 12\], the state has \[2\]"):
+        state.load_state_dict(wrong)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in state.state_dict().items())
+    fresh = MoELayer(8, 12, ROUTER)
+    fresh(torch.ones(2, 8)).sum().backward()
+    of_fresh = TrainingState(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9), None)
+    with pytest.raises(UsageError, match="gradients are there"):
+        of_fresh.state_dict()
