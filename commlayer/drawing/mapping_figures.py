@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
 __all__ = ["PARTS", "FigureLine", "breakdown_figure", "curves_figure", "labelled", "mapping_name", "memory_figure"]
 
@@ -34,6 +35,8 @@ _LEAST = 0.004
 """The least share of the longest bar that is drawn: parts that are shorter at every mapping are put together as ``other``."""
 _END = 0.13
 """The room, as a part of the longest bar, for what is written behind a memory bar."""
+_ROOM = 1.5
+"""The least room on both sides of a name in its bar, in pixels."""
 _OTHER = "other"
 _REST = "#4f5963"
 """Colour of parts that have none of their own."""
@@ -194,22 +197,25 @@ def _stacked(
     shown, bars = _significant(bars, colours, _LEAST * longest)
     figure = new_figure(_WIDTH, 1.35 + _ROW * len(bars) + 0.22 * math.ceil((len(shown) + bool(limits)) / 6))
     axes = figure.add_subplot()
+    end = max(1.34 * longest, 1.04 * max(limits, default=0.0))
+    named: list[tuple[Rectangle, str, str]] = []
     for row, parts in enumerate(bars.values()):
         left = 0.0
         for part in shown:
             width = parts.get(part, 0.0)
             colour = colours.get(part, _REST)
-            axes.barh(row, width, _BAR, left=left, color=colour, edgecolor=PAPER, linewidth=0.6, zorder=2)
-            _share(axes, (left, row), width, width / longest, part, colour)
+            drawn = axes.barh(row, width, _BAR, left=left, color=colour, edgecolor=PAPER, linewidth=0.6, zorder=2)
+            named += [(bar, part, colour) for bar in drawn if width > _LEAST * end]
             left += width
         # a line of a limit must not strike what is written there through
         left = max([left, *(limit for limit in limits if left <= limit < left + _END * longest)])
         axes.text(left + 0.01 * longest, row, ends[row], va="center", color=INK, fontsize=8.5, zorder=4)
     for limit in limits:
         axes.axvline(limit, color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), zorder=3)
-    _bar_axes(axes, list(bars), max(1.34 * longest, 1.04 * max(limits, default=0.0)), label)
+    _bar_axes(axes, list(bars), end, label)
     axes.set_title(title)
     figure.legend(handles=_legend(shown, colours, limits), loc="outside lower center", ncols=6)
+    _name_parts(figure, named)
     return figure
 
 
@@ -229,13 +235,19 @@ def _significant(
     return [*shown, *[_OTHER] * any(parts[_OTHER] > 0 for parts in kept.values())], kept
 
 
-def _share(axes: Axes, place: tuple[float, float], width: float, share: float, part: str, colour: str) -> None:
-    """The part's name in its bar, where there is room."""
-    left, row = place
-    if share > 0.0125 * len(part) + 0.012:
+def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> None:
+    """Write each part's name in its bar where, as all is laid out, there is room; ``bars``: with name and colour."""
+    written = []
+    for bar, part, colour in bars:
+        left, width, row = bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2
         behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}  # a line of a limit must not strike it through
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "zorder": 4, "bbox": behind}
-        axes.text(left + width / 2, row, part, color=_ink(colour), **look)
+        written.append((bar, bar.axes.text(left + width / 2, row, part, color=_ink(colour), **look)))  # type: ignore[union-attr]
+    figure.draw_without_rendering()
+    for bar, text in written:
+        room, needed = bar.get_window_extent(), text.get_window_extent()
+        if needed.x0 < room.x0 + _ROOM or needed.x1 > room.x1 - _ROOM:
+            text.remove()
 
 
 def _ink(colour: str) -> str:

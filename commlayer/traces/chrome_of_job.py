@@ -13,7 +13,7 @@ from typing import Any
 
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
-from commlayer.traces.chrome_of_plan import metadata_event
+from commlayer.traces.chrome_of_plan import metadata_event, slice_times
 from commlayer.traces.intervals import Interval, rows_without_overlap
 from commlayer.traces.rank_files import RankTrace
 from commlayer.traces.records import CallRecord, Mark, StepRecord
@@ -55,7 +55,7 @@ def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> 
         that are queued in each lane. ``ts`` and ``dur`` are µs since the job's origin, on rank 0's clock.
     """
     shown = trace.calls if calls is None else calls
-    to_us = _to_us(trace.job_clock())
+    clock = trace.job_clock()
     tid = (trace.rank + 1) * _TRACKS_PER_RANK
     yield metadata_event("process_name", trace.rank, tid, name=f"rank {trace.rank} ({trace.host})")
     yield metadata_event("process_sort_index", trace.rank, tid, sort_index=trace.rank)
@@ -65,10 +65,9 @@ def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> 
             yield metadata_event("thread_name", trace.rank, tid, name=name)
             yield metadata_event("thread_sort_index", trace.rank, tid, sort_index=tid)
             for (start, end), event in row:
-                begin = to_us(start)
-                place = {"ph": "X", "pid": trace.rank, "tid": tid, "ts": begin, "dur": round(to_us(end) - begin, 3)}
+                place = {"ph": "X", "pid": trace.rank, "tid": tid, **slice_times((clock(start), clock(end)))}
                 yield event() | place
-    yield from _queued(trace.rank, shown, to_us)
+    yield from _queued(trace.rank, shown, clock)
 
 
 def merged_events(ranks: Sequence[tuple[RankTrace, Sequence[CallRecord]]]) -> Iterator[Event]:
@@ -87,10 +86,6 @@ def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str
     for resource in sorted(used, key=_resource_place):
         yield f"{resource.upper()} predicted", _predicted(calls, resource)
         yield resource.upper(), _steps(calls, resource)
-
-
-def _to_us(clock: Callable[[int], int]) -> Callable[[int], float]:
-    return lambda ns: clock(ns) / 1e3
 
 
 def _program(trace: RankTrace, calls: Sequence[CallRecord]) -> _Slices:
@@ -162,7 +157,7 @@ def _step_label(call: CallRecord, step: StepRecord) -> str:
     return f"{call.lane} {step.op} {step.chunk}".lstrip()
 
 
-def _queued(rank: int, calls: Sequence[CallRecord], to_us: Callable[[int], float]) -> Iterator[Event]:
+def _queued(rank: int, calls: Sequence[CallRecord], clock: Callable[[int], int]) -> Iterator[Event]:
     """A counter of each lane's calls that the program has issued and whose queue has not come to them."""
     changes: list[tuple[int, int, str]] = []
     for call in calls:
@@ -171,7 +166,7 @@ def _queued(rank: int, calls: Sequence[CallRecord], to_us: Callable[[int], float
     waiting = dict.fromkeys((lane for _, _, lane in changes), 0)
     for ns, change, lane in sorted(changes):
         waiting[lane] += change
-        yield {"ph": "C", "name": "queued", "pid": rank, "ts": to_us(ns), "args": dict(waiting)}
+        yield {"ph": "C", "name": "queued", "pid": rank, "ts": clock(ns) / 1e3, "args": dict(waiting)}
 
 
 def lane_place(lane: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Step
 from commlayer.scheduler.price import Timeline
 
-__all__ = ["chrome_trace", "metadata_event"]
+__all__ = ["chrome_trace", "complete_event", "metadata_event", "slice_times"]
 
 _ROWS = {resource: row for row, resource in enumerate(Resource)}
 
@@ -41,18 +42,44 @@ def metadata_event(kind: str, pid: int, tid: int, **args: str | int) -> dict[str
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
+def complete_event(
+    name: str, category: str, pid: int, tid: int, span_ns: tuple[int, int], args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the event ("X") of one slice."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        **slice_times(span_ns),
+        "args": dict(args),
+    }
+
+
+def slice_times(span_ns: tuple[int, int]) -> dict[str, float]:
+    """Return ``ts`` and ``dur`` of a slice, µs, which are whole nanoseconds when they are read, too: Perfetto drops a slice that
+    overlaps the next one on its thread by a single one."""
+    start, end = span_ns
+    return {"ts": _us(start), "dur": _us(end - start)}
+
+
+def _us(ns: int) -> float:
+    """µs that are as many ns where they are multiplied by 1,000 and cut off, as Perfetto does."""
+    us = ns / 1e3
+    return us if int(us * 1e3) == ns else math.nextafter(us, math.inf)
+
+
 def _steps(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
     steps = timeline.plan.steps
     return [
-        {
-            "ph": "X",
-            "name": _label(step),
-            "cat": step.op.value,
-            "pid": pid,
-            "tid": _ROWS[step.resource],
-            "ts": round(start, 3),
-            "dur": round(end - start, 3),
-            "args": {
+        complete_event(
+            _label(step),
+            step.op.value,
+            pid,
+            _ROWS[step.resource],
+            (round(1e3 * start), round(1e3 * end)),
+            {
                 "step": index,
                 "chunk": step.chunk,
                 "bytes": step.bytes,
@@ -60,7 +87,7 @@ def _steps(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
                 "to": step.target.value,
                 "after": [f"{earlier}: {_label(steps[earlier])}" for earlier in step.after],
             },
-        }
+        )
         for index, (step, (start, end)) in enumerate(zip(steps, timeline.spans, strict=True))
     ]
 

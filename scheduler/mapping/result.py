@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
 
 __all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory"]
 
@@ -57,7 +58,7 @@ class StepEstimate:
         exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp).
         traffics: every collective of a step, of one rank of the last stage. forward, backward: the simulated course of the first
             stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
-            one layer where nothing of that is overlapped.
+            one layer where nothing of that is overlapped. ranks: one micro-batch through all layers of each pipeline rank.
         links_us: as ``exposed_us``, by link class. bottleneck: of these and of compute what the step spends most in.
     """
 
@@ -81,6 +82,7 @@ class StepEstimate:
     backward: Forecast | None = field(default=None, repr=False)
     notes: tuple[str, ...] = field(default=())
     links_us: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[StageTimes, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         setup, needed = self.setup, f"{self.memory.total / 1e9:.1f} of {self.memory_limit / 1e9:.1f} GB"

@@ -226,15 +226,25 @@ class Estimator:
         return found
 
     def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
-        """A stage's times as the schedule asks for them. The ends are a third forward, backward, and for weights each."""
-        if not setup.is_merged:
-            return StageTimes(0.0, alone_us)
+        """A stage's times as the schedule asks for them: without a split, where none of it matters to how long all takes."""
+        return self._split_times(setup, stage, alone_us, merged_us) if setup.is_merged else StageTimes(0.0, alone_us)
+
+    def _split_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
+        """What of a stage's times is forward, backward, and for weights. The ends are a third of each."""
         forward = weights = 0.0
         for is_moe, number in stage.numbers:
             forward += number * self._layer_times(setup, is_moe)[0].total_us
             weights += number * self._work(setup, is_moe).weights
         third = self._ends(setup, stage).total_us / 3
         return StageTimes(forward + third, alone_us - forward - third, weights + third, merged_us)
+
+    def _rank_times(self, setup: Setup, stages: tuple[Stage, ...]) -> tuple[StageTimes, ...]:
+        """The times of every pipeline rank's stage, for people to see."""
+        found = []
+        for stage in stages:
+            merged_us = self._stage_merged(setup, stage).total_us if setup.is_merged else 0.0
+            found.append(self._split_times(setup, stage, self._stage_alone(setup, stage).total_us, merged_us))
+        return tuple(found[place] for place in self._places_of_ranks(setup, stages))
 
     def _places_of_ranks(self, setup: Setup, stages: tuple[Stage, ...]) -> Sequence[int]:
         """For each pipeline rank, where its stage is in ``stages``; only DualPipe asks in which order."""
@@ -458,6 +468,7 @@ class Estimator:
             traffics=tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items()),
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
+            ranks=self._rank_times(setup, stages),
         )
 
 

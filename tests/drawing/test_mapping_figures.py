@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commlayer.drawing.mapping_cells import closed_forms, mapping_cells, nodes_words, part_cells
 from commlayer.drawing.mapping_figures import (
@@ -21,15 +24,19 @@ from commlayer.drawing.mapping_figures import (
     memory_figure,
 )
 from commlayer.drawing.mapping_report import write_estimate_report, write_what_if_report
-from commlayer.drawing.step_course import course_figure, pipeline_tasks, step_trace
+from commlayer.drawing.pipeline_course import COLOURS, RankSpan, SpanKind, rank_spans
+from commlayer.drawing.step_course import course_figure, step_trace
 from commlayer.drawing.style import save_figure
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.conflicts import Compute, Issue, Item, PlannedCall, Wait, simulate
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.plan import Strategy
+from commlayer.traces.chrome_of_plan import slice_times
 
 pytest.importorskip("matplotlib")
 
@@ -56,6 +63,7 @@ def made_up(setup: Setup = SETUP, limit: float = 80e9, **changes: Any) -> StepEs
             traffics=(Traffics("dispatch", "ep", "ep", "all_to_all_v", 2**25, (8,), 128, 200.0, "flat", "intra"),),
             bubble=0.025,
             bottleneck="compute",
+            ranks=(StageTimes(10e3, 20e3, 9e3), StageTimes(10e3, 20e3, 9e3)) * 2,
         ),
         **changes,
     )
@@ -140,6 +148,28 @@ def test_memory_is_drawn_against_the_limit(tmp_path: Path) -> None:
     assert "what a GPU has for it" in shown
 
 
+@pytest.mark.parametrize("limit", [60e9, 80e9, 200e9])
+def test_words_in_bars_stay_inside(limit: float) -> None:
+    """Measured on the drawn picture, with the fonts of this machine."""
+    narrow = Memory(weights=9e9, gradients=12e9, optimizer=8e9, activations=11e9, buffers=6e9)
+    setup = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="selective", dispatch="all_gather", precision="fp8", zero=0)
+    long = f"1  {mapping_name(setup)}"
+    figures = [memory_figure({long: made_up(limit=limit), "2": made_up(limit=limit, memory=narrow)})]
+    figures.append(
+        breakdown_figure({long: made_up(), "2": made_up(parts={"gradients": 9e4, "parameters": 7e4, "tp": 3e4})})
+    )
+    count = 0
+    for figure in figures:
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        bars = [bar.get_window_extent() for bar in axes.patches]
+        written = [text.get_window_extent() for text in axes.texts if text.get_bbox_patch()]
+        for box in written:
+            count += 1
+            assert any(bar.x0 <= box.x0 and box.x1 <= bar.x1 and bar.y0 <= box.y0 and box.y1 <= bar.y1 for bar in bars)
+    assert count >= 4
+
+
 def test_curves_mark_where_they_cross(tmp_path: Path) -> None:
     lines = [FigureLine("a", [(1.0, 0.2), (16.0, 0.5)]), FigureLine("b", [(1.0, 0.4), (16.0, None)])]
     figure = curves_figure(lines, "t", "GB/s", "MFU", crossings=[(4.0, "they meet")], percent=True)
@@ -191,8 +221,8 @@ def test_trace_has_pipeline_and_passes() -> None:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     threads = {(event["pid"], event["tid"]): event for event in trace["traceEvents"] if event["name"] == "thread_name"}
     names = [event["args"]["name"] for event in threads.values()]
-    assert names[:5] == ["stage 0", "stage 1", "stage 2", "stage 3", "the step's end"]
-    assert names[5:8] == ["program", "ep", "INTRA"]
+    assert names[:4] == [f"pipeline rank {rank}" for rank in range(4)]
+    assert names[4:8] == ["program", "ep", "ep", "INTRA"]  # two calls of a lane overlap
     calls = [event for event in events if event["cat"] == "ep"]
     assert {event["name"] for event in calls} == {"dispatch #0", "dispatch #1"}
     assert all(event["args"]["bytes"] == 2**25 for event in calls)
@@ -200,19 +230,114 @@ def test_trace_has_pipeline_and_passes() -> None:
     assert any(event["name"].startswith("wait for dispatch") for event in events)
 
 
-def test_the_drawn_pipeline_lasts_as_long_as_the_step() -> None:
-    estimate = made_up()
-    tasks = pipeline_tasks(estimate)
-    count = SETUP.micro_batches(JOB)
-    assert len(tasks) == 2 * SETUP.pp * count
-    work = sum(us for part, us in estimate.parts.items() if part not in ("bubble", "optimizer"))
-    assert max(task.end for task in tasks) == pytest.approx(work * (count + SETUP.pp - 1) / count)
-    assert pipeline_tasks(made_up(Setup(gpus=32, tp=2, ep=8))) == []
+PIPELINES = {
+    "1f1b": {"pp": 4},
+    "interleaved": {"pp": 4, "vpp": 2},
+    "merged": {"pp": 4, "vpp": 2, "schedule": "1f1b-overlap"},
+    "dualpipe": {"pp": 4, "schedule": "dualpipe"},
+    "dualpipev": {"pp": 4, "schedule": "dualpipev"},
+    "without ZeRO, recomputed": {"pp": 2, "zero": 0, "recompute": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def estimated() -> dict[str, StepEstimate]:
+    estimator = Estimator(JOB, CLUSTER, efficiency=0.9)
+    return {name: estimator.estimate(Setup(gpus=32, ep=4, **way)) for name, way in PIPELINES.items()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", PIPELINES)
+def test_the_drawn_pipeline_adds_up_to_the_estimate(estimated: dict[str, StepEstimate], way: str) -> None:
+    """Each rank lasts as long as the step, and the slowest one takes for each part what the table and the cards say."""
+    estimate = estimated[way]
+    ranks = rank_spans(estimate)
+    assert len(ranks) == estimate.setup.pp
+    for spans in ranks:
+        assert spans[0].start == 0
+        assert all(left.end == pytest.approx(right.start) for left, right in pairwise(spans))
+        assert spans[-1].end == pytest.approx(estimate.step_us)
+    worked = ("forward", "backward", "weights", "merged")
+    slowest = max(ranks, key=lambda spans: took(spans, *worked))
+    parts = dict(estimate.parts)
+    assert took(slowest, "wait") == pytest.approx(parts.pop("bubble") + parts.pop("pp"), abs=1.0)  # µs
+    for edge in ("parameters", "gradients", "optimizer"):
+        assert took(slowest, edge) == pytest.approx(parts.pop(edge, 0.0))
+    assert took(slowest, *worked) == pytest.approx(sum(parts.values()), abs=1.0)
+    assert ("merged" in {span.kind for span in slowest}) == estimate.setup.is_merged
+    assert took(slowest, "weights") > 0
+
+
+def took(spans: list[RankSpan], *kinds: str) -> float:
+    return sum(span.end - span.start for span in spans if span.kind in kinds)
+
+
+def test_no_pipeline_and_one_that_is_too_long_are_not_drawn() -> None:
+    assert rank_spans(made_up(Setup(gpus=32, tp=2, ep=8))) == []
+    long = replace(JOB, global_batch=64_000)
+    assert rank_spans(made_up(job=long)) == []
+
+
+def test_every_kind_of_span_has_a_colour() -> None:
+    assert {*get_args(SpanKind)} - {"merged"} == set(COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def dropped(events: Iterable[dict[str, Any]]) -> int:
+    """Count the slices that Perfetto drops: those that begin inside another one of their thread, and end after it.
+
+    Times are read as whole nanoseconds, cut off.
+    """
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            start = int(event["ts"] * 1e3)
+            threads.setdefault((event["pid"], event["tid"]), []).append((start, start + int(event["dur"] * 1e3)))
+    bad = 0
+    for slices in threads.values():
+        inside: list[int] = []
+        for start, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while inside and inside[-1] <= start:
+                inside.pop()
+            if inside and end > inside[-1]:
+                bad += 1
+            else:
+                inside.append(end)
+    return bad
+
+
+@pytest.mark.parametrize("way", PIPELINES)
+def test_perfetto_drops_no_slice_of_a_trace(estimated: dict[str, StepEstimate], way: str) -> None:
+    assert dropped(step_trace(estimated[way])["traceEvents"]) == 0
+
+
+def test_the_checker_of_traces_finds_what_overlaps_by_a_nanosecond() -> None:
+    def event(ts: float, dur: float, tid: int = 0) -> dict[str, Any]:
+        return {"ph": "X", "pid": 0, "tid": tid, "ts": ts, "dur": dur}
+
+    assert dropped([event(0, 4), event(1, 2), event(1, 1), event(4, 2)]) == 0
+    assert dropped([event(0, 4), event(3.999, 2)]) == 1
+    assert dropped([event(0, 4), event(3.999, 2, tid=1)]) == 0
+
+
+@given(st.integers(0, 10**13), st.integers(0, 10**13))
+def test_times_of_slices_are_whole_nanoseconds_however_they_are_read(start: int, length: int) -> None:
+    times = slice_times((start, start + length))
+    for us, ns in ((times["ts"], start), (times["dur"], length)):
+        assert int(us * 1e3) == round(us * 1e3) == ns
 
 
 def test_course_is_drawn(tmp_path: Path) -> None:
     shown = texts(course_figure(with_courses(), "a title"), tmp_path)
-    for word in ("a title", "stage 3", "program", "ep", "forward of a layer", "backward of a layer"):
+    for word in (
+        "a title",
+        "rank 3",
+        "weight gradients",
+        "other micro-batches",
+        "program",
+        "ep",
+        "forward of a layer",
+        "backward of a layer",
+    ):
         assert word in shown
 
 

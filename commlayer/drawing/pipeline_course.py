@@ -1,0 +1,171 @@
+"""The course of a step on every pipeline rank: forward, backward, weight gradients, waits, and a step's edges.
+
+A rank's spans lie end to end from the start of the step to its end. Those of the slowest rank, which is the one that an estimate
+counts, add up to what it says: micro-batches, bubble and sends (waits), exposed weights before, exposed gradients and optimizer
+behind. The formula of 1F1B supposes one ratio of forward to backward at all ranks, so the slowest one's is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from commlayer.drawing.style import FAINT, PAPER
+from commlayer.scheduler.mapping.pipeline_orders import Task, timetable
+from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, hops
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.units import format_us
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLOURS", "MOST_RANKS", "RankSpan", "SpanKind", "draw_ranks", "pipeline_tasks", "rank_spans"]
+
+SpanKind = Literal["forward", "backward", "weights", "merged", "wait", "parameters", "gradients", "optimizer"]
+COLOURS = {
+    "forward": "#7db8d8",
+    "backward": "#009e73",
+    "weights": "#8fcbb6",
+    "wait": "#4f5963",
+    "parameters": "#dba9c6",
+    "gradients": "#a04a7b",
+    "optimizer": "#8b949e",
+}
+"""Of the parts of a step as in the other figures. A merged task has forward's above and backward's below."""
+_MOST_TASKS = 60_000
+MOST_RANKS = 16
+"""That are drawn."""
+_MANY = 100
+"""Bars in a row that edges would hide."""
+_BAR = 0.78
+_SHORT_US = 1e-3
+"""What is shorter is a rounding error, and no wait."""
+
+
+class RankSpan(NamedTuple):
+    """What a pipeline rank does from ``start`` to ``end``, µs since the start of the step. ``words``: for people."""
+
+    kind: SpanKind
+    start: float
+    end: float
+    words: str
+
+
+def pipeline_tasks(estimate: StepEstimate) -> list[Task]:
+    """Every task of every rank, in order of the schedule, from the first one on; none where there is no pipeline, or one too long
+    to be looked at.
+
+    Sends between ranks take what the estimate adds for each, unless that would make the tasks longer than the estimate says.
+    """
+    setup = estimate.setup
+    count = setup.micro_batches(estimate.job)
+    uneven = setup.vpp > 1 and count % setup.pp
+    if setup.pp == 1 or not estimate.ranks or uneven or 3 * setup.num_chunks * count > _MOST_TASKS:
+        return []
+    stages = estimate.ranks if setup.is_merged else _of_one_ratio(estimate.ranks)
+    sends = hops(setup.pp, count, setup.vpp, setup.schedule)
+    send_us = estimate.parts.get("pp", 0.0) / max(1, sum(sends))
+
+    def laid_out(send_us: float) -> list[Task]:
+        return timetable(
+            [each.forward_us for each in stages],
+            [each.backward_us for each in stages],
+            count,
+            setup.vpp,
+            send_us=send_us,
+            schedule=setup.schedule,
+            weights_us=[each.weights_us for each in stages],
+            merged_us=[each.merged_us for each in stages],
+        )
+
+    tasks = laid_out(send_us)
+    if send_us and max(task.end for task in tasks) > _pipeline_us(estimate) + _SHORT_US:
+        tasks = laid_out(0.0)
+    return tasks
+
+
+def rank_spans(estimate: StepEstimate) -> list[list[RankSpan]]:
+    """Take the step apart on every pipeline rank, end to end; empty where :func:`pipeline_tasks` is."""
+    tasks = pipeline_tasks(estimate)
+    if not tasks:
+        return []
+    before = estimate.parts.get("parameters", 0.0)
+    behind = max(before + _pipeline_us(estimate), before + max(task.end for task in tasks))
+    found = []
+    for rank in range(estimate.setup.pp):
+        spans = [RankSpan("parameters", 0.0, before, "gathering of weights, exposed")] if before else []
+        now = before
+        for task in tasks:
+            if task.rank == rank:
+                if task.start + before > now + _SHORT_US:
+                    spans.append(RankSpan("wait", now, task.start + before, "wait"))
+                spans += _of_task(task, before, estimate.ranks[rank])
+                now = task.end + before
+        if behind > now + _SHORT_US:
+            spans.append(RankSpan("wait", now, behind, "wait"))
+        found.append([*spans, *_edges(estimate, behind)])
+    return found
+
+
+def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[RankSpan]], unit_us: float) -> None:
+    """Draw a row for each of the first 16 ranks, and say in the title what the slowest one, which is the estimate's, waits."""
+    shown = ranks[:MOST_RANKS]
+    for row, spans in enumerate(shown):
+        for kind in (*COLOURS, "merged"):
+            own = [(span.start / unit_us, (span.end - span.start) / unit_us) for span in spans if span.kind == kind]
+            for colour, low, height in _halves(kind):
+                edge = PAPER if len(own) < _MANY else colour
+                axes.broken_barh(own, (row + low, height), color=colour, linewidth=0.3, edgecolor=edge)
+    left_out = f" (the first {len(shown)} of {len(ranks)} ranks)" if len(shown) < len(ranks) else ""
+    bubble, sends = (estimate.parts.get(part, 0.0) for part in ("bubble", "pp"))
+    waits = f"the slowest rank waits {format_us(bubble + sends)}: bubble {format_us(bubble)}, sends {format_us(sends)}"
+    axes.set_title(
+        f"the step on each pipeline rank{left_out}   {format_us(estimate.step_us)}, {waits}", fontsize=9.5, pad=3
+    )
+
+
+def _halves(kind: str) -> Iterator[tuple[str, float, float]]:
+    """Colour, lower edge and height of what a span of ``kind`` is drawn as."""
+    if kind == "merged":
+        yield COLOURS["forward"], -_BAR / 2, _BAR / 2
+        yield COLOURS["backward"], 0.0, _BAR / 2
+    else:
+        yield COLOURS.get(kind, FAINT), -_BAR / 2, _BAR
+
+
+def _pipeline_us(estimate: StepEstimate) -> float:
+    """From the first task to the last, µs: the step without its edges."""
+    return estimate.step_us - sum(estimate.parts.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
+
+
+def _of_one_ratio(ranks: Sequence[StageTimes]) -> list[StageTimes]:
+    slowest = max(ranks, key=lambda each: each.alone_us)
+    share = slowest.forward_us / slowest.alone_us
+    return [
+        StageTimes(share * each.alone_us, (1 - share) * each.alone_us, each.weights_us, each.merged_us)
+        for each in ranks
+    ]
+
+
+def _of_task(task: Task, before: float, times: StageTimes) -> Iterator[RankSpan]:
+    """The spans of one task. A backward one ends with its share of weight gradients, though every layer ends with its own."""
+    start, end, slot = task.start + before, task.end + before, task.slot
+    if slot.kind == "merged" and slot.partner is not None:
+        yield RankSpan("merged", start, end, f"forward {slot.micro_batch} with backward {slot.partner[1]}")
+    elif slot.kind == "backward":
+        products = (end - start) * times.weights_us / times.backward_us
+        yield RankSpan("backward", start, end - products, f"backward {slot.micro_batch}")
+        yield RankSpan("weights", end - products, end, f"weight gradients {slot.micro_batch}")
+    elif slot.kind == "weights":
+        yield RankSpan("weights", start, end, f"weight gradients {slot.micro_batch}")
+    else:
+        kind: SpanKind = "forward" if slot.kind == "forward" else "backward"
+        yield RankSpan(kind, start, end, f"{kind} {slot.micro_batch}")
+
+
+def _edges(estimate: StepEstimate, start: float) -> Iterator[RankSpan]:
+    kinds: tuple[SpanKind, ...] = ("gradients", "optimizer")
+    for kind in kinds:
+        if us := estimate.parts.get(kind, 0.0):
+            yield RankSpan(kind, start, start + us, "sum of gradients, exposed" if kind == "gradients" else kind)
+            start += us
