@@ -23,6 +23,7 @@ from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
     PART_COLUMNS,
     TRAFFIC_COLUMNS,
+    TRAFFIC_SPARE,
     closed_form_words,
     closed_forms,
     job_words,
@@ -123,7 +124,7 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo()
     print_table(MEMORY_COLUMNS, memory, bold=[len(memory) - 2])
     echo()
-    print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS)
+    print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS, spare=TRAFFIC_SPARE)
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
     echo(f"\nexposed, by lane: {exposed or 'nothing'}")
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):

@@ -19,6 +19,7 @@ from commlayer.profiles.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 __all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded", "said_warnings"]
@@ -89,6 +90,7 @@ def print_table(
     title: str = "",
     bold: Sequence[int] = (),
     dim: Sequence[int] = (),
+    spare: Sequence[int] = (),
 ) -> None:
     """Print one table.
 
@@ -98,22 +100,44 @@ def print_table(
         rows: the cells, as text. Nothing in them is markup.
         title: a line above.
         bold, dim: indices of rows to set so.
+        spare: indices of columns to leave out, the first ones first, where a row would not fit into one line of the terminal;
+            a line below says which.
     """
+    out, given, left_out = console(), [list(row) for row in rows], list[int]()
+    table = _table(columns, given, bold, dim, left_out)
+    for column in spare:
+        if table.__rich_measure__(out, out.options.update(max_width=1 << 14)).maximum <= out.width:
+            break
+        left_out.append(column)
+        table = _table(columns, given, bold, dim, left_out)
+    if title:
+        out.print(cell_text(title, "bold"))
+    out.print(table)
+    if left_out:
+        names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
+        out.print(cell_text(f"left out, as there are {out.width} columns: {names}", "dim"))
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    bold: Sequence[int],
+    dim: Sequence[int],
+    left_out: Sequence[int],
+) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
+    shown = [index for index in range(len(columns)) if index not in left_out]
+    for column in (columns[index] for index in shown):
         table.add_column(
             cell_text(column.lstrip(">~")),
             justify="right" if column.startswith(">") else "left",
             no_wrap=not column.startswith("~"),
             overflow="fold",
         )
-    for index, row in enumerate(rows):
-        style = "bold" if index in bold else "dim" if index in dim else None
-        table.add_row(*(cell_text(cell) for cell in row), style=style)
-    out = console()
-    if title:
-        out.print(cell_text(title, "bold"))
-    out.print(table)
+    for number, row in enumerate(rows):
+        style = "bold" if number in bold else "dim" if number in dim else None
+        table.add_row(*(cell_text(row[index]) for index in shown), style=style)
+    return table

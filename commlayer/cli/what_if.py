@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,11 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
-from commlayer.drawing.mapping_cells import exposed_share, job_words, speed_cells
+from commlayer.drawing.mapping_cells import exposed_share, job_words, short_mappings, speed_cells
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
+from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.space import Space
@@ -180,7 +183,7 @@ def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) 
         lines.append(
             FigureLine(name or label, [(float(place), result) for place, result in zip(places, results, strict=True)])
         )
-    marks = [(at, f"{at:.4g}: they change places") for at in crossing.crossings] if crossing else []
+    marks = _marks(crossing) if crossing else []
     return curves_figure(
         lines,
         f"{first.job.model.name} on {first.cluster}" + f", {first.job.gpus} GPUs" * (kind != "gpus"),
@@ -190,6 +193,16 @@ def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) 
         percent=measure == "mfu",
         words=words if kind in WORDS else (),
     )
+
+
+def _marks(crossing: Crossover) -> list[tuple[float, str]]:
+    """Where two ways cross, and which is the faster one on which side."""
+    faster = crossing.at_low
+    marks = []
+    for at in crossing.crossings:
+        before, faster = faster, crossing.second if faster == crossing.first else crossing.first
+        marks.append((at, f"{at:.4g}: {before} is faster below, {faster} above"))
+    return marks
 
 
 _COLUMNS = ["way", "value", "~mapping", ">step ms", ">tokens/s", ">MFU", ">exposed", "~"]
@@ -216,10 +229,34 @@ def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str
         lead = f"{name}: " if name else ""
         if each.setup is not None:
             sentences.append(f"{lead}{each.setup} at every value")
-        if each.fastest is not None and each.fastest.estimate is not None:
-            where = f"{_LABELS[each.variation.kind]} {_written(each.fastest.value)}"
-            sentences.append(f"{lead}most tokens at {where}: {each.fastest.estimate.tokens_per_s:,.0f} tokens/s")
+        if (change := _change(each)) and crossing is None:
+            sentences.append(f"{lead}{change}")
     return [*sentences, str(crossing)] if crossing else sentences
+
+
+def _change(each: WhatIf) -> str:
+    """What a variation does: between which values the speed changes, by how much, and where the mapping does."""
+    known = [(point, point.estimate) for point in each.points if point.estimate]
+    if len(known) < 2:
+        return ""
+    (low, before), (high, after) = known[0], known[-1]
+    label, ratio = _LABELS[each.variation.kind], after.tokens_per_s / before.tokens_per_s
+    switches = [
+        f"{_written(left.value)} and {_written(right.value)}"
+        for (left, one), (right, other) in pairwise(known)
+        if _without_dp(one.setup) != _without_dp(other.setup)
+    ]
+    words = f"{label} from {_written(low.value)} to {_written(high.value)}: {ratio:.3g} times the tokens/s"
+    if each.setup is not None:
+        return words
+    if not switches:
+        return f"{words}; one mapping is the best at all of them"
+    return f"{words}; the best mapping changes between {', between '.join(switches)}"
+
+
+def _without_dp(setup: Setup) -> str:
+    """The mapping but for data parallelism, which follows from the GPUs."""
+    return re.sub(r" DP\d+", "", str(setup))
 
 
 def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
@@ -227,16 +264,26 @@ def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None
     software = " and ".join(dict.fromkeys(each.software for each in found.values()))
     echo(job_words(request.job, request.cluster.name, software))
     echo(f"varied: {_LABELS[first.variation.kind]}\n")
-    rows = _rows(found)
-    columns = _COLUMNS
-    for empty in (7, 0):  # no notes; one way only
-        if not any(row[empty] for row in rows):
-            columns = [*columns[:empty], *columns[empty + 1 :]]
-            rows = [[*row[:empty], *row[empty + 1 :]] for row in rows]
-    print_table(columns, rows)
+    rows, same = _short_rows(found)
+    kept = [index for index in range(len(_COLUMNS)) if index not in (0, 7) or any(row[index] for row in rows)]
+    spare = [kept.index(_COLUMNS.index(name)) for name in (">exposed", ">tokens/s")]
+    print_table([_COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows], spare=spare)
+    if same:
+        echo(f"all mappings: {same}")
     echo()
     for sentence in _sentences(found, crossing):
         echo(sentence)
+
+
+def _short_rows(found: dict[str, WhatIf]) -> tuple[list[list[str]], str]:
+    """The rows with mappings as short as they are told apart, and what all of these have."""
+    points = [point for each in found.values() for point in each.points]
+    names, same = short_mappings([point.estimate.setup for point in points if point.estimate])
+    rows, given = _rows(found), iter(names)
+    for row, point in zip(rows, points, strict=True):
+        if point.estimate:
+            row[2] = next(given)
+    return rows, same
 
 
 def _write_report(path: Path, request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:

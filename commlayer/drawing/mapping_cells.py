@@ -28,6 +28,7 @@ __all__ = [
     "MEMORY_COLUMNS",
     "PART_COLUMNS",
     "TRAFFIC_COLUMNS",
+    "TRAFFIC_SPARE",
     "closed_form_words",
     "closed_forms",
     "exposed_share",
@@ -37,6 +38,7 @@ __all__ = [
     "nodes_words",
     "other_bests",
     "part_cells",
+    "short_mappings",
     "speed_cells",
     "traffic_cells",
 ]
@@ -45,6 +47,8 @@ MAPPING_COLUMNS = [">#", "~mapping", ">step ms", ">tokens/s", ">MFU", ">memory G
 PART_COLUMNS = ["part of the step", ">ms", ">share"]
 MEMORY_COLUMNS = ["memory of the fullest GPU", ">GB", ">share"]
 TRAFFIC_COLUMNS = ["what moves", "axis", "collective", ">bytes", "ranks", ">calls", "plan", ">µs a call", ">ms", "link"]
+TRAFFIC_SPARE = (9, 1, 6, 7)
+"""Columns that a narrow terminal leaves out: link, axis, plan, µs a call."""
 
 _GB = 1e9
 _ACTIVATION_BYTES = 2
@@ -73,6 +77,17 @@ def speed_cells(estimate: StepEstimate) -> list[str]:
     """Return the cells of a mapping and its speed: from ``~mapping`` to ``>MFU`` of :data:`MAPPING_COLUMNS`."""
     speed = f"{estimate.step_us / 1e3:,.1f}", f"{estimate.tokens_per_s:,.0f}", f"{estimate.mfu:.1%}"
     return [str(estimate.setup), *speed]
+
+
+def short_mappings(setups: Sequence[Setup]) -> tuple[list[str], str]:
+    """Name each mapping by its degrees that are not 1 and the words that not all have; also return those that all have."""
+    every = [str(setup).split(", ") for setup in setups]
+    same = [word for word in every[0][1:] if all(word in words for words in every)] if every else []
+    names = []
+    for degrees, *words in every:
+        kept = [degree for degree in degrees.split() if degree.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ") != "1"]
+        names.append(" ".join([*kept, *(word for word in words if word not in same)]) or "DP1")
+    return names, ", ".join(same)
 
 
 def mapping_cells(rank: str, estimate: StepEstimate) -> list[str]:

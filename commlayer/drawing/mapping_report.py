@@ -49,8 +49,9 @@ that nothing hides, then what the pipeline waits for.</dd>
 <dt>exposed</dt><dd>the share of a step in which communication keeps the GPU waiting.</dd>
 <dt>what moves</dt><dd>each collective of a step of one rank of the slowest stage. Bytes are nccl-tests' S of one call; µs are of
 a call alone; ranks are nodes × ranks on each.</dd>
-<dt>course</dt><dd>simulated: micro-batches through the pipeline (as if all stages were as slow as the slowest, and forward a
-third of a micro-batch); and the passes of a layer with every call, or of a stage where gradients or weights go beside it.</dd>
+<dt>course</dt><dd>simulated: the step on each pipeline rank (merged: forward above, backward below), of which the slowest
+takes what the table of parts says; and the passes of a layer with every call, or of a stage where gradients or weights go beside
+it, with what other micro-batches compute meanwhile.</dd>
 </dl>"""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,29 @@ def test_overrides_change_the_cluster() -> None:
     assert later["estimate"]["step_us"] < call_json("estimate", *JOB, *ONE)["estimate"]["step_us"]
 
 
+# 80 columns
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("estimate", *JOB, *ONE),
+        ("what-if", *JOB, *FEW, "--vary", "inter-factor", "--values", "0.1,1", "--compare", "folding"),
+    ],
+)
+def test_a_row_of_a_table_is_a_line_of_80_columns(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = call(*command).stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "300")
+    wide = call(*command).stdout.splitlines()
+    left_out = [line for line in narrow if line.startswith("left out, as there are 80 columns: ")]
+    assert len(narrow) == len(wide) + len(left_out)
+    assert left_out
+    tables = [line for line in narrow if "   " in line.strip() or "──" in line]
+    assert len(tables) > 5
+    assert max(map(len, tables)) <= 80
+
+
 # Bad input
 
 
@@ -242,9 +266,9 @@ def test_estimate_writes_a_trace_of_the_step(tmp_path: Path) -> None:
     assert len(named) == 3
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     # every micro-batch passes both stages, forward and backward
-    stages = [event for event in complete if event["cat"].startswith("stage")]
+    passes = [event for event in complete if re.fullmatch(r"(forward|backward) \d+", event["name"])]
     micro_batches = 32 // call_json("estimate", *JOB, *ONE)["estimate"]["setup"]["dp"]
-    assert len(stages) == 2 * 2 * micro_batches
+    assert len(passes) == 2 * 2 * micro_batches
     assert {"ep", "tp"} <= {event["cat"] for event in complete}
     assert all(event["dur"] >= 0 for event in complete)
 
