@@ -196,7 +196,9 @@ def test_names_leave_out_degrees_of_one() -> None:
 
 
 def test_short_names_tell_mappings_apart() -> None:
-    names, same = short_mappings([SETUP, replace(SETUP, folded=False, ep=4, etp=2), Setup(gpus=32, recompute="selective")])
+    names, same = short_mappings(
+        [SETUP, replace(SETUP, folded=False, ep=4, etp=2), Setup(gpus=32, recompute="selective")]
+    )
     assert names == ["TP2 EP8 PP4 DP4", "TP2 EP4 ETP2 PP4 DP4 unfolded", "DP32"]
     assert same == "micro-batch 1, recompute selective"
     assert short_mappings([]) == ([], "")
