@@ -31,10 +31,10 @@ COLOURS = {
     "gradients": "#a04a7b",
     "optimizer": "#8b949e",
 }
-"""Of the parts of a step as in the other figures. A merged task has forward's above and backward's below."""
+"""Colours of what a rank does, as in the other figures. A merged task has forward's above and backward's below."""
 _MOST_TASKS = 60_000
 MOST_RANKS = 16
-"""That are drawn."""
+"""The ranks that are drawn."""
 _MANY = 100
 """Bars in a row that edges would hide."""
 _BAR = 0.78
@@ -43,7 +43,7 @@ _SHORT_US = 1e-3
 
 
 class RankSpan(NamedTuple):
-    """What a pipeline rank does from ``start`` to ``end``, µs since the start of the step. ``words``: for people."""
+    """A pipeline rank is busy, or waits, from ``start`` to ``end``, µs since the start of the step. ``words``: for people."""
 
     kind: SpanKind
     start: float
