@@ -19,10 +19,10 @@ from commlayer.units import format_us
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "MOST_RANKS", "RankSpan", "SpanKind", "draw_ranks", "pipeline_tasks", "rank_spans"]
+__all__ = ["MOST_RANKS", "SPAN_COLOURS", "RankSpan", "SpanKind", "draw_ranks", "pipeline_tasks", "rank_spans"]
 
 SpanKind = Literal["forward", "backward", "weights", "merged", "wait", "parameters", "gradients", "optimizer"]
-COLOURS = {
+SPAN_COLOURS = {
     "forward": "#7db8d8",
     "backward": "#009e73",
     "weights": "#8fcbb6",
@@ -111,7 +111,7 @@ def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[Rank
     """Draw a row for each of the first 16 ranks, and say in the title what the slowest one, which is the estimate's, waits."""
     shown = ranks[:MOST_RANKS]
     for row, spans in enumerate(shown):
-        for kind in (*COLOURS, "merged"):
+        for kind in (*SPAN_COLOURS, "merged"):
             own = [(span.start / unit_us, (span.end - span.start) / unit_us) for span in spans if span.kind == kind]
             for colour, low, height in _halves(kind):
                 edge = PAPER if len(own) < _MANY else colour
@@ -127,10 +127,10 @@ def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[Rank
 def _halves(kind: str) -> Iterator[tuple[str, float, float]]:
     """Colour, lower edge and height of what a span of ``kind`` is drawn as."""
     if kind == "merged":
-        yield COLOURS["forward"], -_BAR / 2, _BAR / 2
-        yield COLOURS["backward"], 0.0, _BAR / 2
+        yield SPAN_COLOURS["forward"], -_BAR / 2, _BAR / 2
+        yield SPAN_COLOURS["backward"], 0.0, _BAR / 2
     else:
-        yield COLOURS.get(kind, FAINT), -_BAR / 2, _BAR
+        yield SPAN_COLOURS.get(kind, FAINT), -_BAR / 2, _BAR
 
 
 def _pipeline_us(estimate: StepEstimate) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.drawing.pipeline_course import COLOURS, MOST_RANKS, RankSpan, draw_ranks, rank_spans
+from commlayer.drawing.pipeline_course import MOST_RANKS, SPAN_COLOURS, RankSpan, draw_ranks, rank_spans
 from commlayer.drawing.style import FAINT, INK, PAPER, name_rows, new_figure, styled
 from commlayer.drawing.trace_figure import LANE_COLOURS
 from commlayer.profiles.errors import UsageError
@@ -182,9 +182,9 @@ def _steps(times: CallTimes, resource: Resource) -> Iterator[_Event]:
 
 def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> None:
     spans: Mapping[str, list[tuple[float, float]]] = {
-        COLOURS["forward"]: [(start, end) for name, start, end in forecast.computed if name != _FILLER],
+        SPAN_COLOURS["forward"]: [(start, end) for name, start, end in forecast.computed if name != _FILLER],
         _OTHERS: [(start, end) for name, start, end in forecast.computed if name == _FILLER],
-        COLOURS["wait"]: [(start, end) for _, start, end in forecast.waited],
+        SPAN_COLOURS["wait"]: [(start, end) for _, start, end in forecast.waited],
     }
     for colour, each in spans.items():
         _bars(axes, 0, each, unit_us, colour, 1.0)
@@ -198,7 +198,7 @@ def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> N
 
 def _bars(axes: Axes, row: int, spans: list[tuple[float, float]], unit_us: float, colour: str, opacity: float) -> None:
     kept = [(start / unit_us, (end - start) / unit_us) for start, end in spans if end > start]
-    edge = PAPER if colour in (COLOURS["forward"], COLOURS["wait"], _OTHERS) and len(kept) < _MANY else colour
+    edge = PAPER if colour in (SPAN_COLOURS["forward"], SPAN_COLOURS["wait"], _OTHERS) and len(kept) < _MANY else colour
     axes.broken_barh(kept, (row - _BAR / 2, _BAR), color=colour, alpha=opacity, linewidth=0.3, edgecolor=edge)
 
 
@@ -217,8 +217,8 @@ def _legend(figure: Figure, lanes: Sequence[str], ranks: Sequence[Sequence[RankS
 
     kinds = {span.kind for spans in ranks for span in spans} | {"wait"}
     kinds |= {"backward"} if "merged" in kinds else set()
-    handles = [Patch(color=COLOURS["forward"], label="forward, or computes" if ranks else "computes")]
-    handles += [Patch(color=COLOURS[kind], label=label) for kind, label in _NAMES.items() if kind in kinds]
+    handles = [Patch(color=SPAN_COLOURS["forward"], label="forward, or computes" if ranks else "computes")]
+    handles += [Patch(color=SPAN_COLOURS[kind], label=label) for kind, label in _NAMES.items() if kind in kinds]
     handles += [Patch(color=_OTHERS, label="other micro-batches")] if others else []
     handles += [
         Patch(color=LANE_COLOURS.get(lane, FAINT), label=f"{lane} calls" if lane else "no lane") for lane in lanes

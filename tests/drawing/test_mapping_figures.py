@@ -24,7 +24,7 @@ from commlayer.drawing.mapping_figures import (
     memory_figure,
 )
 from commlayer.drawing.mapping_report import write_estimate_report, write_what_if_report
-from commlayer.drawing.pipeline_course import COLOURS, RankSpan, SpanKind, rank_spans
+from commlayer.drawing.pipeline_course import SPAN_COLOURS, RankSpan, SpanKind, rank_spans
 from commlayer.drawing.step_course import course_figure, step_trace
 from commlayer.drawing.style import save_figure
 from commlayer.profiles.errors import UsageError
@@ -288,8 +288,8 @@ def test_no_pipeline_and_one_that_is_too_long_are_not_drawn() -> None:
 
 
 def test_every_kind_of_span_has_a_colour() -> None:
-    assert {*get_args(SpanKind)} - {"merged"} == set(COLOURS)
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert {*get_args(SpanKind)} - {"merged"} == set(SPAN_COLOURS)
+    assert len(set(SPAN_COLOURS.values())) == len(SPAN_COLOURS)
 
 
 def dropped(events: Iterable[dict[str, Any]]) -> int:
