@@ -8,8 +8,8 @@ only, by identity, and warns of others, which then fall back on the groups of pa
 
 Megatron's experts apply the gating weights themselves, so these travel with the tokens. The rows that experts get are those of
 Megatron's alltoall dispatcher, in its order (local expert, then ETP rank, then source, then token), and so are the sums of up to
-two choices of a token: bit for bit the same training. With more choices, and by ``all_gather`` and ``two_level``, sums are
-taken in another order.
+two choices of a token: bit for bit the same training. With more choices, by ``all_gather`` and ``two_level``, and in chunks
+(:mod:`commlayer.integrations.megatron_chunks`), sums are taken in another order.
 
 Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +28,10 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.megatron_chunks import ChunkedExperts, compute_in_chunks, why_in_one_chunk
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
+from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
@@ -39,7 +41,13 @@ __all__ = ["MegatronDispatcher", "plan_megatron_moe"]
 _Planned = TypeVar("_Planned")
 
 
-def plan_megatron_moe(what: _Planned, *, kind: str = "auto", wire: DispatchWire | str | None = None) -> _Planned:
+def plan_megatron_moe(
+    what: _Planned,
+    *,
+    kind: str = "auto",
+    chunks: int | Sequence[int] | str = "auto",
+    wire: DispatchWire | str | None = None,
+) -> _Planned:
     """Have the MoE layers of Megatron-Core dispatch their tokens by commlayer's plans; returns the planned model, or layer spec.
 
     On all ranks alike. Megatron's groups must be of backend ``commlayer``: initialise torch.distributed with that name before
@@ -48,14 +56,16 @@ def plan_megatron_moe(what: _Planned, *, kind: str = "auto", wire: DispatchWire 
     Args:
         what: a model, or the list of its chunks, whose layers are changed in place; or the spec of a layer or a block, such as
             ``get_gpt_layer_local_spec`` and ``get_gpt_decoder_block_spec`` return, of which a planned copy is returned.
-        kind, wire: as :class:`~commlayer.integrations.TokenDispatcher` takes them.
+        kind, chunks, wire: as :class:`~commlayer.integrations.TokenDispatcher` takes them. In several chunks the layer's experts
+            compute one while others travel; by ``auto`` tokens go so where the profile and the experts' own times, measured at
+            the first call, predict that to be faster.
 
     Raises:
         UsageError: ``what`` is neither, or has no experts; Megatron-Core is not installed; a layer is set up for what our
-            dispatcher does not do (see docs/trainers/megatron.md).
+            dispatcher does not do, or chunks are asked for that it cannot have (see docs/trainers/megatron.md).
         GroupError: Megatron's groups are of another backend.
     """
-    planned = _Dispatchers(kind, wire)
+    planned = _Dispatchers(kind, chunks, wire)
     if isinstance(what, nn.Module):
         planned.give_to_model(what)
     elif isinstance(what, list) and what and all(isinstance(chunk, nn.Module) for chunk in what):
@@ -69,15 +79,19 @@ def plan_megatron_moe(what: _Planned, *, kind: str = "auto", wire: DispatchWire 
 class MegatronDispatcher:
     """A dispatcher with the phases and attributes of Megatron-Core's ``MoETokenDispatcher``, on a :class:`TokenDispatcher`.
 
-    All communication is in :meth:`token_dispatch` and :meth:`token_combine`, but for the counts, which go before as in
-    Megatron's own.
+    All communication is in :meth:`token_dispatch` and :meth:`token_combine`, or, of tokens in several chunks, in :meth:`run`; but
+    for the counts, which go before as in Megatron's own.
 
     Args:
         stock: the dispatcher that Megatron has made for the layer, whose config and groups are taken.
         folded: what moves the tokens; layers may share it.
+        experts: the layer's, where tokens may go in several chunks.
+        why_whole: why they may not.
     """
 
-    def __init__(self, stock: Any, folded: TokenDispatcher) -> None:
+    def __init__(
+        self, stock: Any, folded: TokenDispatcher, experts: ChunkedExperts | None = None, why_whole: str | None = None
+    ) -> None:
         missing = [name for name in _NEEDED if not hasattr(stock, name)]
         if missing:
             raise UsageError(
@@ -90,6 +104,7 @@ class MegatronDispatcher:
         self.cudagraph_attrs: list[str] = []
         self.valid_cudagraph_attrs: list[str] | None = None
         self.folded = folded
+        self._experts, self._why_whole = experts, why_whole
         self._handle: DispatchHandle | None = None
         self._shape = torch.Size()
         self._expert_rows: tuple[int, ...] = ()
@@ -110,16 +125,35 @@ class MegatronDispatcher:
             indices, weights = _choices(routing_map, probs, self._most_choices(routing_map))
         except TensorError as error:
             self.folded.refuse(error)
-        self._handle = self.folded.prepare(indices, like=tokens, weights=weights)
+        self._handle = self.folded.prepare(indices, like=tokens, weights=weights, experts=self._experts)
         self._shape = hidden_states.shape
         say_first("Megatron-Core", self._first_words)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return tokens, weights
 
+    @property
+    def goes_in_chunks(self) -> bool:
+        """Whether the tokens under way go in several chunks, by :meth:`run`."""
+        return len(self._under_way().chunks) > 1
+
+    def run(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Send tokens [T, H] and weights [T, K] to the experts, run these and bring the sums back, chunk by chunk: [T, H].
+
+        Shared experts are computed while the first chunk travels.
+        """
+        assert self._experts is not None  # else there is one chunk
+        beside = None if self.shared_experts is None else partial(_compute_shared, self.shared_experts)
+        return self.folded.run(hidden_states, self._under_way(), self._experts, probs, beside=beside)[0]
+
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the tokens to their experts: → rows [R, H] sorted by expert, and their weights [R]."""
+        """Send the tokens to their experts: → rows [R, H] sorted by expert, and their weights [R].
+
+        Those that go in several chunks, and their weights [T, K], are handed on for :meth:`run`.
+        """
         shared, handle = self.shared_experts, self._under_way()
+        if len(handle.chunks) > 1:
+            return hidden_states, probs
         beside = None if shared is None else shared.linear_fc1_forward_and_act
         rows, self._expert_rows = self.folded.dispatch(hidden_states, handle, beside=beside)
         return rows, self.folded.dispatch_weights(probs, handle).view(-1)
@@ -135,16 +169,22 @@ class MegatronDispatcher:
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]."""
+        """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]; hand on what :meth:`run` has brought back."""
         shared, handle = self.shared_experts, self._under_way()
         self._handle = None
-        beside = None if shared is None else _second_half(shared)
+        if len(handle.chunks) > 1:
+            return hidden_states
+        beside = None if shared is None else partial(_compute_second_half, shared)
         return self.folded.combine(hidden_states, handle, beside=beside)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Give the sums the shape of the layer's input, and add the shared experts' output."""
         out = hidden_states.view(self._shape)
         return out if self.shared_experts is None else out + self.shared_experts.get_output()
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Return no buffers: experts write their outputs where they like. Later versions of Megatron-Core ask."""
+        return None, None
 
     def _most_choices(self, routing_map: torch.Tensor) -> int:
         """The number of choices of a token, at most, on all ranks alike."""
@@ -165,15 +205,21 @@ class MegatronDispatcher:
         decision, grid = self.folded.decision, self.folded.grid
         assert decision is not None  # of the call that was just prepared
         sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
-        return f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from()}; the first by {decision.reason}"
+        whole = f"; always in one chunk: {self._why_whole}" if self._why_whole else ""
+        return (
+            f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from()}; the first {decision.name} by "
+            f"{decision.reason}{whole}"
+        )
 
 
-def _second_half(shared: Any) -> Any:
-    def compute() -> None:
-        shared.linear_fc2_forward()
-        shared.post_forward_comm()
+def _compute_shared(shared: Any) -> None:
+    shared.linear_fc1_forward_and_act()
+    _compute_second_half(shared)
 
-    return compute
+
+def _compute_second_half(shared: Any) -> None:
+    shared.linear_fc2_forward()
+    shared.post_forward_comm()
 
 
 def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,8 +246,9 @@ def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tupl
 class _Dispatchers:
     """Gives the layers of a model its dispatchers: one that moves tokens for all layers with the same groups and experts."""
 
-    def __init__(self, kind: str, wire: DispatchWire | str | None) -> None:
-        self._kind, self._wire = kind, wire
+    def __init__(self, kind: str, chunks: int | Sequence[int] | str, wire: DispatchWire | str | None) -> None:
+        self._kind, self._chunks, self._wire = kind, chunks, wire
+        self._wants_chunks = chunks != "auto" and len(slices_of(chunks)) > 1
         self._folded: dict[tuple[int, ...], TokenDispatcher] = {}
 
     def __deepcopy__(self, memo: object) -> _Dispatchers:
@@ -221,9 +268,19 @@ class _Dispatchers:
 
     def give_to_layer(self, layer: Any) -> None:
         stock = layer.token_dispatcher
-        if not isinstance(stock, MegatronDispatcher):
-            _check_config(layer.config)
-            layer.token_dispatcher = MegatronDispatcher(stock, self._of(stock, layer.config.num_moe_experts))
+        if isinstance(stock, MegatronDispatcher):
+            return
+        _check_config(layer.config)
+        why_whole = why_in_one_chunk(layer, _moe_layer())
+        if why_whole is not None and self._wants_chunks:
+            raise UsageError(
+                f"{who()}plan_megatron_moe: chunks={self._chunks!r} cannot be had, {why_whole}: leave chunks out"
+            )
+        experts = ChunkedExperts(layer.experts) if why_whole is None else None
+        folded = self._of(stock, layer.config.num_moe_experts)
+        layer.token_dispatcher = MegatronDispatcher(stock, folded, experts, why_whole)
+        if experts is not None:
+            compute_in_chunks(layer)
 
     def _of(self, stock: Any, num_experts: int) -> TokenDispatcher:
         groups = stock.ep_group, stock.tp_group, stock.tp_ep_group
@@ -238,6 +295,8 @@ class _Dispatchers:
                 etp=etp,
                 etp_ep=etp_ep,
                 kind=self._kind,
+                chunks=self._chunks,
+                weights_travel=True,
                 wire=self._wire,
                 used_by="Megatron-Core",
             )
@@ -271,6 +330,7 @@ def _check_config(config: Any) -> None:
     wanted = {
         "moe_router_padding_for_quantization": False,
         "overlap_moe_expert_parallel_comm": False,
+        "overlap_dispatch_backward_with_experts_wgrad": False,
         "cuda_graph_impl": "none",
     }
     for name, value in wanted.items():

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -57,6 +57,7 @@ from commlayer.statistics import count_dispatch
 __all__ = ["TokenDispatcher"]
 
 _WHOLE_KINDS = ("all_gather", "two_level")
+_Beside = TypeVar("_Beside")
 _NO_INDICES = torch.zeros(0, 1, dtype=torch.int64)
 
 
@@ -72,7 +73,7 @@ class TokenDispatcher:
             and without a profile whichever of the first two moves fewer rows.
         chunks: in how many chunks tokens go through :meth:`run`: 1, 2, 4 or 8 equal ones; how many eighths of the tokens each
             has, such as (1, 3, 3, 1); or ``auto``: by the profile and the experts' measured times, one without a profile.
-        weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
+        weights_travel: in :meth:`run` gating weights go with the tokens, and the experts apply them, not the combine.
         wire: formats that tokens may take between ranks, such as ``fp8_e4m3`` (see :class:`DispatchWire`); None: the setting
             ``COMMLAYER_WIRE``. Inside a node, and where the profile finds it no faster, they go as they are.
         slots: where experts lie, if not in order: rows are then those of slots, of which every rank has as many. Choices and
@@ -110,10 +111,6 @@ class TokenDispatcher:
         slices = None if chunks == "auto" else slices_of(chunks)
         if kind in _WHOLE_KINDS and slices is not None and len(slices) > 1:
             raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
-        if weights_travel:  # the other ways send them for their combine
-            if kind in _WHOLE_KINDS:
-                raise UsageError("gating weights are applied by the experts only with all_to_all")
-            kind = "all_to_all"
         if kind == "two_level":
             Levels.require(ep, self.grid.etp)
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
@@ -218,8 +215,8 @@ class TokenDispatcher:
 
     def row_weights(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The weights [t, K] of the rows that :meth:`dispatch_preprocess` makes, for experts that apply them: [rows, 1]."""
-        if chunk.is_gathered or chunk.two_level is not None:
-            raise UsageError("weights travel with all_to_all only: the other kinds send them for their combine anyway")
+        if chunk.is_whole:
+            raise UsageError("weights go with their rows by all_to_all only: by the other kinds they go apart")
         return weights_of_rows(weights, chunk.rows)
 
     def hold(self, rows: torch.Tensor, chunk: Chunk) -> Held:
@@ -250,20 +247,19 @@ class TokenDispatcher:
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
         """Mirror :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
-        if chunk.two_level is not None:
+        if chunk.is_whole:
             if weights is not None:
-                weights = self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level)
-            return self._levels.pass_back(combine_rows(rows, weights, chunk.rows), chunk.two_level)
-        if chunk.is_gathered:
-            if weights is not None:
-                weights = self._weights_of_choices(weights, chunk)
-            return combine_rows(rows, weights, chunk.rows)
+                weights = self.weights_here(weights, chunk)
+            sums = combine_rows(rows, weights, chunk.rows)
+            return sums if chunk.two_level is None else self._levels.pass_back(sums, chunk.two_level)
         rows = permute_rows(rows, chunk.by_expert and chunk.by_expert.reversed())
         return self.grid.etp.reduce_scatter(rows, chunk.gather_rows)
 
-    def _weights_of_choices(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Gather the weights of all ranks' tokens, where all tokens are: those of the choices that are here, first."""
-        assert chunk.choices is not None  # as in every chunk of this kind
+    def weights_here(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Gather the weights of all ranks' tokens, and take those of what is here: of a chunk that brings all tokens at once."""
+        if chunk.two_level is not None:
+            return self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level)
+        assert chunk.choices is not None  # as in every chunk that is gathered
         return self.grid.all.all_gather(weights, chunk.gather_rows).gather(1, chunk.choices)
 
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
@@ -311,10 +307,8 @@ class TokenDispatcher:
         self._check_handle(handle)
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
         chunk, weights = self._only(handle), _for_backward(weights, handle)
-        if chunk.two_level is not None:
-            return weights_of_rows(self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level), chunk.rows)
-        if chunk.is_gathered:
-            return weights_of_rows(self._weights_of_choices(weights, chunk), chunk.rows)
+        if chunk.is_whole:
+            return weights_of_rows(self.weights_here(weights, chunk), chunk.rows)
         sent = self.weights_dispatch(self.row_weights(weights, chunk), chunk)
         return self.dispatch_postprocess(sent.wait(), chunk)
 
@@ -355,8 +349,8 @@ class TokenDispatcher:
         experts: Experts,
         weights: torch.Tensor | None = None,
         *,
-        beside: Callable[[], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        beside: Callable[[], _Beside] | None = None,
+    ) -> tuple[torch.Tensor, _Beside | None]:
         """Run dispatch, ``experts`` and combine, chunk by chunk: those behind chunk j go out and chunk j−1 comes back while
         chunk j computes.
 
@@ -520,6 +514,7 @@ class _ChunkStage:
         self.dispatcher, self.chunk = dispatcher, handle.chunks[place]
         self._sizes, self._place = [chunk.num_tokens for chunk in handle.chunks], place
         self._weights: torch.Tensor | None = None
+        """Those that have not been sent: for the combine, or, where they travel apart from the rows, for the experts."""
         self._packed: list[Held] = []
         self._going: list[Pending] = []
         self._returning: Pending | None = None
@@ -530,7 +525,7 @@ class _ChunkStage:
         of all chunks together as much as of one."""
         dispatcher, chunk = self.dispatcher, self.chunk
         rows = [dispatcher.dispatch_preprocess(x, chunk)]
-        if weights is not None and weights_travel:
+        if weights is not None and weights_travel and not chunk.is_whole:
             rows.append(dispatcher.row_weights(weights, chunk))
         else:
             self._weights = weights
@@ -547,6 +542,9 @@ class _ChunkStage:
         arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
         self._going = []
         promise = recomputable_from(x, arrived[0], lambda tokens: _Arriving(self, tokens))
+        if self._weights is not None and dispatcher.weights_travel:
+            arrived.append(weights_of_rows(dispatcher.weights_here(self._weights, chunk), chunk.rows))
+            self._weights = None
         computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
         computed = _returned(computed, arrived[0].shape, arrived[0].dtype)
         self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)

@@ -59,6 +59,11 @@ class Chunk:
         """Whether all tokens go to all ranks."""
         return self.choices is not None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it brings all tokens at once, to all ranks or in two levels: gating weights then go apart from rows."""
+        return self.is_gathered or self.two_level is not None
+
 
 @dataclass(slots=True)
 class Use:

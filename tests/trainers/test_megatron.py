@@ -16,6 +16,7 @@ from model_size import Size
 from tiny_megatron import SPEC, Case, Trained, core, job, load
 
 from commlayer.integrations import megatron_moe, plan_megatron_moe
+from commlayer.integrations.megatron_chunks import why_in_one_chunk
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.cluster
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trainers" / "megatron.md"
 DROPPING = {"moe_expert_capacity_factor": 0.75}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+WHOLLY_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
 EVEN = {"moe_token_dispatcher_type": "allgather"}
 """The stock dispatcher that Gloo can run where experts are sharded: the other one's reduce_scatter has uneven parts."""
 FLAT = (
@@ -41,20 +45,28 @@ FLAT = (
     Case("padded", options=DROPPING | {"moe_pad_expert_input_to_capacity": True}, tolerance=1e-6),
     Case("tensor parallel, experts too", layout=(2, 2, 2), options=EVEN, tolerance=1e-6),
     Case("tensor parallel, experts not", layout=(2, 4, 1)),
-    Case("recomputed", options={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    Case("recomputed", options=RECOMPUTED),
     Case("flex, by deep_ep", deep_ep=True, steps=20),
     Case("flex, by deep_ep, dropped by probability", deep_ep=True, options=DROPPING),
+    Case("shared experts beside", options=SHARED, tolerance=1e-6),
+    Case("in chunks", chunks=4, steps=20, tolerance=1e-6),
+    Case("in chunks, shared experts beside the first", (2, 4, 1), SHARED, chunks=(1, 3, 3, 1), tolerance=1e-6),
+    Case("in chunks, recomputed", chunks=2, options=RECOMPUTED | DROPPING, tolerance=1e-6),
     Case(
-        "shared experts beside",
-        options={"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
+        "in chunks, all recomputed, by the layer's spec",
+        chunks=2,
+        options=WHOLLY_RECOMPUTED,
         tolerance=1e-6,
+        by_spec=True,
     ),
+    Case("in chunks, sharded experts", layout=(2, 2, 2), chunks=8, options=EVEN, tolerance=1e-6),
 )
 TWO_NODES = (
     Case("in two levels", layout=(1, 8, 1), kind="two_level", tolerance=1e-6, steps=20),
     Case("gathered", kind="all_gather", tolerance=1e-6),
     Case("auto, with gradients of experts", kind="auto", tolerance=1e-6, options=DROPPING),
     Case("flex, by deep_ep in two levels", (1, 8, 1), kind="two_level", tolerance=1e-6, steps=20, deep_ep=True),
+    Case("two nodes in chunks", (1, 8, 1), chunks=(1, 3, 3, 1), tolerance=1e-6, steps=20, size=Size(top_k=4)),
     Case("in BF16", layout=(1, 8, 1), wire="bf16!", tolerance=1e-2),
 )
 
@@ -89,7 +101,9 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
             dispatches = ours.stats["dispatches"]
             assert {ran["dispatcher"] for ran in dispatches} == {used}
             assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
-            passes = 2 if "recompute_modules" in case.options else 1
+            wanted = case.chunks if isinstance(case.chunks, int) else len(case.chunks)
+            assert case.chunks == "auto" or {ran["kind"].split()[2] for ran in dispatches} == {str(wanted)}
+            passes = 2 if "recompute_granularity" in case.options else 1
             assert sum(ran["calls"] for ran in dispatches) == case.moe_layers * case.steps * passes
 
 
@@ -98,7 +112,7 @@ def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterF
     wrong = [replace(case, name=f"wrong {case.name}", steps=3, wrong=True) for case in FLAT if case.steps == 20]
     found = run(emulated_cluster(2, 2), (*FLAT, *wrong), COMMLAYER_PLAN="flat")
     check(found, FLAT)
-    assert len(wrong) == 2
+    assert len(wrong) == 3
     for case in wrong:
         with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):  # a wrong map of rows is noticed
             check(found, (replace(case, tolerance=1e-3),))
@@ -143,6 +157,48 @@ def test_what_is_no_model_of_megatrons_is_refused() -> None:
 def test_what_needs_megatrons_own_dispatcher_is_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"Megatron-Core's {name} is {value!r}"):
         megatron_moe._check_config(SimpleNamespace(**{name: value}))
+
+
+class Layer:
+    """A layer of Megatron's, as far as tokens pass through it."""
+
+    config = SimpleNamespace(fp8=None, fp4=None, delay_wgrad_compute=False)
+
+    def forward(self) -> None: ...
+
+    dispatch = routed_experts_compute = combine = forward
+
+
+class Own(Layer):
+    def combine(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (Layer, {}, None),
+        (Own, {}, "Own has a combine of its own"),
+        (Layer, {"fp8": "hybrid"}, "recipes of FP8 and FP4"),
+        (Layer, {"fp4": "e2m1"}, "recipes of FP8 and FP4"),
+        (Layer, {"delay_wgrad_compute": True}, "weight gradients of one pass"),
+    ],
+)
+def test_a_layer_says_why_its_tokens_go_in_one_chunk(kind: type, options: dict[str, Any], why: str | None) -> None:
+    layer = kind()
+    layer.config = SimpleNamespace(**vars(Layer.config) | options)
+    found = why_in_one_chunk(layer, Layer)
+    assert found == why or (found is not None and why is not None and why in found)
+    assert why_in_one_chunk(layer, object) == "this Megatron-Core's MoELayer has no routed_experts_compute"
+
+
+def test_chunks_that_cannot_be_had_are_refused() -> None:
+    core("transformer")
+    layer = Layer()
+    vars(layer).update(config=SimpleNamespace(fp8="hybrid"), token_dispatcher=None)
+    with pytest.raises(UsageError, match=r"chunks=4 cannot be had, recipes of FP8 and FP4 .*: leave chunks out"):
+        megatron_moe._Dispatchers("auto", 4, None).give_to_layer(layer)
+    with pytest.raises(UsageError, match="chunks must be auto, 1, 2, 4 or 8"):
+        plan_megatron_moe(torch.nn.Linear(2, 2), chunks=3)
 
 
 @pytest.mark.parametrize(

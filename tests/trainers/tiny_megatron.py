@@ -65,8 +65,8 @@ def load() -> None:
 class Case:
     """A model and its mapping: ``layout``, sizes of tp, ep and etp; ``options`` of its TransformerConfig.
 
-    ``kind``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the dispatcher
-    comes by the layer's spec, or into the model when that is made; ``by_name``: by the one that ``--spec`` names.
+    ``kind``, ``chunks``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the
+    dispatcher comes by the layer's spec, or into the model when that is made; ``by_name``: by the one that ``--spec`` names.
     ``overlap``: of DDP's gradients with the backward pass. ``deep_ep``: Megatron's flex dispatcher, to which our module of that
     name is given, not ours.
     """
@@ -75,6 +75,7 @@ class Case:
     layout: tuple[int, int, int] = (1, 4, 1)
     options: dict[str, Any] = field(default_factory=dict)
     kind: str = "all_to_all"
+    chunks: int | tuple[int, ...] | str = "auto"
     wire: str | None = None
     tolerance: float = 0.0
     by_spec: bool = False
@@ -162,7 +163,7 @@ def build(case: Case, *, planned: bool) -> Any:
     torch.manual_seed(0)
     flex = planned and case.deep_ep
     config = config_of(case, flex=flex)
-    plan = partial(plan_megatron_moe, kind=case.kind, wire=case.wire)
+    plan = partial(plan_megatron_moe, kind=case.kind, chunks=case.chunks, wire=case.wire)
     model = core("models.gpt").GPTModel(
         config,
         spec_of(case, config, plan if planned else None),

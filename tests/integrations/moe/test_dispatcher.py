@@ -62,6 +62,7 @@ def cases() -> Iterator[Case]:
         {"kind": "all_gather"},
         {"capacity": True},
         {"weights_travel": True, "chunks": 4},
+        {"weights_travel": True, "kind": "all_gather"},
     ]
     shapes: list[dict[str, Any]] = [
         {},

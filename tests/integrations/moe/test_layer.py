@@ -91,8 +91,6 @@ def test_bad_input() -> None:
         layer(torch.zeros(3, 7))
     with pytest.raises(TensorError, match="NaN"):
         layer(torch.full((3, HIDDEN), float("nan")))
-    with pytest.raises(UsageError, match="only with all_to_all"):
-        MoELayer(HIDDEN, WIDTH, ROUTER, weights_at="experts", dispatch="all_gather")
 
 
 def job(padded: bool, with_communicator: bool) -> list[bool]:

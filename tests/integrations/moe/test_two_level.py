@@ -215,15 +215,19 @@ def test_a_token_crosses_once_for_each_node(emulated_cluster: ClusterFactory) ->
 
 
 def layers() -> list[str]:
-    """The layer by each kind, with and without rematerialisation; a call in between that a rank refuses."""
+    """The layer by each kind, plain, rematerialised, and with weights that travel; a call in between that a rank refuses."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     wrong: list[str] = []
     found: dict[tuple[str, bool], list[torch.Tensor]] = {}
     with FoldedMesh({"ep": dist.get_world_size()}) as mesh:
-        for kind, again in (("all_to_all", False), ("two_level", False), ("two_level", True)):
+        flat, two = ("all_to_all", False), ("two_level", False)
+        for kind, again in (flat, two, ("two_level", True), ("weights travel", False)):
+            options: Any = {"dispatch": kind}
+            if kind == "weights travel":
+                options = {"dispatch": "two_level", "weights_at": "experts"}
             router = RouterConfig(num_experts=8, top_k=2)
-            layer = MoELayer(HIDDEN, 16, router, mesh=mesh, dispatch=kind, seed=3)  # type: ignore[arg-type]
+            layer = MoELayer(HIDDEN, 16, router, mesh=mesh, seed=3, **options)
             x = torch.randn(4 + dist.get_rank(), HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
             x.requires_grad_()
             if again:
@@ -234,9 +238,10 @@ def layers() -> list[str]:
             y.square().sum().backward()
             gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
             found[kind, again] = [y.detach(), *(each for each in gradients if each is not None)]
-        for mine, flat in zip(found["two_level", False], found["all_to_all", False], strict=True):
-            wrong += [] if torch.allclose(mine, flat, rtol=1e-4, atol=1e-5) else ["differs from flat"]
-        for mine, first in zip(found["two_level", True], found["two_level", False], strict=True):
+        for way in (two, ("weights travel", False)):
+            for mine, wanted in zip(found[way], found[flat], strict=True):
+                wrong += [] if torch.allclose(mine, wanted, rtol=1e-4, atol=1e-5) else [f"{way} differs from flat"]
+        for mine, first in zip(found["two_level", True], found[two], strict=True):
             wrong += [] if torch.equal(mine, first) else ["differs when made again"]
         bad = torch.full((3, HIDDEN), float("nan") if dist.get_rank() == 1 else 1.0)
         try:
@@ -367,8 +372,6 @@ def test_what_two_levels_do_not_go_with() -> None:
     ep = Lying(((0, 1), (2, 3)))
     with pytest.raises(UsageError, match="two_level brings all tokens at once"):
         TokenDispatcher(4, ep=ep, kind="two_level", chunks=2)
-    with pytest.raises(UsageError, match="only with all_to_all"):
-        TokenDispatcher(4, ep=ep, kind="two_level", weights_travel=True)
 
 
 def test_rows_over_rails_go_to_the_rail_only() -> None:
