@@ -191,8 +191,9 @@ def test_a_layer_says_why_its_tokens_go_in_one_chunk(kind: type, options: dict[s
     assert why_in_one_chunk(layer, object) == "this Megatron-Core's MoELayer has no routed_experts_compute"
 
 
-def test_chunks_that_cannot_be_had_are_refused() -> None:
+def test_chunks_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     core("transformer")
+    monkeypatch.setattr(megatron_moe, "_moe_layer", lambda: Layer)
     layer = Layer()
     vars(layer).update(config=SimpleNamespace(fp8="hybrid"), token_dispatcher=None)
     with pytest.raises(UsageError, match=r"chunks=4 cannot be had, recipes of FP8 and FP4 .*: leave chunks out"):
