@@ -16,8 +16,8 @@ curves were measured with all of them at it.
   what it says.
 - Steps of different calls share a resource (:mod:`commlayer.scheduler.step_model`), and resources slow each other down
   as the profile says, COMPUTE among them.
-- What is computed while calls run lacks the multiprocessors that their kernels hold: it goes on at 1 less their parts,
-  unless the memory bounds it.
+- What is computed while calls run lacks the multiprocessors that their kernels hold, or where the memory bounds it the rate
+  at which they move rows there: it goes on at 1 less their parts.
 - With lanes, an exchange of a lower lane is not posted while a higher lane has issued work, but for no longer than
   ``longest_hold_us``; of each leg ``CHUNKS_IN_FLIGHT`` are posted at a time. What is posted goes on: nothing is
   pre-empted, so a higher lane waits for that many chunks at most. While a call is held nothing behind that step in
@@ -195,7 +195,7 @@ _ROUNDING = 1e-12
 """A step with less than this part of it left has ended: two that end together must not differ by a rounding."""
 _COMPUTING = Load(Resource.COMPUTE, 0.0)
 _LEAST_LEFT = 0.1
-"""The part of the multiprocessors that is left to compute beside however many calls: kernels beyond wait for theirs."""
+"""The part of the GPU that is left to compute beside however many calls: kernels beyond wait for theirs."""
 
 
 @dataclass(slots=True)
@@ -326,14 +326,15 @@ class _Clock:
         return [
             next(shared[task.load.resource])
             / self._stretch(task.load.resource, busy)
-            * (self._left_to_compute() if task.state is None and not task.is_streaming else 1.0)
+            * (self._left_to(task) if task.state is None else 1.0)
             for task in self._running
         ]
 
-    def _left_to_compute(self) -> float:
-        """The part of the multiprocessors that the calls under way leave to what is computed."""
+    def _left_to(self, computing: _Running) -> float:
+        """The part of the multiprocessors, or of the memory's rate, that the calls under way leave to what is computed."""
         calls = {id(task.state): task.state.call for task in self._running if task.state is not None}
-        return max(_LEAST_LEFT, 1.0 - sum(call.multiprocessors for call in calls.values()))
+        taken = sum(call.memory if computing.is_streaming else call.multiprocessors for call in calls.values())
+        return max(_LEAST_LEFT, 1.0 - taken)
 
     def _stretch(self, resource: Resource, busy: frozenset[Resource]) -> float:
         """How many times as long ``resource`` takes in the company of ``busy``; in one order, so that sums repeat."""

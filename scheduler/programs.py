@@ -32,8 +32,8 @@ class PlannedCall:
             size.
         us: of the whole call alone, for :func:`run_alone`; unless given nobody knows, and its times are no numbers.
         part: of a step, as what it counts where it is waited for (:class:`Breakdown`).
-        multiprocessors: the part of a GPU's that its kernels hold while it runs, 0 up to 1, which what is computed beside it
-            lacks.
+        multiprocessors, memory: the part of a GPU's, and of its memory's rate, that its kernels take while it runs, 0 up to 1,
+            which what is computed beside it lacks.
 
     Raises UsageError for a lane that does not exist, or a part that is none.
     """
@@ -47,11 +47,13 @@ class PlannedCall:
     us: float = math.nan
     part: str = ""
     multiprocessors: float = 0.0
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         level_of(self.lane)
-        if not 0 <= self.multiprocessors < 1:
-            raise UsageError(f"{self.name}: expected a part of the multiprocessors below 1, got {self.multiprocessors}")
+        for part in (self.multiprocessors, self.memory):
+            if not 0 <= part < 1:
+                raise UsageError(f"{self.name}: expected parts of the GPU from 0 up to 1, got {part}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Compute:
     """The program computes for ``us`` µs (alone: what is posted meanwhile, and busy links, may lengthen it).
 
     ``name``: what it is; of a training step the part that it counts as (:class:`Breakdown`). ``is_streaming``: the memory's
-    rate bounds it, which a part of the multiprocessors saturates too; else it is as slow as it has fewer of them.
+    rate bounds it, of which calls leave it a part; else the multiprocessors do.
     """
 
     us: float

@@ -14,6 +14,7 @@ __all__ = [
     "HYBRIDEP",
     "MOST_TAKEN",
     "NCCL_MESSAGE_MULTIPROCESSORS",
+    "NCCL_MOVES",
     "NCCL_MULTIPROCESSORS",
     "DispatchKernels",
 ]
@@ -70,6 +71,8 @@ NCCL_MULTIPROCESSORS = 16
 """Multiprocessors that a collective call of NCCL's holds: "16 or more" without offload to switches (NVIDIA, on NCCL 2.27)."""
 NCCL_MESSAGE_MULTIPROCESSORS = 2
 """The channels of one message between two GPUs (NCCL, src/graph/paths.cc, ncclTopoGetNchannels: 2 for NVLink and for PCIe)."""
+NCCL_MOVES = 4
+"""How often NCCL reads or writes what leaves a rank: into a buffer there, and out of one where it arrives."""
 MOST_TAKEN = 0.5
 """The largest part of a GPU that one call is taken to hold; GPUs with few multiprocessors get fewer channels."""
 DISPATCH_KERNELS = {each.name: each for each in (DEEPEP, HYBRIDEP)}

@@ -30,6 +30,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import (
     MOST_TAKEN,
     NCCL_MESSAGE_MULTIPROCESSORS,
+    NCCL_MOVES,
     NCCL_MULTIPROCESSORS,
 )
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
@@ -106,18 +107,21 @@ class LayerBuilder:
             us, plan, durations_us = decision.predicted_us, decision.plan, None
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(nodes)
-        taken = self._multiprocessors(nodes, exchange, is_kernels=kernels_us is not None)
-        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part, taken)
+        taken = self._taken(nodes, setup, exchange, us)
+        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *taken)
 
-    def _multiprocessors(self, nodes: tuple[int, ...], exchange: StepCollective, *, is_kernels: bool) -> float:
-        """The part of the GPU's multiprocessors that a call's kernels hold."""
-        if exchange.collective == SEND_RECV:
-            number = NCCL_MESSAGE_MULTIPROCESSORS
-        elif is_kernels and self.software.kernels is not None:
-            number = self.software.kernels.multiprocessors(len(nodes))
+    def _taken(self, nodes: tuple[int, ...], setup: Setup, exchange: StepCollective, us: float) -> tuple[float, float]:
+        """The parts of the GPU's multiprocessors, and of its memory's rate, that a call's kernels take."""
+        gpu, kernels, routes = self.cluster.gpu, self.software.kernels, self._routes(setup)
+        if kernels is not None and routes is not None and routes.takes(exchange):
+            number, moved = kernels.multiprocessors(len(nodes)), routes.moved_bytes(exchange)
         else:
-            number = NCCL_MULTIPROCESSORS
-        return min(number / self.cluster.gpu.multiprocessors, MOST_TAKEN)
+            is_message = exchange.collective == SEND_RECV
+            number = NCCL_MESSAGE_MULTIPROCESSORS if is_message else NCCL_MULTIPROCESSORS
+            ranks = sum(nodes)
+            moved = NCCL_MOVES * exchange.logical_bytes * (exchange.count if is_message else 1 - 1 / ranks)
+        moving_us = moved / (gpu.memory_gbps * gpu.memory * 1e3)
+        return min(number / gpu.multiprocessors, MOST_TAKEN), min(moving_us / us, MOST_TAKEN) if us else 0.0
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
         """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels where it has any, or in two

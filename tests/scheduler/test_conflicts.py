@@ -398,3 +398,31 @@ def test_the_top_lane_is_delayed_by_no_more_than_what_is_in_flight(seed: int) ->
                 times.end_us - times.start_us
                 <= without.calls[name].end_us - without.calls[name].start_us + bound + 1e-6
             )
+
+
+@given(st.floats(0.0, 0.45), st.floats(0.0, 0.45), st.floats(1.0, 500.0), st.floats(1.0, 500.0))
+def test_what_is_computed_beside_calls_lacks_what_their_kernels_take(
+    multiprocessors: float, memory: float, call_us: float, work_us: float
+) -> None:
+    """Products lack multiprocessors, what streams the memory's rate, as long as the calls last and not after."""
+    calls = [
+        replace(call(name, "ep", [call_us], name, link), multiprocessors=multiprocessors, memory=memory)
+        for name, link in (("one", Resource.INTER), ("two", Resource.INTRA))
+    ]
+    for is_streaming, part in ((False, multiprocessors), (True, memory)):
+        course = simulate([*issued(*calls), Compute(work_us, "work", is_streaming)], PROFILE, interference=False)
+        rate = 1 - 2 * part
+        done_us = rate * call_us
+        expected = work_us / rate if work_us <= done_us else call_us + work_us - done_us
+        assert course.computed[0][2] == pytest.approx(expected)
+        assert all(times.end_us == pytest.approx(call_us) for times in course.calls.values())
+    alone = simulate([Issue(calls[0]), Wait(calls[0]), Compute(work_us)], PROFILE, interference=False)
+    assert alone.total_us == pytest.approx(call_us + work_us)
+
+
+def test_however_many_calls_leave_something_to_compute() -> None:
+    calls = [replace(call(f"c{i}", "", [100.0], f"g{i}"), multiprocessors=0.9) for i in range(3)]
+    course = simulate([*issued(*calls), Compute(1.0)], PROFILE)
+    assert course.computed[0][2] == pytest.approx(10.0)
+    with pytest.raises(UsageError, match="from 0 up to 1"):
+        replace(calls[0], memory=1.0)
