@@ -11,7 +11,14 @@ from commlayer.scheduler.mapping import pipeline_schedule
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, merges, num_chunks, unfit
+from commlayer.scheduler.mapping.pipeline_schedule import (
+    PipelineSchedule,
+    chunks_of,
+    is_dual,
+    merges,
+    num_chunks,
+    unfit,
+)
 from commlayer.scheduler.mapping.precisions import Precision
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
@@ -201,17 +208,24 @@ class Setup:
         """The chunks into which the layers are cut."""
         return num_chunks(self.schedule, self.pp, self.vpp)
 
+    @property
+    def chunks_per_rank(self) -> int:
+        """How many of them each pipeline rank has."""
+        return 2 if is_dual(self.schedule) else self.vpp
+
     def chunks(self, stage: int) -> tuple[int, ...]:
         """List those of a pipeline rank."""
         return chunks_of(self.schedule, self.pp, stage, self.vpp)
 
     def has_embedding(self, stage: int) -> bool:
         """Whether a pipeline rank has the model's first chunk."""
-        return 0 in self.chunks(stage)
+        return stage == 0 or (self.schedule == "dualpipe" and stage == self.pp - 1)
 
     def has_head(self, stage: int) -> bool:
         """Whether a pipeline rank has the model's last chunk."""
-        return self.num_chunks - 1 in self.chunks(stage)
+        return stage == (0 if self.schedule == "dualpipev" else self.pp - 1) or (
+            stage == 0 and self.schedule == "dualpipe"
+        )
 
     @property
     def copies(self) -> int:

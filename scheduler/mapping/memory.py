@@ -108,7 +108,7 @@ def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
     pp · (1 + (pp - 1) / (pp · vpp)).
     """
     chunks = in_flight_chunks(setup.schedule, setup.pp, stage, micro_batches, setup.vpp)
-    return chunks / len(setup.chunks(stage))
+    return chunks / setup.chunks_per_rank
 
 
 def state_bytes_per_parameter(zero: int, replicas: float, gradient_bytes: int) -> tuple[float, float, float]:
@@ -147,7 +147,9 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
             sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
         )
         activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
-        if setup.is_merged:  # a layer of the forward task is there before the first of the backward task is freed
+        if (
+            setup.schedule == "1f1b-overlap"
+        ):  # a layer of a forward task is there before one of the backward task is freed
             activations *= in_flight(setup, stage.number, micro_batches) + 1 / stage.layers
         else:
             activations *= in_flight(setup, stage.number, micro_batches)

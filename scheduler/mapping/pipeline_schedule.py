@@ -105,7 +105,7 @@ def in_flight_chunks(schedule: PipelineSchedule, ranks: int, rank: int, micro_ba
     as many: one forward task more is done before, and what a merged task adds it frees. DualPipe and its V: one more than the
     stages of a direction (README of deepseek-ai/DualPipe).
     """
-    total = float(passes(schedule, micro_batches) * len(chunks_of(schedule, ranks, rank, chunks)))
+    total = float(passes(schedule, micro_batches) * (2 if is_dual(schedule) else chunks))
     if is_dual(schedule):
         return min(num_chunks(schedule, ranks, chunks) + 1.0, total)
     if chunks == 1:

@@ -364,7 +364,7 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
     """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
     first, but for the model's own ends; where the V of DualPipeV turns there is none."""
     size = rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
-    sent, chunks = setup.passes(job), len(setup.chunks(stage))
+    sent, chunks = setup.passes(job), setup.chunks_per_rank
     turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
     forth, back = (sent * (chunks - is_end - turns) for is_end in (setup.has_head(stage), setup.has_embedding(stage)))
     activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)

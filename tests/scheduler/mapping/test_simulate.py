@@ -20,7 +20,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
-from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software, with_dispatcher
 
@@ -201,9 +201,21 @@ def test_merged_passes_hide_the_exchange_and_take_memory() -> None:
     # What is hidden is not for nothing: what computes beside it has fewer multiprocessors.
     lost = sum(merged.parts[part] - plain.parts[part] for part in ("attention", "experts", "dense"))
     assert 0 < lost < hidden
-    assert merged.parts["memory"] == pytest.approx(plain.parts["memory"])
+    assert plain.parts["memory"] < merged.parts["memory"] < 1.3 * plain.parts["memory"]
     assert merged.memory.activations > plain.memory.activations
     assert merged.memory.buffers == pytest.approx(2 * plain.memory.buffers)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: PipelineSchedule, pp: int) -> None:
+    setup = Setup(gpus=64, ep=8, pp=pp, vpp=2 if schedule == "1f1b-overlap" else 1, schedule=schedule)
+    for stage in range(pp):
+        assert setup.has_embedding(stage) is (0 in setup.chunks(stage))
+        assert setup.has_head(stage) is (setup.num_chunks - 1 in setup.chunks(stage))
+        assert len(setup.chunks(stage)) == setup.chunks_per_rank
+    every = sorted(chunk for stage in range(pp) for chunk in setup.chunks(stage))
+    assert every == sorted([*range(setup.num_chunks)] * setup.copies)
 
 
 def test_the_first_and_the_last_pass_of_merged_ones_hide_nothing() -> None:
