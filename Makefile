@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-deaths bench-sites bench-trainers papers clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -134,6 +134,9 @@ bench-trainers: $(READY)  ## steps of Megatron-Core, torchtitan and DeepSpeed, a
 
 papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md
 	$(RUN) benchmarks/papers.py $(ARGS)
+
+published: $(READY)  ## published training runs, predicted, beside what they publish; writes docs/published.md and what estimates are checked by
+	$(RUN) benchmarks/published.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
+from commlayer.scheduler.mapping.validity import Kind, Validity
 
-__all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory"]
+__all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory", "describe_validity", "kind_words"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class StepEstimate:
             stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
             one layer where nothing of that is overlapped. ranks: one micro-batch through all layers of each pipeline rank.
         links_us: as ``exposed_us``, by link class. bottleneck: of these and of compute what the step spends most in.
+        validity: how far such a case has been checked; None: nobody asked.
     """
 
     job: Job
@@ -83,6 +85,7 @@ class StepEstimate:
     notes: tuple[str, ...] = field(default=())
     links_us: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[StageTimes, ...] = field(default=(), repr=False)
+    validity: Validity | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         setup, needed = self.setup, f"{self.memory.total / 1e9:.1f} of {self.memory_limit / 1e9:.1f} GB"
@@ -103,6 +106,15 @@ class StepEstimate:
         return max(self.links_us, key=lambda name: self.links_us[name], default="")
 
     @property
+    def interval_us(self) -> tuple[float, float]:
+        """The interval in which the step lies, by published runs of its kind; of no width where nobody asked. Products in BF16 do
+        not go beyond their peak."""
+        if self.validity is None:
+            return self.step_us, self.step_us
+        low, high = self.validity.interval(self.step_us)
+        return (max(low, self.step_us * min(self.mfu, 1.0)) if self.setup.precision == "bf16" else low), high
+
+    @property
     def fits(self) -> bool:
         return self.memory.total <= self.memory_limit
 
@@ -112,3 +124,35 @@ def describe_memory(needed: Memory) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "buffers")
     parts = sorted(((getattr(needed, name), name) for name in names), reverse=True)
     return ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)
+
+
+def describe_validity(estimate: StepEstimate) -> list[str]:
+    """How far an estimate has been checked, in sentences: its word and its interval, then the nearest published runs. Empty where
+    nobody asked."""
+    validity = estimate.validity
+    if validity is None:
+        return []
+    low, high = estimate.interval_us
+    kind, tokens = kind_words(validity.kind), estimate.job.tokens
+    if not validity.nearest:
+        return [f"unchecked: no published run is known to compare it with ({kind})"]
+    words = {
+        "checked": f"{validity.num_kind} published runs are of its kind ({kind})",
+        "interpolated": f"{validity.num_kind or 'no'} published runs are of its kind ({kind}), others near it",
+        "unchecked": f"no published run is of its kind or near it ({kind})",
+    }
+    said = (
+        f"{validity.word}: {words[validity.word]}; by the errors of {validity.num_rows} a step takes {low / 1e3:,.0f} to "
+        f"{high / 1e3:,.0f} ms, MFU {estimate.mfu * estimate.step_us / high:.1%} to {estimate.mfu * estimate.step_us / low:.1%}, "
+        f"{tokens / high * 1e6:,.0f} to {tokens / low * 1e6:,.0f} tokens/s"
+    )
+    return [said, *(f"nearest: {row.key} ({row.error:+.0%})" for row in validity.nearest)]
+
+
+def kind_words(kind: Kind) -> str:
+    """A kind of case in words, without its model and size."""
+    where = {"alone": "experts whole", "inside": "experts inside a node", "between": "experts between nodes"}
+    words = [kind.generation.capitalize(), kind.precision.upper(), where[kind.experts], kind.dispatcher]
+    if kind.overlap != "none":
+        words.append(f"overlap {kind.overlap}")
+    return ", ".join([*words, *(["sharded weights"] if kind.sharded else [])])

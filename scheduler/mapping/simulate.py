@@ -44,6 +44,7 @@ from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
+from commlayer.scheduler.mapping.validity import assess, kind_of
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.programs import Breakdown, Item, run_alone
 from commlayer.scheduler.traffic import link_over
@@ -469,6 +470,7 @@ class Estimator:
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
             ranks=self._rank_times(setup, stages),
+            validity=assess(kind_of(self.job, setup, self.cluster, self.software)),
         )
 
 

@@ -1,0 +1,221 @@
+"""docs/published.md: the rows, how far off they were predicted, and what that says of estimates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from typing import Any
+
+from papers_text import percent, prose, table
+from published_data import Published
+from published_predict import Outcome, order_pairs
+
+from commlayer.scheduler.mapping.result import kind_words
+from commlayer.scheduler.mapping.validity import COVERAGE, CheckedRow, assess
+
+__all__ = ["document"]
+
+TARGETS = {"named": "each within 20 %", "open": "mean at most 8 %", "held": "mean at most 12 %"}
+_GROUPS = {
+    "named": "named in advance: everybody saw them",
+    "open": "first two thirds: seen while the model was made",
+    "held": "last third: held back",
+}
+_FAR = 0.30
+
+_HEAD = """
+# Published training runs, predicted
+
+`make published` writes this page. It sets training runs that others have published beside what the planner predicts for their
+mappings, beyond those of [the papers](papers.md). Nothing is fitted to them: rates of links, kernels and products have other
+sources ([clusters](clusters.md)), and the four factors of the papers' rows stay as they are.
+
+The rows were split by a hash of their keys before any was predicted: two thirds were looked at while the model was made, and one
+third was held back until it was frozen, and predicted once. What came of that stands here whatever it is.
+
+An error is predicted over published throughput, less 1: +10 % is a step that was predicted too short. The same errors are what
+`commlayer estimate`, `search` and `what-if` take their intervals from (below).
+"""
+
+_READ = """
+## How to read an estimate
+
+A case is of a kind: the GPUs' generation, the precision, where experts lie (alone, inside an NVLink domain, between domains),
+what carries tokens to them, what hides the exchange, and whether weights are sharded. An estimate is *checked* where at least
+three published runs are of its kind, *interpolated* where that many of its generation differ from it in one thing, else
+*unchecked*. Its interval is what the errors of the nearest runs span, but for a tenth at each end; of fewer than nine runs of
+a kind the nearest others are taken in. The runs are correlated (one group's benchmarks, one software in several releases), so
+that a new kind of case may lie outside more often than that.
+"""
+
+
+def document(
+    *,
+    outcomes: Sequence[Outcome],
+    held: Sequence[Published],
+    first: Mapping[str, Any] | None,
+    papers: Sequence[CheckedRow],
+) -> str:
+    """The whole page. ``first``: what came out when the held-back rows were predicted first; None: they have not been."""
+    found = [each for each in outcomes if each.error is not None]
+    rows = [each.checked for each in found if each.checked is not None]
+    parts = [
+        prose(_HEAD),
+        _summary(outcomes, held, first),
+        "![Predicted over published throughput](pictures/published-scatter.svg)",
+        prose(_READ),
+        _coverage(found, rows, papers),
+        "![Errors by kind of case](pictures/published-errors.svg)",
+        _kinds(rows),
+        "## The rows",
+        prose(_ROWS),
+        _rows(found, first),
+        _far(found),
+        _order(outcomes),
+        _without(outcomes, held if first is None else ()),
+        _assumptions(outcomes),
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+_ROWS = """
+Tokens/s of a GPU. Where a source has TFLOP/s, they are those over our count of a token's FLOPs. *Left out* is what a source
+did and the planner has no word for.
+"""
+
+
+def _summary(
+    outcomes: Sequence[Outcome],
+    held: Sequence[Published],
+    first: Mapping[str, Any] | None,
+) -> str:
+    lines: list[tuple[object, ...]] = []
+    for group, words in _GROUPS.items():
+        mine = [each for each in outcomes if each.row.group == group]
+        errors = [abs(each.error) for each in mine if each.error is not None]
+        if group == "held":
+            if first is None:
+                lines.append((words, len(held), "–", "not yet predicted", "", "", TARGETS[group]))
+                continue
+            known = {key: each["error"] for key, each in first["rows"].items() if each["error"] is not None}
+            errors = [abs(error) for error in known.values()]
+            words = f"{words}; as predicted first, on {first['date']} at commit {first['commit']}"
+        total = len(held) if group == "held" else len(mine)
+        if errors:
+            far = sum(error > _FAR for error in errors)
+            cells = percent(mean(errors)), percent(median(errors)), str(far)
+        else:
+            cells = "–", "–", "–"
+        lines.append((words, total, len(errors), *cells, TARGETS[group]))
+    head = ("rows", "all", "predicted", "mean", "median", "beyond 30 %", "target")
+    return table(head, lines)
+
+
+def _coverage(found: Sequence[Outcome], rows: Sequence[CheckedRow], papers: Sequence[CheckedRow]) -> str:
+    """How many rows lie in the interval that the others give them."""
+    known = [*rows, *papers]
+    words: dict[str, list[bool]] = defaultdict(list)
+    widths: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        others = [other for other in known if other.key != row.key]
+        validity = assess(row.kind, others)
+        words[validity.word].append(validity.low <= row.error <= validity.high)
+        widths[validity.word].append(validity.high - validity.low)
+    lines = [
+        (word, len(inside), percent(sum(inside) / len(inside)), percent(median(widths[word])))
+        for word, inside in sorted(words.items())
+    ]
+    every = [inside for each in words.values() for inside in each]
+    if every:
+        lines.append(("all", len(every), percent(sum(every) / len(every)), ""))
+    text = f"""
+Each row beside the interval that all others (the papers' too) give a case of its kind; target: {COVERAGE:.0%} and more inside.
+"""
+    head = ("word", "rows", "inside their interval", "median width")
+    return prose(text) + "\n\n" + table(head, lines)
+
+
+def _kinds(rows: Sequence[CheckedRow]) -> str:
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        kinds[kind_words(row.kind)].append(row.error)
+    lines = [
+        (
+            words,
+            len(errors),
+            percent(mean(map(abs, errors))),
+            percent(min(errors), signed=True),
+            percent(max(errors), signed=True),
+        )
+        for words, errors in sorted(kinds.items())
+    ]
+    return table(("kind of case", "rows", "mean error", "lowest", "highest"), lines)
+
+
+def _rows(found: Sequence[Outcome], first: Mapping[str, Any] | None) -> str:
+    lines = []
+    for each in sorted(found, key=lambda each: (list(_GROUPS).index(each.row.group), each.row.key)):
+        row = each.row
+        was = ""
+        if first is not None and row.group == "held" and first["rows"][row.key]["error"] is not None:
+            was = percent(first["rows"][row.key]["error"], signed=True)
+        fits = "" if each.estimate is None or each.estimate.fits else "does not fit"
+        cells = f"{each.published:,.0f}", f"{each.predicted:,.0f}", percent(each.error, signed=True)
+        lines.append((row.group, row.key, *cells, was, ", ".join([*each.left_out, *([fits] if fits else [])])))
+    head = ("group", "row", "published", "predicted", "error", "error when predicted first", "left out")
+    return table(head, lines)
+
+
+def _far(found: Sequence[Outcome]) -> str:
+    far = [each for each in found if each.error is not None and abs(each.error) > _FAR]
+    if not far:
+        return "No row is farther off than 30 %."
+    lines = [(each.row.key, percent(each.error, signed=True), _why(each)) for each in far]
+    return "### Farther off than 30 %\n\n" + table(("row", "error", "why, as far as it is known"), lines)
+
+
+def _why(each: Outcome) -> str:
+    reasons = [each.row.doubt] if each.row.doubt else []
+    if each.left_out:
+        reasons.append(f"not modelled: {', '.join(each.left_out)}")
+    return "; ".join(reasons) or "not known"
+
+
+def _order(outcomes: Sequence[Outcome]) -> str:
+    pairs = order_pairs(outcomes)
+    right = sum(each for _, _, each in pairs)
+    text = (
+        f"Of {len(pairs)} pairs of mappings of one model on one cluster, more than 5 % apart as published, {right} are predicted "
+        "in the published order."
+    )
+    wrong = [
+        (fast.row.key, slow.row.key, f"{fast.published / slow.published:.2f}", f"{fast.predicted / slow.predicted:.2f}")
+        for fast, slow, is_right in pairs
+        if not is_right
+    ]
+    said = "### The order of mappings\n\n" + prose(text)
+    return said + ("\n\n" + table(("faster", "slower", "published ratio", "predicted"), wrong) if wrong else "")
+
+
+def _without(outcomes: Sequence[Outcome], held: Sequence[Published]) -> str:
+    lines = [(each.row.key, each.reason) for each in outcomes if each.error is None]
+    lines += [(row.key, row.cannot) for row in held if row.cannot]
+    if not lines:
+        return ""
+    return "## Rows without a prediction\n\n" + table(("row", "why"), lines)
+
+
+def _assumptions(outcomes: Sequence[Outcome]) -> str:
+    sources: dict[str, list[Published]] = defaultdict(list)
+    for each in outcomes:
+        sources[each.row.source].append(each.row)
+    lines = []
+    for source, rows in sorted(sources.items()):
+        assumed = sorted({f"{name}: {why}" for row in rows for name, why in row.assumed.items()})
+        spread = [max(old / row.published, row.published / old) - 1 for row in rows for _, old in row.also]
+        again = (
+            f"{len(spread)} more values of these from other releases, up to {max(spread):.0%} apart" if spread else ""
+        )
+        lines.append((source, len(rows), "; ".join(assumed) or "nothing", again))
+    return "## Sources, and what they leave open\n\n" + table(("source", "rows", "assumed", "published again"), lines)

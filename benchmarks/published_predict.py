@@ -1,0 +1,162 @@
+"""A published row as a job, a cluster, software and a mapping; and what the planner predicts for it.
+
+What the planner has no word for is left out and named (:attr:`Outcome.left_out`); what it cannot express at all raises
+nothing here but becomes the outcome's reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from published_data import Published
+
+from commlayer.profiles.errors import CommlayerError
+from commlayer.scheduler.mapping import catalog, clusters, flops
+from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
+from commlayer.scheduler.mapping.validity import CheckedRow, Kind, kind_of
+
+__all__ = ["CLUSTERS", "Outcome", "order_pairs", "predict", "predict_all"]
+
+CLUSTERS = {"h100": "h100-eos", "h800": "h800", "b200": "b200-hgx", "gb200": "gb200-nvl72"}
+"""The declared cluster that stands for a source's system."""
+
+_FSDP = replace(MEGATRON, name="fsdp2")
+_MEGASCALE = replace(COMMLAYER, name="megascale", overlaps_parameters=True, gradient_bytes=2)
+"""Chunks beside computation, as this project's layers; gradients cross in BF16 (section 5)."""
+_SOFTWARE = {"megatron": MEGATRON, "fsdp2": _FSDP, "megascale": _MEGASCALE}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row and what came of it. ``published``, ``predicted``: tokens/s of a GPU. ``reason``: why there is no prediction."""
+
+    row: Published
+    published: float = 0.0
+    estimate: StepEstimate | None = None
+    kind: Kind | None = None
+    reason: str = ""
+    left_out: tuple[str, ...] = field(default=())
+
+    @property
+    def predicted(self) -> float:
+        return 0.0 if self.estimate is None else self.estimate.tokens_per_s / self.row.gpus
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over published throughput, less 1."""
+        return None if self.estimate is None else self.predicted / self.published - 1
+
+    @property
+    def checked(self) -> CheckedRow | None:
+        """What an estimate of its kind is told."""
+        return (
+            None
+            if self.error is None or self.kind is None
+            else CheckedRow(self.row.key, self.kind, round(self.error, 4))
+        )
+
+
+def predict_all(rows: Iterable[Published]) -> list[Outcome]:
+    return [predict(row) for row in rows]
+
+
+def predict(row: Published) -> Outcome:
+    """Predict one row."""
+    if row.cannot:
+        return Outcome(row, reason=row.cannot)
+    try:
+        job = _job(row)
+        cluster = clusters.load(CLUSTERS.get(row.system, row.system))
+        software, left_out = _software(row)
+        estimator = Estimator(job, cluster, software)
+        setup, more = _setup(row, estimator)
+        estimate = estimator.estimate(setup, detail=False)
+    except CommlayerError as error:
+        return Outcome(row, reason=str(error))
+    kind = kind_of(job, setup, cluster, software)
+    return Outcome(row, _tokens(row, job), estimate, kind, left_out=(*left_out, *more))
+
+
+def _job(row: Published) -> Job:
+    return Job(
+        model=catalog.load(row.model),
+        gpus=row.gpus,
+        global_batch=row.global_batch,
+        sequence=row.sequence,
+        capacity_factor=row.capacity,
+    )
+
+
+def _tokens(row: Published, job: Job) -> float:
+    """What was published, as tokens/s of a GPU; TFLOP/s by our count of FLOPs, which agrees with Megatron's within a percent."""
+    if row.unit == "tokens/s/GPU":
+        return row.published
+    if row.unit == "step s":
+        return job.tokens / row.gpus / row.published
+    return row.published * 1e12 / (flops.of_step(job) / job.tokens)
+
+
+def _software(row: Published) -> tuple[Software, list[str]]:
+    software = _SOFTWARE[row.software]
+    if row.software != "megascale":
+        software = with_dispatcher(software, row.dispatcher)
+    return software, [f"overlap {row.overlap}"] if row.overlap in ("1f1b", "dualpipe") else []
+
+
+def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
+    """The row's mapping. Where a source says nothing of recomputation, the least that fits."""
+    left_out = [] if row.mtp == 0 else ["MTP"]
+    setup = Setup(
+        gpus=row.gpus,
+        tp=row.tp,
+        cp=row.cp,
+        pp=row.pp,
+        ep=row.ep,
+        etp=row.etp,
+        vpp=row.vpp,
+        micro_batch=row.micro_batch,
+        recompute=_recompute(row),
+        precision="bf16" if row.precision == "bf16" else "fp8",
+        attention="ulysses" if row.software == "megascale" else "tensor",
+        zero=row.zero,
+    )
+    if "recompute" in row.assumed and not row.recompute:
+        for recompute in ("none", "selective", "full"):
+            setup = replace(setup, recompute=recompute)
+            if estimator.memory(setup).total <= estimator.memory_limit:
+                break
+    return setup, left_out
+
+
+def _recompute(row: Published) -> Recompute:
+    if "full" in row.recompute:
+        return "full"
+    return "selective" if row.recompute else "none"
+
+
+def order_pairs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome, bool]]:
+    """Pairs of two mappings of one model, system, number of GPUs and batch from one source, more than 5 % apart as published: the
+    faster, the slower, and whether they are predicted in this order."""
+    found = [each for each in outcomes if each.estimate is not None]
+    pairs = []
+    for one, other in combinations(found, 2):
+        if _case(one.row) != _case(other.row) or _mapping(one.row) == _mapping(other.row):
+            continue
+        if abs(one.published / other.published - 1) > 0.05:
+            fast, slow = (one, other) if one.published > other.published else (other, one)
+            pairs.append((fast, slow, fast.predicted > slow.predicted))
+    return pairs
+
+
+def _case(row: Published) -> tuple[object, ...]:
+    return row.source, row.model, row.system, row.gpus, row.precision, row.global_batch, row.sequence
+
+
+def _mapping(row: Published) -> tuple[object, ...]:
+    degrees = row.tp, row.cp, row.pp, row.vpp, row.ep, row.etp, row.micro_batch, row.zero
+    return *degrees, row.dispatcher, row.overlap, row.software

@@ -1,0 +1,188 @@
+"""How far to trust an estimate: published runs of its kind, how far off their predictions were, and the interval that follows.
+
+A case is of a kind (:class:`Kind`): GPUs' generation, precision, where experts lie and what carries tokens to them, what
+hides the exchange. Published runs were predicted once (docs/published.md), and their errors are shipped
+(:mod:`commlayer.scheduler.mapping.checked_rows`). An estimate is
+
+- ``checked`` where at least :data:`LEAST` published runs are of its kind,
+- ``interpolated`` where that many differ from it in one thing only, but for the generation,
+- ``unchecked`` else.
+
+The interval is that of the errors of the runs that are nearest, at least :data:`NEAREST` of them: what lies outside of a tenth of
+them at each end, counted as in conformal prediction (Vovk, Gammerman, Shafer: Algorithmic Learning in a Random World, 2005), so
+that the next run of the kind lies inside with a probability of :data:`COVERAGE` if it comes from the same place. Rejected: a
+normal distribution, whose ends a few far misses decide.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from commlayer.scheduler.mapping.checked_rows import ROWS
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import Software
+
+__all__ = [
+    "COVERAGE",
+    "LEAST",
+    "NEAREST",
+    "CheckedRow",
+    "Kind",
+    "Validity",
+    "Word",
+    "assess",
+    "checked_rows",
+    "kind_of",
+]
+
+Word = Literal["checked", "interpolated", "unchecked"]
+
+COVERAGE = 0.8
+"""The share of runs of its kind that an interval is meant to hold."""
+LEAST = 3
+"""The number of runs that make a kind a checked one."""
+NEAREST = 9
+"""The fewest errors that an interval is made of: of fewer, the lowest and the highest would hold less than COVERAGE."""
+_SHOWN = 3
+_GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell"}
+_WEIGHTS = {"generation": 4.0, "experts": 3.0, "precision": 2.0, "dispatcher": 2.0, "overlap": 2.0, "sharded": 1.0}
+_FAMILY, _SCALE, _MOST_SCALE = 1.0, 0.25, 4.0
+"""What another model counts, and each doubling of the GPUs, up to so many."""
+
+
+class Kind(NamedTuple):
+    """The kind of a case.
+
+    ``generation``: of the GPU (ampere, hopper, blackwell, other). ``precision``: bf16 or fp8, of whichever recipe.
+    ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside
+    (an NVLink domain) or between (them). ``overlap``: what hides the exchange. ``sharded``: whether data parallelism shards
+    weights. ``family``: the model.
+    """
+
+    generation: str
+    precision: str
+    dispatcher: str
+    experts: str
+    overlap: str
+    sharded: bool
+    family: str
+    gpus: int
+
+
+class CheckedRow(NamedTuple):
+    """A published run: its kind, and predicted over published throughput, less 1."""
+
+    key: str
+    kind: Kind
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validity:
+    """What is known of an estimate's error.
+
+    Attributes:
+        low, high: the ends between which the ratio of predicted to real throughput lies, less 1, by the nearest runs.
+        num_rows: that they come from. num_kind: how many of these are of the very kind.
+        nearest: the nearest runs, the nearest first.
+    """
+
+    word: Word
+    kind: Kind
+    low: float
+    high: float
+    num_rows: int
+    num_kind: int
+    nearest: tuple[CheckedRow, ...]
+
+    def interval(self, step_us: float) -> tuple[float, float]:
+        """The interval of a step that was estimated at ``step_us``, µs."""
+        return step_us * (1 + self.low), step_us * (1 + self.high)
+
+
+def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> Kind:
+    """The kind of a case."""
+    if setup.ep * setup.etp == 1:
+        experts = "alone"
+    else:
+        experts = "between" if len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1 else "inside"
+    kernels = software.kernels
+    chunks = software.hides_dispatch or software.two_levels
+    return Kind(
+        generation=_generation(cluster.gpu.name),
+        precision="bf16" if setup.precision == "bf16" else "fp8",
+        dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
+        experts=experts,
+        overlap="chunks" if software.hides_dispatch else "none",
+        sharded=setup.zero == 3,
+        family=job.model.family or job.model.name,
+        gpus=setup.gpus,
+    )
+
+
+@cache
+def checked_rows() -> tuple[CheckedRow, ...]:
+    """The published runs whose errors are shipped."""
+    return tuple(CheckedRow(key, Kind(*kind), error) for key, error, kind in ROWS)
+
+
+def assess(kind: Kind, rows: Sequence[CheckedRow] | None = None) -> Validity:
+    """What ``rows`` (the shipped ones) say of an estimate of ``kind``. Without any row nothing is known: −100 % to ∞."""
+    known = checked_rows() if rows is None else rows
+    near = sorted(known, key=lambda row: (_distance(kind, row.kind), row.key))
+    same = [row for row in near if not _differences(kind, row.kind)]
+    alike = [row for row in near if _is_alike(kind, row.kind)]
+    word: Word = "checked" if len(same) >= LEAST else "interpolated" if len(alike) >= LEAST else "unchecked"
+    used = _used(near, len(same), len(alike), word)
+    low, high = _interval([row.error for row in used])
+    return Validity(
+        word=word,
+        kind=kind,
+        low=low,
+        high=high,
+        num_rows=len(used),
+        num_kind=len(same),
+        nearest=tuple(near[:_SHOWN]),
+    )
+
+
+def _used(near: Sequence[CheckedRow], same: int, alike: int, word: Word) -> Sequence[CheckedRow]:
+    """The rows of the kind, or these and those alike, and where they are too few the nearest beside them. What is unchecked may
+    be as far off as any row."""
+    if word == "unchecked":
+        return near
+    wanted = max(NEAREST, same if word == "checked" else alike)
+    return near[:wanted]
+
+
+def _interval(errors: Sequence[float]) -> tuple[float, float]:
+    if not errors:
+        return -1.0, math.inf
+    ordered, count = sorted(errors), len(errors)
+    outside = max(1, math.floor((1 - COVERAGE) / 2 * (count + 1)))
+    return ordered[outside - 1], ordered[-outside]
+
+
+def _is_alike(one: Kind, other: Kind) -> bool:
+    return one.generation == other.generation and len(_differences(one, other)) <= 1
+
+
+def _differences(one: Kind, other: Kind) -> set[str]:
+    return {name for name in _WEIGHTS if getattr(one, name) != getattr(other, name)}
+
+
+def _distance(one: Kind, other: Kind) -> float:
+    apart = sum(_WEIGHTS[name] for name in _differences(one, other))
+    scale = min(abs(math.log2(one.gpus / other.gpus)), _MOST_SCALE)
+    return apart + _FAMILY * (one.family != other.family) + _SCALE * scale
+
+
+def _generation(gpu: str) -> str:
+    found = re.match(r"(GB|[ABH])\d+", gpu)
+    return _GENERATIONS[found.group(1)] if found else "other"
