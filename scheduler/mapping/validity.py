@@ -85,7 +85,7 @@ class CheckedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validity:
-    """What is known of an estimate's error.
+    """The error that an estimate of some kind may have, and the published runs that say so.
 
     Attributes:
         low, high: the ends between which the ratio of predicted to real throughput lies, less 1, by the nearest runs.
@@ -133,7 +133,7 @@ def checked_rows() -> tuple[CheckedRow, ...]:
 
 
 def assess(kind: Kind, rows: Sequence[CheckedRow] | None = None) -> Validity:
-    """What ``rows`` (the shipped ones) say of an estimate of ``kind``. Without any row nothing is known: −100 % to ∞."""
+    """Label an estimate of ``kind`` by ``rows``, or by the shipped ones. Without any row nothing is known: −100 % to ∞."""
     known = checked_rows() if rows is None else rows
     near = sorted(known, key=lambda row: (_distance(kind, row.kind), row.key))
     same = [row for row in near if not _differences(kind, row.kind)]

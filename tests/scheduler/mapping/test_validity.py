@@ -1,0 +1,119 @@
+"""How far estimates are said to have been checked; and the published rows that this rests on."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlayer.scheduler.mapping import catalog, clusters
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.result import describe_validity, kind_words
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, with_dispatcher
+from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CheckedRow, Kind, assess, checked_rows, kind_of
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+KIND = Kind("hopper", "bf16", "deepep", "between", "none", False, "deepseek-v3", 1024)
+JOB = Job(model=catalog.load("deepseek-v3"), gpus=1024, global_batch=8192, sequence=4096)
+
+
+def rows(errors: list[float], **changes: Any) -> list[CheckedRow]:
+    return [CheckedRow(f"row {index}", KIND._replace(**changes), error) for index, error in enumerate(errors)]
+
+
+def test_the_word_says_how_near_the_published_runs_are() -> None:
+    three = [0.1, -0.1, 0.2]
+    assert assess(KIND, rows(three)).word == "checked"
+    assert assess(KIND, rows(three[:2])).word == "unchecked"
+    assert assess(KIND, rows(three, dispatcher="nccl")).word == "interpolated"
+    assert assess(KIND, rows(three, dispatcher="nccl", precision="fp8")).word == "unchecked"
+    assert assess(KIND, rows(three, generation="blackwell")).word == "unchecked"
+    assert assess(KIND, rows(three, family="mixtral-8x7b", gpus=16)).word == "checked"  # a model or a size is no kind
+
+
+def test_the_interval_is_that_of_the_nearest_errors() -> None:
+    far = [CheckedRow("far", KIND._replace(generation="ampere"), 5.0)]
+    found = assess(KIND, rows([index / 100 for index in range(20)]) + far)
+    assert (found.low, found.high, found.num_rows) == (0.01, 0.18, 20)  # a tenth of 21 outside, at each end
+    assert found.interval(100.0) == (101.0, 118.0)
+    few = assess(KIND, rows([0.0, 0.1, 0.2]) + far * 9)
+    assert few.num_rows == NEAREST
+    assert few.high == 5.0
+    assert [row.key for row in few.nearest] == ["row 0", "row 1", "row 2"]
+
+
+def test_without_rows_nothing_is_known() -> None:
+    found = assess(KIND, [])
+    assert (found.word, found.low, found.high, found.nearest) == ("unchecked", -1.0, math.inf, ())
+
+
+def test_intervals_hold_what_they_promise() -> None:
+    """Errors from one place, each beside the interval of the others."""
+    chance = random.Random(7)
+    held = []
+    for _ in range(40):
+        drawn = rows([chance.gauss(0.05, 0.2) for _ in range(20)])
+        held += [
+            found.low <= row.error <= found.high
+            for row in drawn
+            for found in [assess(KIND, [other for other in drawn if other is not row])]
+        ]
+    assert sum(held) / len(held) >= COVERAGE - 0.01
+
+
+def test_kinds_follow_from_the_cluster_and_the_software() -> None:
+    setup = Setup(gpus=1024, tp=2, pp=8, ep=64, vpp=4, precision="fp8")
+    kind = kind_of(JOB, setup, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"))
+    assert kind == Kind("hopper", "fp8", "deepep", "between", "none", False, "deepseek-v3", 1024)
+    inside = kind_of(JOB, Setup(gpus=1024, ep=8, zero=3), clusters.load("a100"), COMMLAYER)
+    assert inside == Kind("ampere", "bf16", "chunks", "inside", "chunks", True, "deepseek-v3", 1024)
+    assert kind_of(JOB, Setup(gpus=1024), clusters.load("gb200-nvl72"), MEGATRON)[:4] == (
+        *("blackwell", "bf16", "nccl", "alone"),
+    )
+    assert kind_words(inside) == "Ampere, BF16, experts inside a node, chunks, overlap chunks, sharded weights"
+
+
+def test_estimates_carry_it_and_say_it() -> None:
+    estimator = Estimator(JOB, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"))
+    found = estimator.estimate(Setup(gpus=1024, tp=2, pp=8, ep=64, vpp=4))
+    assert found.validity is not None
+    low, high = found.interval_us
+    assert low < high
+    assert low >= found.step_us * found.mfu
+    first, *nearest = describe_validity(found)
+    assert first.startswith(f"{found.validity.word}: ")
+    assert f"{low / 1e3:,.0f} to {high / 1e3:,.0f} ms" in first
+    assert len(nearest) == 3
+    assert all(line.startswith("nearest: ") for line in nearest)
+
+
+def test_shipped_rows_are_sound() -> None:
+    known = checked_rows()
+    assert len({row.key for row in known}) == len(known) >= 40
+    assert all(-1 < row.error < 5 and row.kind.gpus >= 1 for row in known)
+
+
+def test_published_rows_are_sound_and_a_third_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from published_data import load
+
+    found = load()
+    can = [row for row in found if not row.cannot]
+    assert len(can) >= 40
+    held = sum(row.group == "held" for row in found) / sum(not row.named for row in found)
+    assert 0.25 < held < 0.45
+    assert all(row.source and row.place for row in found)
+
+
+def test_a_row_whose_degrees_do_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from published_data import Published
+
+    with pytest.raises(ValueError, match="do not divide"):
+        Published(
+            key="k", source="s", place="p", model="m", system="h100", gpus=12, global_batch=8, published=1.0, tp=8
+        )
