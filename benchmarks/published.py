@@ -36,7 +36,7 @@ _HEAD = '''"""Published training runs and how far off their predictions were: wh
 knows.
 
 Written by `make published`. A row: its key in docs/published.md or docs/papers.md; predicted over published throughput, less
-1; its kind, as the fields of :class:`commlayer.scheduler.mapping.validity.Kind`.
+1; its kind, as the fields of :class:`commlayer.scheduler.mapping.validity.CaseKind`.
 """
 
 ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, str, int]], ...] = '''

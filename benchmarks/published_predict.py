@@ -15,19 +15,34 @@ from published_data import Published
 from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler.mapping import catalog, clusters, flops
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
+from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
-from commlayer.scheduler.mapping.validity import CheckedRow, Kind, kind_of
+from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, kind_of
 
 __all__ = ["CLUSTERS", "Outcome", "order_pairs", "predict", "predict_all"]
 
-CLUSTERS = {"h100": "h100-eos", "h800": "h800", "b200": "b200-hgx", "gb200": "gb200-nvl72"}
+CLUSTERS = {
+    "h100": "h100-eos",
+    "h800": "h800",
+    "b200": "b200-hgx",
+    "b300": "b300-hgx",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+}
 """The declared cluster that stands for a source's system."""
 
 _FSDP = replace(MEGATRON, name="fsdp2")
 _MEGASCALE = replace(COMMLAYER, name="megascale", overlaps_parameters=True, gradient_bytes=2)
 """Chunks beside computation, as this project's layers; gradients cross in BF16 (section 5)."""
+_PRECISIONS: dict[str, Precision] = {
+    "bf16": "bf16",
+    "fp8": "fp8-current",
+    "blockwise": "fp8-blockwise",
+    "mxfp8": "fp8-mxfp8",
+}
 _SOFTWARE = {"megatron": MEGATRON, "fsdp2": _FSDP, "megascale": _MEGASCALE}
 
 
@@ -38,7 +53,7 @@ class Outcome:
     row: Published
     published: float = 0.0
     estimate: StepEstimate | None = None
-    kind: Kind | None = None
+    kind: CaseKind | None = None
     reason: str = ""
     left_out: tuple[str, ...] = field(default=())
 
@@ -83,8 +98,9 @@ def predict(row: Published) -> Outcome:
 
 
 def _job(row: Published) -> Job:
+    model = catalog.load(row.model)
     return Job(
-        model=catalog.load(row.model),
+        model=replace(model, mtp_layers=row.mtp) if row.mtp else model,
         gpus=row.gpus,
         global_batch=row.global_batch,
         sequence=row.sequence,
@@ -105,12 +121,12 @@ def _software(row: Published) -> tuple[Software, list[str]]:
     software = _SOFTWARE[row.software]
     if row.software != "megascale":
         software = with_dispatcher(software, row.dispatcher)
-    return software, [f"overlap {row.overlap}"] if row.overlap in ("1f1b", "dualpipe") else []
+    return software, [f"graphs of {row.graph}"] if row.graph != "none" else []
 
 
 def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
     """The row's mapping. Where a source says nothing of recomputation, the least that fits."""
-    left_out = [] if row.mtp == 0 else ["MTP"]
+    schedule, left_out = _schedule(row)
     setup = Setup(
         gpus=row.gpus,
         tp=row.tp,
@@ -121,7 +137,8 @@ def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
         vpp=row.vpp,
         micro_batch=row.micro_batch,
         recompute=_recompute(row),
-        precision="bf16" if row.precision == "bf16" else "fp8",
+        precision=_PRECISIONS[row.precision],
+        schedule=schedule,
         attention="ulysses" if row.software == "megascale" else "tensor",
         zero=row.zero,
     )
@@ -131,6 +148,17 @@ def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
             if estimator.memory(setup).total <= estimator.memory_limit:
                 break
     return setup, left_out
+
+
+def _schedule(row: Published) -> tuple[PipelineSchedule, list[str]]:
+    """The pipeline's schedule; without chunks of layers Megatron-Core merges nothing in a pipeline."""
+    if row.overlap == "dualpipe":
+        return "dualpipe", []
+    if row.overlap != "1f1b" or row.ep == 1:
+        return "1f1b", []
+    if row.pp > 1 and row.vpp == 1:
+        return "1f1b", ["overlap of merged micro-batches without chunks"]
+    return "1f1b-overlap", []
 
 
 def _recompute(row: Published) -> Recompute:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
-from commlayer.scheduler.mapping.validity import Kind, Validity
+from commlayer.scheduler.mapping.validity import CaseKind, Validity
 
 __all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory", "describe_validity", "kind_words"]
 
@@ -149,7 +149,7 @@ def describe_validity(estimate: StepEstimate) -> list[str]:
     return [said, *(f"nearest: {row.key} ({row.error:+.0%})" for row in validity.nearest)]
 
 
-def kind_words(kind: Kind) -> str:
+def kind_words(kind: CaseKind) -> str:
     """A kind of case in words, without its model and size."""
     where = {"alone": "experts whole", "inside": "experts inside a node", "between": "experts between nodes"}
     words = [kind.generation.capitalize(), kind.precision.upper(), where[kind.experts], kind.dispatcher]

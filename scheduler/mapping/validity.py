@@ -1,6 +1,6 @@
 """How far to trust an estimate: published runs of its kind, how far off their predictions were, and the interval that follows.
 
-A case is of a kind (:class:`Kind`): GPUs' generation, precision, where experts lie and what carries tokens to them, what
+A case is of a kind (:class:`CaseKind`): GPUs' generation, precision, where experts lie and what carries tokens to them, what
 hides the exchange. Published runs were predicted once (docs/published.md), and their errors are shipped
 (:mod:`commlayer.scheduler.mapping.checked_rows`). An estimate is
 
@@ -32,8 +32,8 @@ __all__ = [
     "COVERAGE",
     "LEAST",
     "NEAREST",
+    "CaseKind",
     "CheckedRow",
-    "Kind",
     "Validity",
     "Word",
     "assess",
@@ -56,13 +56,13 @@ _FAMILY, _SCALE, _MOST_SCALE = 1.0, 0.25, 4.0
 """What another model counts, and each doubling of the GPUs, up to so many."""
 
 
-class Kind(NamedTuple):
+class CaseKind(NamedTuple):
     """The kind of a case.
 
     ``generation``: of the GPU (ampere, hopper, blackwell, other). ``precision``: bf16 or fp8, of whichever recipe.
-    ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside
-    (an NVLink domain) or between (them). ``overlap``: what hides the exchange. ``sharded``: whether data parallelism shards
-    weights. ``family``: the model.
+    ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside (an
+    NVLink domain) or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other micro-batches' passes).
+    ``sharded``: whether data parallelism shards weights. ``family``: the model.
     """
 
     generation: str
@@ -79,7 +79,7 @@ class CheckedRow(NamedTuple):
     """A published run: its kind, and predicted over published throughput, less 1."""
 
     key: str
-    kind: Kind
+    kind: CaseKind
     error: float
 
 
@@ -94,7 +94,7 @@ class Validity:
     """
 
     word: Word
-    kind: Kind
+    kind: CaseKind
     low: float
     high: float
     num_rows: int
@@ -106,7 +106,7 @@ class Validity:
         return step_us * (1 + self.low), step_us * (1 + self.high)
 
 
-def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> Kind:
+def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> CaseKind:
     """The kind of a case."""
     if setup.ep * setup.etp == 1:
         experts = "alone"
@@ -114,12 +114,12 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> Kin
         experts = "between" if len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1 else "inside"
     kernels = software.kernels
     chunks = software.hides_dispatch or software.two_levels
-    return Kind(
+    return CaseKind(
         generation=_generation(cluster.gpu.name),
         precision="bf16" if setup.precision == "bf16" else "fp8",
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
         experts=experts,
-        overlap="chunks" if software.hides_dispatch else "none",
+        overlap=_overlap(setup, software),
         sharded=setup.zero == 3,
         family=job.model.family or job.model.name,
         gpus=setup.gpus,
@@ -129,10 +129,10 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> Kin
 @cache
 def checked_rows() -> tuple[CheckedRow, ...]:
     """The published runs whose errors are shipped."""
-    return tuple(CheckedRow(key, Kind(*kind), error) for key, error, kind in ROWS)
+    return tuple(CheckedRow(key, CaseKind(*kind), error) for key, error, kind in ROWS)
 
 
-def assess(kind: Kind, rows: Sequence[CheckedRow] | None = None) -> Validity:
+def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:
     """Label an estimate of ``kind`` by ``rows``, or by the shipped ones. Without any row nothing is known: −100 % to ∞."""
     known = checked_rows() if rows is None else rows
     near = sorted(known, key=lambda row: (_distance(kind, row.kind), row.key))
@@ -169,18 +169,24 @@ def _interval(errors: Sequence[float]) -> tuple[float, float]:
     return ordered[outside - 1], ordered[-outside]
 
 
-def _is_alike(one: Kind, other: Kind) -> bool:
+def _is_alike(one: CaseKind, other: CaseKind) -> bool:
     return one.generation == other.generation and len(_differences(one, other)) <= 1
 
 
-def _differences(one: Kind, other: Kind) -> set[str]:
+def _differences(one: CaseKind, other: CaseKind) -> set[str]:
     return {name for name in _WEIGHTS if getattr(one, name) != getattr(other, name)}
 
 
-def _distance(one: Kind, other: Kind) -> float:
+def _distance(one: CaseKind, other: CaseKind) -> float:
     apart = sum(_WEIGHTS[name] for name in _differences(one, other))
     scale = min(abs(math.log2(one.gpus / other.gpus)), _MOST_SCALE)
     return apart + _FAMILY * (one.family != other.family) + _SCALE * scale
+
+
+def _overlap(setup: Setup, software: Software) -> str:
+    if setup.schedule != "1f1b":
+        return "merged"
+    return "chunks" if software.hides_dispatch else "none"
 
 
 def _generation(gpu: str) -> str:
