@@ -14,7 +14,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import describe_validity, kind_words
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, with_dispatcher
-from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CheckedRow, CaseKind, assess, checked_rows, kind_of
+from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CaseKind, CheckedRow, assess, checked_rows, kind_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, "deepseek-v3", 1024)
