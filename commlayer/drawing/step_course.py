@@ -1,7 +1,8 @@
 """The simulated course of a mapping's step: a Chrome/Perfetto trace, and a figure.
 
-Three views: the step on every pipeline rank (:mod:`commlayer.drawing.pipeline_course`); the forward and the backward pass of one
-stage with every call. In a pass, what other micro-batches compute beside its calls is told apart from its own.
+The views: the step on every pipeline rank (:mod:`commlayer.drawing.pipeline_course`); the forward and the backward pass of one
+stage with every call, and of a layer both merged where the schedule does that. In a pass, what other micro-batches compute
+beside its calls is told apart from its own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _PALE = 0.35
 _OTHERS = "#d8cfa0"
 """What other micro-batches compute, beside a pass whose calls are looked at."""
 _FILLER = "filler"
+_MERGED = "forward and another's backward"
 _WORDS = {"": "compute", _FILLER: "other micro-batches"}
 _MANY = 100
 """Bars in a row that edges would hide."""
@@ -53,7 +55,7 @@ class _Row(NamedTuple):
 
 def courses(estimate: StepEstimate) -> dict[str, Forecast]:
     """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate has no course to show."""
-    found = {"forward": estimate.forward, "backward": estimate.backward}
+    found = {"forward": estimate.forward, "backward": estimate.backward, _MERGED: estimate.merged}
     kept = {name: forecast for name, forecast in found.items() if forecast is not None}
     if not kept:
         raise UsageError("the estimate has no course of its step to show: ask Estimator.estimate for it")
@@ -142,7 +144,8 @@ def _rank_rows(ranks: Sequence[Sequence[RankSpan]]) -> Iterator[_Row]:
 
 def _scope(name: str, forecast: Forecast) -> str:
     """The words on what was simulated: all layers of a stage where data parallelism's calls meet them, else one layer."""
-    return f"{name} of a stage, at the step's edge" if "dp" in _lanes(forecast) else f"{name} of a layer"
+    is_edge = name != _MERGED and "dp" in _lanes(forecast)
+    return f"{name} of a stage, at the step's edge" if is_edge else f"{name} of a layer"
 
 
 def _lanes(forecast: Forecast) -> list[str]:

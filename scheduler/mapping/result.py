@@ -59,7 +59,8 @@ class StepEstimate:
         exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp).
         traffics: every collective of a step, of one rank of the last stage. forward, backward: the simulated course of the first
             stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
-            one layer where nothing of that is overlapped. ranks: one micro-batch through all layers of each pipeline rank.
+            one layer where nothing of that is overlapped. merged: of one layer, forward with one micro-batch and backward with
+            another, where the schedule merges them. ranks: one micro-batch through all layers of each pipeline rank.
         links_us: as ``exposed_us``, by link class. bottleneck: of these and of compute what the step spends most in.
         validity: how far such a case has been checked; None: nobody asked.
     """
@@ -82,6 +83,7 @@ class StepEstimate:
     bottleneck: str
     forward: Forecast | None = field(default=None, repr=False)
     backward: Forecast | None = field(default=None, repr=False)
+    merged: Forecast | None = field(default=None, repr=False)
     notes: tuple[str, ...] = field(default=())
     links_us: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[StageTimes, ...] = field(default=(), repr=False)

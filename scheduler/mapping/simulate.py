@@ -469,6 +469,7 @@ class Estimator:
             traffics=tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items()),
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
+            merged=builder.simulated(self._merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._rank_times(setup, stages),
             validity=assess(kind_of(self.job, setup, self.cluster, self.software)),
         )

@@ -218,6 +218,20 @@ def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: Pipeline
     assert every == sorted([*range(setup.num_chunks)] * setup.copies)
 
 
+def test_a_merged_layer_has_a_course_of_its_own() -> None:
+    of = estimator("deepseek-v3", software=with_dispatcher(MEGATRON, "deepep"))
+    setup = Setup(gpus=64, ep=32, pp=2, vpp=2, schedule="1f1b-overlap")
+    found = of.estimate(setup).merged
+    assert found is not None
+    sent = [name.split(" ")[0] for name in found.calls]
+    assert sent == ["combine_gradient", "counts", "dispatch", "dispatch_gradient", "combine"]
+    # Each exchange ends behind what the other micro-batch computes meanwhile, and no two are under way at once.
+    spans = sorted((each.start_us, each.end_us) for each in found.calls.values())
+    assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+    assert found.exposed_us == pytest.approx(found.calls["counts #1"].exposed_us)
+    assert of.estimate(replace(setup, schedule="1f1b")).merged is None
+
+
 def test_the_first_and_the_last_pass_of_merged_ones_hide_nothing() -> None:
     """With as few micro-batches as there can be nothing is merged but what the last rank has left."""
     of = estimator("deepseek-v3", software=with_dispatcher(MEGATRON, "deepep"))
