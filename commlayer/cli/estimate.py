@@ -31,7 +31,7 @@ from commlayer.drawing.mapping_cells import (
     part_cells,
     traffic_cells,
 )
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
@@ -127,5 +127,7 @@ def _show(found: StepEstimate, request: Request) -> None:
     print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS, spare=TRAFFIC_SPARE)
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
     echo(f"\nexposed, by lane: {exposed or 'nothing'}")
+    for line in describe_validity(found):
+        echo(line)
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
         echo(line)

@@ -53,6 +53,25 @@ def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
         "memory_limit_bytes": round(estimate.memory_limit),
         "fits": estimate.fits,
         "notes": list(estimate.notes),
+        "validity": _validity_dict(estimate),
+    }
+
+
+def _validity_dict(estimate: StepEstimate) -> dict[str, Any] | None:
+    validity = estimate.validity
+    if validity is None:
+        return None
+    low, high = estimate.interval_us
+    known = bool(validity.nearest)
+    return {
+        "word": validity.word,
+        "kind": validity.kind._asdict(),
+        "step_us": [rounded(low), rounded(high)] if known else None,
+        "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in (high, low)] if known else None,
+        "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in (high, low)] if known else None,
+        "num_rows": validity.num_rows,
+        "num_of_kind": validity.num_kind,
+        "nearest": [{"row": row.key, "error": row.error} for row in validity.nearest],
     }
 
 

@@ -13,7 +13,14 @@ from commlayer.cli.option_types import COUNT, PICTURE, json_option, report_optio
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells, other_bests
+from commlayer.drawing.mapping_cells import (
+    MAPPING_COLUMNS,
+    MAPPING_SPARE,
+    job_words,
+    mapping_cells,
+    other_bests,
+    short_mappings,
+)
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.search import SearchResult
@@ -25,17 +32,35 @@ if TYPE_CHECKING:
 
 __all__ = ["search_command"]
 
+MARGIN = 0.05
+
 
 @click.command("search")
 @job_options
 @space_options
 @click.option("--top", type=COUNT, default=10, show_default=True, help="How many mappings to show.")
+@click.option("--variants", is_flag=True, help="Rank also mappings that only rename an axis of a faster one.")
+@click.option(
+    "--memory-margin",
+    "margin",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=MARGIN,
+    show_default=True,
+    help="Part of a GPU's memory to leave free, beside what CUDA, NCCL and fragments take.",
+)
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
 @click.option("--export", "trainer", type=EXPORT, help="Print the best mapping's configuration for a trainer instead.")
 @json_option
 def search_command(
-    top: int, report: Path | None, picture: Path | None, trainer: str | None, as_json: bool, **given: Any
+    top: int,
+    variants: bool,
+    margin: float,
+    report: Path | None,
+    picture: Path | None,
+    trainer: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Find the fastest mappings of a model on a cluster that fit in its memory.
 
@@ -52,7 +77,9 @@ def search_command(
     space = read_space(given)
     estimator = request.estimator()
     with progress_of("searching") as progress:
-        result = search_mappings(request.job, estimator, space, top=top, progress=progress)
+        result = search_mappings(
+            request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
+        )
     reasons = explain(result)
     exported = _export(trainer, result, request.software)
     if picture is not None:
@@ -62,6 +89,8 @@ def search_command(
 
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
+    for note in dict.fromkeys(note for each in result.ranked for note in each.notes):
+        echo(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(result, reasons, request, exported))
     elif exported is not None:
@@ -92,8 +121,16 @@ def _figure(result: SearchResult) -> Figure:
 def _show(result: SearchResult, reasons: list[str]) -> None:
     echo(job_words(result.job, result.cluster, result.software) + "\n")
     rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.ranked, start=1)]
-    others = [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
-    print_table(MAPPING_COLUMNS, rows + others, bold=[0], dim=range(len(rows), len(rows) + len(others)))
+    rows += [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
+    names, same = short_mappings([each.setup for each in (*result.ranked, *other_bests(result).values())])
+    for row, name in zip(rows, names, strict=True):
+        row[1] = name.replace("recompute ", "")
+    dim = range(len(result.ranked), len(rows))
+    print_table(MAPPING_COLUMNS, rows, bold=[0], dim=dim, spare=MAPPING_SPARE)
+    if same:
+        echo(f"all mappings: {same}")
+    if "recompute" in "".join(names):
+        echo("selective, full: of activations, what is computed again")
     echo()
     for reason in reasons:
         echo(reason)
@@ -109,6 +146,9 @@ def _as_dict(result: SearchResult, reasons: list[str], request: Request, exporte
         "cluster": result.cluster,
         "software": result.software,
         "mappings": [estimate_dict(estimate) for estimate in result.ranked],
+        "variants": {str(setup): [str(each) for each in same] for setup, same in result.variants.items()},
+        "equal_within_what_is_known": result.num_equal,
+        "memory_margin": result.margin,
         **{name: estimate_dict(each) if each is not None else None for name, each in best.items()},
         "reasons": reasons,
         "searched": {

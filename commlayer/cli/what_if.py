@@ -23,7 +23,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, kind_words
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import (
@@ -231,7 +231,21 @@ def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str
             sentences.append(f"{lead}{each.setup} at every value")
         if (change := _change(each)) and crossing is None:
             sentences.append(f"{lead}{change}")
+        sentences += [f"{lead}{words}" for words in _trust(each)]
     return [*sentences, str(crossing)] if crossing else sentences
+
+
+def _trust(each: WhatIf) -> list[str]:
+    """How far the estimates have been checked: once for each word."""
+    values: dict[str, list[str]] = {}
+    for point in each.points:
+        if point.estimate is not None and (validity := point.estimate.validity) is not None:
+            low, high = (f"{end:+.0%}" for end in (validity.low, validity.high))
+            words = (
+                f"{validity.word} ({kind_words(validity.kind)}): predicted speeds of such runs were {low} to {high} off"
+            )
+            values.setdefault(words, []).append(_written(point.value))
+    return [f"at {', '.join(where)}: {words}" for words, where in values.items()]
 
 
 def _change(each: WhatIf) -> str:

@@ -25,6 +25,7 @@ from commlayer.units import format_bytes
 
 __all__ = [
     "MAPPING_COLUMNS",
+    "MAPPING_SPARE",
     "MEMORY_COLUMNS",
     "PART_COLUMNS",
     "TRAFFIC_COLUMNS",
@@ -32,6 +33,7 @@ __all__ = [
     "closed_form_words",
     "closed_forms",
     "exposed_share",
+    "interval_words",
     "job_words",
     "mapping_cells",
     "memory_cells",
@@ -43,7 +45,9 @@ __all__ = [
     "traffic_cells",
 ]
 
-MAPPING_COLUMNS = [">#", "~mapping", ">step ms", ">tokens/s", ">MFU", ">memory GB", ">exposed", ">bubble"]
+MAPPING_COLUMNS = [">#", "~mapping", ">step ms", ">tokens/s", ">MFU", ">memory GB", ">exposed", ">bubble", ">within ms"]
+MAPPING_SPARE = (3, 7, 6, 5)
+"""Columns that a narrow terminal leaves out: tokens/s, bubble, exposed, memory."""
 PART_COLUMNS = ["part of the step", ">ms", ">share"]
 MEMORY_COLUMNS = ["memory of the fullest GPU", ">GB", ">share"]
 TRAFFIC_COLUMNS = ["what moves", "axis", "collective", ">bytes", "ranks", ">calls", "plan", ">µs a call", ">ms", "link"]
@@ -93,7 +97,16 @@ def short_mappings(setups: Sequence[Setup]) -> tuple[list[str], str]:
 def mapping_cells(rank: str, estimate: StepEstimate) -> list[str]:
     """A row of :data:`MAPPING_COLUMNS`."""
     memory = f"{estimate.memory.total / _GB:.1f} of {estimate.memory_limit / _GB:.1f}" + " !" * (not estimate.fits)
-    return [rank, *speed_cells(estimate), memory, f"{exposed_share(estimate):.1%}", f"{estimate.bubble:.1%}"]
+    shares = f"{exposed_share(estimate):.1%}", f"{estimate.bubble:.1%}"
+    return [rank, *speed_cells(estimate), memory, *shares, interval_words(estimate)]
+
+
+def interval_words(estimate: StepEstimate) -> str:
+    """The interval of a step in ms, by published runs of its kind; empty where nobody asked."""
+    if estimate.validity is None:
+        return ""
+    low, high = (us / 1e3 for us in estimate.interval_us)
+    return f"{low:,.0f} to {high:,.0f}" if low >= 100 else f"{low:.3g} to {high:.3g}"
 
 
 def other_bests(result: SearchResult) -> dict[str, StepEstimate]:

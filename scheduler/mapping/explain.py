@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
+from commlayer.scheduler.mapping.result import StepEstimate, describe_memory, describe_validity
 from commlayer.scheduler.mapping.search import SearchResult
 
 __all__ = ["compare_estimates", "explain"]
@@ -43,8 +43,33 @@ def explain(result: SearchResult) -> list[str]:
     else:
         lines.append("There is no runner-up: nothing else fits.")
     lines += _other_kind(result)
-    lines += [_waits(best), _memory(best)]
-    return lines
+    lines += [_waits(best), _memory(best) + _margin(result.margin), *_variants(result), *describe_validity(best)[:1]]
+    return [*lines, *_equals(result)]
+
+
+def _margin(margin: float) -> str:
+    return f" A margin of {margin:.0%} was to be left." if margin else ""
+
+
+def _variants(result: SearchResult) -> list[str]:
+    named = {setup: same for setup, same in result.variants.items() if same}
+    if not named:
+        return []
+    best = ", ".join(map(str, named.get(result.best.setup, ())))
+    count = sum(map(len, named.values()))
+    return [f"{count} more only rename an axis of these, and are not ranked{f'; of the best: {best}' if best else ''}."]
+
+
+def _equals(result: SearchResult) -> list[str]:
+    """Which mappings are equal within what is known."""
+    count = result.num_equal
+    if count < 2 or result.best.validity is None:
+        return []
+    which = "the second" if count == 2 else f"{count - 1} others of these {len(result.ranked)}"
+    return [
+        f"Within what is known the first is no faster than {which}, whose intervals meet its own: choose by a run of each, or "
+        "what is simpler or takes less memory."
+    ]
 
 
 def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,12 +30,15 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_me
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recompute_ways, setups, simplicity
 
-__all__ = ["CLOSEST", "MOST_GPUS", "Estimates", "Fit", "SearchResult", "search", "smallest_fit"]
+__all__ = ["CLOSEST", "MOST_GPUS", "SAME", "Estimates", "Fit", "SearchResult", "renames", "search", "smallest_fit"]
 
 CLOSEST = 3
 """The last level of bounds."""
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
+SAME = 0.01
+"""The part by which two names of one mapping may differ in time: far less than any estimate's error."""
+_MOST_VARIANTS = 4
 _ROUNDING = 1e-9
 """The part by which a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -85,6 +88,8 @@ class SearchResult:
         num_valid: setups in the space. num_checked: whose memory was counted, for the others cannot be among the best.
             num_fitting: of these. num_estimated: whose step was estimated.
         seconds: that the search took.
+        variants: by a setup of ``ranked``, those that only rename an axis of it, where the search was asked for distinct ones.
+        margin: the part of each GPU's memory limit that was left free.
     """
 
     job: Job
@@ -98,18 +103,35 @@ class SearchResult:
     num_fitting: int
     num_estimated: int
     seconds: float
+    variants: Mapping[Setup, tuple[Setup, ...]] = field(default_factory=dict)
+    margin: float = 0.0
 
     @property
     def best(self) -> StepEstimate:
         return self.ranked[0]
 
+    @property
+    def num_equal(self) -> int:
+        """How many of ``ranked``, the best among them, are equal within what is known: their intervals meet the best's."""
+        high = self.best.interval_us[1]
+        return sum(each is self.best or each.interval_us[0] < high for each in self.ranked)
+
 
 def search(
-    job: Job, estimator: Estimates, space: Space | None = None, *, top: int = 10, progress: Progress | None = None
+    job: Job,
+    estimator: Estimates,
+    space: Space | None = None,
+    *,
+    top: int = 10,
+    distinct: bool = False,
+    margin: float = 0.0,
+    progress: Progress | None = None,
 ) -> SearchResult:
     """The ``top`` fastest setups that fit, and the best of the unfolded and of the folded.
 
     Args:
+        distinct: setups that only rename an axis of a faster one (:func:`renames`) are its ``variants``, and not ranked.
+        margin: the part of ``estimator.memory_limit`` that stays free, from 0 to below 1.
         progress: called with what has been looked at so far and of how many, both in setups.
 
     Raises:
@@ -119,15 +141,17 @@ def search(
         raise UsageError(f"top: expected a whole number of at least 1, got {top!r}")
     if estimator.job != job:
         raise UsageError("the estimator is of another job: make it of the job that is searched")
+    if not 0 <= margin < 1:
+        raise UsageError(f"margin: expected a part of the memory from 0 to below 1, got {margin!r}")
     space = space or Space()
     began = time.perf_counter()
-    frontier = _Frontier(estimator, space, progress)
+    frontier = _Frontier(estimator, space, progress, estimator.memory_limit * (1 - margin))
     frontier.fill(families(job, estimator.cluster, space), top)
     if not frontier.num_valid:
         raise UsageError(_nothing_valid(job, estimator.cluster, space))
-    ranked = list(frontier.take(top))
+    ranked, variants = _distinct(frontier, top) if distinct else (list(frontier.take(top)), {})
     if not ranked and frontier.lightest:
-        raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest))
+        raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest, margin))
     kinds = [frontier.best_of(folded, ranked) for folded in (False, True)]
     found = {each.setup: estimator.estimate(each.setup) for each in (*ranked, *filter(None, kinds))}  # in detail
     best_unfolded, best_folded = (found[each.setup] if each else None for each in kinds)
@@ -143,7 +167,39 @@ def search(
         num_fitting=frontier.num_fitting,
         num_estimated=frontier.num_estimated,
         seconds=time.perf_counter() - began,
+        variants=variants,
+        margin=margin,
     )
+
+
+def renames(one: StepEstimate, other: StepEstimate) -> bool:
+    """Whether two setups only name an axis in another way, and take the same time within :data:`SAME`.
+
+    So do the same degrees folded and unfolded, where experts' groups are laid out in another order; and contexts that are split
+    over more ranks with so many times larger micro-batches: each rank has as many tokens, of parts of more sequences.
+    """
+    return abs(one.step_us / other.step_us - 1) <= SAME and _renamed(one.setup) == _renamed(other.setup)
+
+
+def _renamed(setup: Setup) -> tuple[Setup, float]:
+    plain = replace(setup, cp=1, micro_batch=1, folded=True)
+    return plain, setup.cp / setup.micro_batch
+
+
+def _distinct(frontier: _Frontier, top: int) -> tuple[list[StepEstimate], dict[Setup, tuple[Setup, ...]]]:
+    """The ``top`` fastest that do not rename each other, and what renames them among the ``_MOST_VARIANTS`` · ``top`` fastest."""
+    ranked: list[StepEstimate] = []
+    variants: dict[Setup, tuple[Setup, ...]] = {}
+    for each in frontier.take(_MOST_VARIANTS * top):
+        known = next((faster for faster in ranked if renames(each, faster)), None)
+        if known is not None:
+            variants[known.setup] = (*variants.get(known.setup, ()), each.setup)
+            continue
+        ranked.append(each)
+        if len(ranked) == top:
+            break
+    frontier.end(top)
+    return ranked, variants
 
 
 @dataclass(order=True, slots=True)
@@ -161,11 +217,11 @@ class _Entry:
 class _Frontier:
     """The candidates that may still be the fastest."""
 
-    def __init__(self, estimator: Estimates, space: Space, progress: Progress | None) -> None:
+    def __init__(self, estimator: Estimates, space: Space, progress: Progress | None, limit: float) -> None:
         self._estimator, self._progress = estimator, progress
         self._heap: list[_Entry] = []
         self._order = itertools.count()
-        self._limit = estimator.memory_limit
+        self._limit = limit
         self._recompute = sorted(set(space.recompute), key=RECOMPUTE.index)
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
@@ -198,7 +254,12 @@ class _Frontier:
                 self._look_closer(entry, entry.item)
             else:
                 self._open(entry.time_us, entry.item)
-        if self._progress and taken < top:
+        if taken < top:
+            self.end(top)
+
+    def end(self, top: int) -> None:
+        """Tell the progress that the ranking is whole."""
+        if self._progress:
             self._progress(self.num_valid + top, self.num_valid + top)
 
     def best_of(self, folded: bool, ranked: Iterable[StepEstimate]) -> StepEstimate | None:
@@ -308,10 +369,10 @@ def _or(values: tuple[int, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup]) -> str:
+def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup], margin: float) -> str:
     """Say what is in the way, and what would do."""
     needed, setup = lightest
-    limit = estimator.memory_limit
+    limit = estimator.memory_limit * (1 - margin)
     message = (
         f"{job.model.name} fits in no mapping on {job.gpus} GPUs of {estimator.cluster.name}: the least needs "
         f"{needed.total / 1e9:.1f} GB of {limit / 1e9:.1f} GB on a GPU ({setup}; {describe_memory(needed)})"

@@ -80,10 +80,32 @@ def test_search_json_says_all_of_an_estimate(searched: Any) -> None:
 def test_search_prints_a_table_and_reasons(searched: Any) -> None:
     output = call("search", *JOB, *FEW, "--top", "3").stdout
     for each in searched["mappings"]:
-        assert each["mapping"] in output
+        degrees = each["mapping"].split(",")[0].split()
+        assert " ".join(word for word in degrees if re.sub("[A-Z]", "", word) != "1") in output
         assert f"{each['mfu']:.1%}" in output
     assert searched["reasons"][0] in output
     assert "46.7 B parameters" in output
+    assert re.search(r"^(checked|interpolated|unchecked): ", output, re.MULTILINE)
+    assert searched["mappings"][0]["validity"]["word"] in ("checked", "interpolated", "unchecked")
+    assert searched["memory_margin"] == 0.05
+
+
+def test_a_row_of_the_search_is_a_line_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call("search", *JOB, *FEW, "--top", "3").stdout.splitlines()
+    ranks = [line for line in lines if re.match(r"[123] ", line)]
+    assert len(ranks) == 3
+    assert all(len(line) <= 80 and " to " in line for line in ranks)
+
+
+def test_estimate_says_how_far_it_was_checked() -> None:
+    output = call("estimate", *JOB, "--ep", "8").stdout
+    assert re.search(r"^(checked|interpolated|unchecked): .* a step takes [\d,]+ to [\d,]+ ms", output, re.MULTILINE)
+    assert "nearest: " in output
+    validity = call_json("estimate", *JOB, "--ep", "8")["estimate"]["validity"]
+    low, high = validity["step_us"]
+    assert low < high
+    assert len(validity["nearest"]) == 3
 
 
 def test_what_is_repeated_narrows_the_search(searched: Any) -> None:

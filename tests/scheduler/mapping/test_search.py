@@ -19,10 +19,11 @@ from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
-from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
+from commlayer.scheduler.mapping.search import CLOSEST, renames, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
+from commlayer.scheduler.mapping.validity import CaseKind, Validity
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
 SMALL = ModelShape(
@@ -278,6 +279,61 @@ def test_the_search_estimates_few_of_many() -> None:
     assert result.num_estimated < result.num_valid / 10
 
 
+class Flat(Fake):
+    def _times(self, setup: Setup) -> list[float]:
+        return [1.0] * (CLOSEST + 2)
+
+
+def test_distinct_mappings_do_not_rename_an_axis_of_each_other() -> None:
+    job = job_of(8)
+    few = Space(tp=(1,), pp=(1,), etp=(1,), recompute=("none",), dispatch=("all_to_all",))
+    every = search(job, Flat(job, NODE, seed=0, fits=1.0), few, top=40)
+    result = search(job, Flat(job, NODE, seed=0, fits=1.0), few, top=6, distinct=True)
+    assert len(result.ranked) == 6
+    for one, other in itertools.combinations(result.ranked, 2):
+        assert not renames(one, other)
+    known = [setup for same in result.variants.values() for setup in same]
+    assert known
+    assert set(known) <= {each.setup for each in every.ranked}
+    assert not set(known) & {each.setup for each in result.ranked}
+
+
+def test_what_only_renames_an_axis() -> None:
+    job = job_of(8)
+    one = estimate_of(job, Setup(gpus=8, cp=2, ep=2, micro_batch=2), 1000.0)
+    same = (
+        replace(one.setup, folded=False),
+        replace(one.setup, cp=4, micro_batch=4),
+        replace(one.setup, cp=1, micro_batch=1),
+    )
+    assert all(renames(one, estimate_of(job, setup, 1005.0)) for setup in same)
+    assert not renames(one, estimate_of(job, same[0], 1020.0))  # not of the same time
+    others = (replace(one.setup, cp=4), replace(one.setup, micro_batch=4), replace(one.setup, tp=2, cp=1))
+    assert not any(renames(one, estimate_of(job, setup, 1000.0)) for setup in others)
+
+
+def test_a_margin_of_the_memory_stays_free() -> None:
+    job = job_of(4)
+    result = search(job, Flat(job, NODE, seed=0, fits=1.0), margin=0.5)  # each takes half of the limit
+    assert result.margin == 0.5
+    with pytest.raises(UsageError, match="fits in no mapping"):
+        search(job, Flat(job, NODE, seed=0, fits=1.0), margin=0.51)
+    with pytest.raises(UsageError, match="margin: expected a part"):
+        search(job, Flat(job, NODE, seed=0, fits=1.0), margin=1.0)
+
+
+def test_the_best_is_equal_to_those_whose_intervals_meet_its_own() -> None:
+    job = job_of(4)
+    kind = CaseKind("hopper", "bf16", "nccl", "inside", "none", False, "small", 4)
+    close = Validity(word="checked", kind=kind, low=-0.05, high=0.05, num_rows=9, num_kind=9, nearest=())
+    ranked = [replace(estimate_of(job, Setup(gpus=4), us), validity=close) for us in (1000.0, 1050.0, 1200.0)]
+    result = replace(search(job, Flat(job, NODE, seed=0, fits=1.0)), ranked=tuple(ranked))
+    assert result.num_equal == 2
+    assert any(
+        line.startswith("Within what is known the first is no faster than the second") for line in explain(result)
+    )
+
+
 def test_a_bound_above_its_estimate_is_our_own_bug() -> None:
     class Wrong(Fake):
         def bound_us(self, setup: Setup, level: int) -> float:
@@ -289,10 +345,6 @@ def test_a_bound_above_its_estimate_is_our_own_bug() -> None:
 
 
 def test_equal_times_go_to_the_simpler_setup() -> None:
-    class Flat(Fake):
-        def _times(self, setup: Setup) -> list[float]:
-            return [1.0] * (CLOSEST + 2)
-
     job = job_of(4)
     result = search(job, Flat(job, NODE, seed=0, fits=1.0), top=3)
     assert result.best.setup == Setup(gpus=4, folded=False)
