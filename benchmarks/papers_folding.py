@@ -30,7 +30,8 @@ from papers_data import (
 )
 
 from commlayer.scheduler.mapping import catalog, clusters
-from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.recomputation import Recompute
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import SearchResult, search
 from commlayer.scheduler.mapping.simulate import Estimator

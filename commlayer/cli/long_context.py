@@ -17,8 +17,8 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.expansion import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.space import RECOMPUTE
 from commlayer.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -21,16 +21,19 @@ from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
-from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
+from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
+from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
     SOFTWARE,
+    STATE_BYTES,
     DispatchPrecision,
     Software,
     software,
     with_dispatcher,
+    with_optimizer,
     with_overlap,
 )
 from commlayer.scheduler.mapping.space import Space
@@ -64,7 +67,6 @@ _DEGREES = {
     "micro-batch": "Sequences of a micro-batch.",
 }
 _WORDS = {
-    "recompute": (get_args(Recompute), "Activations that backward computes again."),
     "precision": (get_args(Precision), "Of matrix products."),
     "dispatch": (get_args(Dispatch), "How tokens go to experts."),
     "attention": (get_args(Attention), "How tp splits attention."),
@@ -72,6 +74,24 @@ _WORDS = {
     "schedule": (SCHEDULES, "Of micro-batches in the pipeline."),
 }
 
+
+class _Recomputation(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A way of recomputation: a word, or modules joined by + or commas."""
+
+    name = "recomputation"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return canonical(str(value).replace(",", "+"))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(RECOMPUTE)}|MODULE+...]"
+
+
+RECOMPUTATION = _Recomputation()
+_RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
 
 model_option = click.option(
     "--model",
@@ -133,6 +153,20 @@ job_options = in_order(
     ),
     click.option("--shared-expert-overlap", is_flag=True, help="Shared experts compute beside the exchange of tokens."),
     click.option(
+        "--main-grads-dtype", type=click.Choice(["fp32", "bf16"]), help="Of summed gradients.  [the software's]"
+    ),
+    click.option(
+        "--main-params-dtype", type=click.Choice(["fp32", "fp16"]), help="Of the optimizer's weights.  [fp32]"
+    ),
+    click.option("--exp-avg-dtype", type=click.Choice(list(STATE_BYTES)), help="Of Adam's first moment.  [fp32]"),
+    click.option("--exp-avg-sq-dtype", type=click.Choice(list(STATE_BYTES)), help="Of its second.  [fp32]"),
+    click.option("--fp8-param-gather", is_flag=True, help="Weights of linear layers in FP8 alone, and gathered so."),
+    click.option(
+        "--optimizer-offload-fraction",
+        type=click.FloatRange(0, 1),
+        help="Of the optimizer's state, in the host's memory.  [0]",
+    ),
+    click.option(
         "--efficiency",
         type=_POSITIVE,
         help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
@@ -146,12 +180,17 @@ space_options = in_order(
         click.option(f"--{name}", type=click.Choice(values), multiple=True, help=text)
         for name, (values, text) in _WORDS.items()
     ),
+    click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
     click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
     click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
 )
 """Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
 
 _USUAL = {"zero": "1"}
+_STATE = (
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("fp8_param_gather", "optimizer_offload_fraction"),
+)
 setup_options = in_order(
     *(click.option(f"--{name}", type=COUNT, default=1, help=f"{text}  [1]") for name, text in _DEGREES.items()),
     *(
@@ -160,6 +199,7 @@ setup_options = in_order(
         )
         for name, (values, text) in _WORDS.items()
     ),
+    click.option("--recompute", type=RECOMPUTATION, default="none", show_default=True, help=_RECOMPUTE_HELP),
     click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]"),
 )
 """Add the options of one mapping, which :func:`read_setup` reads."""
@@ -199,6 +239,9 @@ def read_request(given: dict[str, Any]) -> Request:
     )
     cluster = read_cluster(given, job)
     runs = software(given.pop("software_name"))
+    state = {name: given.pop(name) for name in _STATE}
+    if any(value not in (None, False) for value in state.values()):
+        runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
     if (dispatcher := given.pop("dispatcher")) is not None:
         runs = with_dispatcher(runs, dispatcher)
     precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")
@@ -267,7 +310,7 @@ def _is_profile(name: str) -> bool:
 def read_space(given: dict[str, Any]) -> Space:
     """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open."""
     chosen: dict[str, Any] = {}
-    for option in (*_DEGREES, *_WORDS):
+    for option in (*_DEGREES, *_WORDS, "recompute"):
         name = option.replace("-", "_")
         values = given.pop(name)
         if values:
@@ -282,5 +325,5 @@ def read_setup(given: dict[str, Any], gpus: int) -> Setup:
     """Take what :func:`setup_options` gave out of ``given``, and return the mapping. Raises GroupError for degrees that
     do not divide.
     """
-    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS)}
+    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS, "recompute")}
     return Setup(gpus=gpus, folded=given.pop("folded"), **{**chosen, "zero": int(chosen["zero"])})

@@ -84,7 +84,7 @@ class DispatchLevels:
             collective = "reduce_scatter" if is_back else "all_gather"
             weights = self._of_all(flat, "weights", _WEIGHT_BYTES, collective)
             found = [*found, weights] if is_back else [weights, *found]
-        elif suffix == "" or (suffix == "again" and self.setup.recompute == "full"):
+        elif suffix == "" or (suffix == "again" and self.setup.recompute != "selective"):
             index_bytes = _NARROW if self.job.model.experts <= _MOST_NARROW else _WIDE
             found.insert(0, self._of_all(flat, "choices", index_bytes, "all_gather"))
         return tuple(found)

@@ -29,8 +29,9 @@ from typing import Literal, NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.recomputation import Recompute
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import Estimates
 from commlayer.scheduler.mapping.software import COMMLAYER, Software

@@ -20,6 +20,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes, refuse
 from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
@@ -146,6 +147,9 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
+        f"it recomputes no modules by name, got {setup.recompute}: choose none, selective or full": bool(
+            modules_of(setup.recompute)
+        ),
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
         f"it has no {setup.schedule}: choose the schedule 1f1b or dualpipev": (
@@ -237,6 +241,8 @@ def _deepspeed_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         )
     if setup.recompute == "full":
         notes.append("recomputation is the program's: deepspeed.checkpointing.checkpoint around each layer")
+    elif modules_of(setup.recompute):
+        notes.append(f"recomputation is the program's: deepspeed.checkpointing.checkpoint around {setup.recompute}")
     elif setup.recompute == "selective":
         notes.append(
             "selective recomputation is the program's: checkpoint norms, SwiGLU and dispatch (MegaScale-MoE, A.2)"

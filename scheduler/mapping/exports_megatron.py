@@ -16,6 +16,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
+from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
@@ -266,6 +267,9 @@ def _memory(job: Job, setup: Setup) -> Iterator[str]:
     yield from _precision(setup)
     if setup.recompute == "selective":
         yield from ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
+    elif modules := modules_of(setup.recompute):
+        named = (module for module in MODULES if module in modules)
+        yield from ("--recompute-granularity", "selective", "--recompute-modules", *named)
     elif setup.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     if setup.zero >= 1:
@@ -284,7 +288,7 @@ def _precision(setup: Setup) -> Iterator[str]:
         return
     recipe = RECIPES.get(setup.precision)
     name = "blockwise" if setup.precision == "fp8-deepgemm" else recipe.megatron if recipe else ""
-    if not name and setup.recompute == "selective":
+    if not name and (setup.recompute == "selective" or modules_of(setup.recompute) & {"moe_act", "layernorm"}):
         name = "blockwise"  # delayed scaling, its default, cannot recompute norms and activations
     yield from _flag("fp8-format", "e4m3" if name in ("blockwise", "mxfp8") else "hybrid")
     if name:

@@ -20,10 +20,10 @@ from commlayer.scheduler.mapping.pipeline_schedule import (
     unfit,
 )
 from commlayer.scheduler.mapping.precisions import Precision
+from commlayer.scheduler.mapping.recomputation import Recompute, canonical, unfit_modules
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
 
-Recompute = Literal["none", "selective", "full"]
 Dispatch = Literal["all_to_all", "all_gather"]
 Attention = Literal["tensor", "ulysses"]
 
@@ -74,7 +74,7 @@ class Setup:
         vpp: chunks of layers that each pipeline rank has, interleaved; 1: none are, as with DualPipe.
         micro_batch: sequences of a micro-batch of one data-parallel rank.
         recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input
-            stays).
+            stays), or modules by Megatron's names (:mod:`commlayer.scheduler.mapping.recomputation`).
         precision: of matrix products, by a recipe (:mod:`commlayer.scheduler.mapping.precisions`); ``fp8``: the GPU's usual one.
         dispatch: how tokens go to experts.
         attention: ``tensor`` (Megatron's TP with sequence parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
@@ -109,8 +109,11 @@ class Setup:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
         if type(self.zero) is not int or not 0 <= self.zero <= 3:
             raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
+        if (recompute := canonical(self.recompute)) != self.recompute:
+            raise UsageError(
+                f"recompute: expected each module once, in this order: {recompute!r}, got {self.recompute!r}"
+            )
         words = {
-            "recompute": Recompute,
             "precision": Precision,
             "dispatch": Dispatch,
             "attention": Attention,
@@ -124,6 +127,9 @@ class Setup:
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
         if self.schedule != "1f1b":
             self._check_schedule()
+        why = unfit_modules(self.recompute, is_latent=True, precision=self.precision, is_merged=self.is_merged)
+        if why:
+            raise UsageError(f"recompute {self.recompute}: {why}")
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "

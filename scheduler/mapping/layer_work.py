@@ -17,6 +17,7 @@ from typing import NamedTuple
 from commlayer.scheduler.mapping.compute import GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions
+from commlayer.scheduler.mapping.recomputation import modules_of
 
 __all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
 
@@ -75,7 +76,8 @@ class LayerWork:
     ``norm``: before attention; ``projections``: q, k, v and their rotation; ``core``; ``out``; ``middle``: residual sum and the
     norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU; ``unpermute``:
     the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN). ``forward``,
-    ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients.
+    ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients. ``up_projections``: of
+    ``projections`` forward, latent attention's up, µs.
     """
 
     norm: Times
@@ -90,6 +92,7 @@ class LayerWork:
     expert_memory: Times
     unpermute: Times
     shared: Times
+    up_projections: float = 0.0
     forward: float = field(init=False)
     backward: float = field(init=False)
     weights: float = field(init=False)
@@ -106,17 +109,34 @@ class LayerWork:
         """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
         return self.projections.weight_gradient + self.out.weight_gradient
 
-    def remade(self) -> float:
-        """The work that selective recomputation does again (MegaScale-MoE, A.2): norms, the order of experts, SwiGLU."""
-        return self.norm.forward + self.middle.forward + self.expert_memory.forward + self.permute.forward
+    def remade(self, recompute: str) -> float:
+        """The time of what a way of recomputation computes again, µs. ``selective`` (MegaScale-MoE, A.2): norms, the order of
+        experts, SwiGLU."""
+        if recompute == "full":
+            return self.forward
+        if recompute == "selective":
+            return self.norm.forward + self.middle.forward + self.expert_memory.forward + self.permute.forward
+        modules = modules_of(recompute)
+        is_moe = self.router.forward > 0
+        times = {
+            "core_attn": self.core.forward,
+            "layernorm": 2 * self.norm.forward,
+            "mla_up_proj": self.up_projections + self.rotation.forward,
+            "mlp": 0.0 if is_moe else self.shared.forward,
+        }
+        if is_moe and "moe" in modules:
+            segments = (self.router, self.permute, self.experts, self.expert_memory, self.unpermute, self.shared)
+            times["moe"] = sum(each.forward for each in segments)
+        elif is_moe:
+            times |= {"moe_act": self.expert_memory.forward, "shared_experts": self.shared.forward}
+        return sum(us for module, us in times.items() if module in modules)
 
     def step_us(self, recompute: str) -> float:
         """The time of a forward and a backward pass, µs."""
-        again = self.forward if recompute == "full" else self.remade() if recompute == "selective" else 0.0
-        return self.forward + self.backward + again
+        return self.forward + self.backward + self.remade(recompute)
 
 
-_SEGMENTS = tuple(each.name for each in fields(LayerWork) if each.init)
+_SEGMENTS = tuple(each.name for each in fields(LayerWork) if each.type == "Times")
 
 
 def tokens_of(job: Job, setup: Setup) -> tuple[float, float]:
@@ -204,6 +224,9 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         expert_memory=expert_memory,
         unpermute=unpermute,
         shared=shared,
+        up_projections=_products(_projections(model, at, split)[1:], precision, compute).forward
+        if model.latent
+        else 0.0,
     )
 
 

@@ -37,8 +37,15 @@ from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import Software, splits_ffn
-from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
+from commlayer.scheduler.mapping.step_collectives import (
+    SEND_RECV,
+    StepCollective,
+    layer_backward,
+    layer_forward,
+    names_remade,
+)
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.plan import Span, Strategy
@@ -220,7 +227,7 @@ class LayerBuilder:
             gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
             resent |= {place: resent[place][:1] for place in gathered}
             return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
-        remade, resent = _remade(setup, work, resent)
+        remade, resent = _remade(setup, work, resent, is_moe)
         return sequence(remade, self._backward(setup, work, at, resent))
 
     def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
@@ -233,7 +240,7 @@ class LayerBuilder:
         work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         back, resent = self._told_apart(setup, layer_backward(self.job, setup, self.software, moe=is_moe))
-        remade, resent = _remade(setup, work, resent)
+        remade, resent = _remade(setup, work, resent, is_moe)
         levels = self._chosen(setup)[0]
         forth = self._expert_parts(work, there, levels, is_forward=True)
         home = self._expert_parts(work, back, levels, is_forward=False, puts_off=True)
@@ -579,14 +586,28 @@ def _moved(us: float) -> Compute:
     return Compute(us, "memory", is_streaming=True)
 
 
-def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], Places]:
+def _remade(setup: Setup, work: LayerWork, resent: Places, is_moe: bool) -> tuple[list[Item], Places]:
     """What selective recomputation computes again, and sends again beside it: what that does not hide is waited for at once.
-    Behind it, what else is sent again; without recomputation that is all."""
+    Behind it, what else is sent again; without recomputation that is all. Of modules that are computed again calls are waited for
+    one by one, as in their forward pass."""
+    if modules_of(setup.recompute):
+        sent: list[PlannedCall] = []
+        left: Places = {}
+        for place, calls in resent.items():
+            number = len(calls)
+            if place in ("parameters", "before_attention"):
+                number = 0
+            elif place == "before_ffn":  # a sequence that is gathered once more for a weight's gradient comes after
+                number = int("ffn_sequence" in names_remade(setup, moe=is_moe))
+            sent += calls[:number]
+            if calls[number:]:
+                left[place] = calls[number:]
+        return [Compute(work.remade(setup.recompute), "recompute"), *_sync(sent)], left
     if setup.recompute != "selective":
         return [], resent
     weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
     calls = [call for place in resent.values() for call in place]
-    remade = Compute(work.remade(), "recompute", is_streaming=True)
+    remade = Compute(work.remade("selective"), "recompute", is_streaming=True)
     return [*map(Issue, calls), remade, *map(Wait, calls)], weights
 
 

@@ -1,7 +1,8 @@
 """Bytes of the fullest GPU: weights, gradients, optimizer state, activations and the largest temporary tensors.
 
-Mixed precision as Megatron-Core has it: BF16 weights, gradients summed in FP32 (or BF16), Adam with FP32 weights and two FP32
-moments. FP8 changes nothing here: weights and what is kept for the backward pass are counted in BF16, an upper bound.
+Mixed precision as Megatron-Core has it: BF16 weights, gradients summed in FP32 (or BF16), Adam with FP32 weights and two
+moments, in FP32 or less. With a recipe of FP8 (:mod:`commlayer.scheduler.mapping.precisions`) the operands of products are kept
+in FP8, one copy of each, and weights have FP8 copies beside them, or in place of them.
 
 Activations are those of flash attention, a fused SwiGLU that applies the gating weights, and permuted tokens; MegaScale-MoE's
 appendix A.2 (:class:`~commlayer.scheduler.activations.LayerShape`) is the special case of heads · head_dim = hidden and no shared
@@ -15,9 +16,12 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
+from commlayer.scheduler.mapping.hardware import Gpu
+from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.pipeline_schedule import in_flight_chunks
+from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
+from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
@@ -32,7 +36,6 @@ __all__ = [
 ]
 
 _WEIGHT = 2  # bytes of a BF16 weight or activation
-_ADAM = 12  # an FP32 weight and two FP32 moments
 _LOGIT = 6  # BF16 logits, and their FP32 copy that the loss keeps
 
 
@@ -50,31 +53,45 @@ class LayerElements(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int) -> LayerElements:
+def kept_elements(
+    model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int, operand: float = 1.0
+) -> LayerElements:
     """Count what a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many,
     narrower.
 
     ``none``: a layer's input, its norm, queries, keys and values, the attention's output (twice under ``ulysses``, before and
     after its all_to_all), the second norm's input and output; an expert's input, the products of its first matrices, and what
     goes into the last. ``selective`` (MegaScale-MoE, A.2): input, queries, keys, values, attention's output, the second norm's
-    input, the products of an expert's first matrices. ``full``: a layer's input alone (Megatron).
+    input, the products of an expert's first matrices. ``full``: a layer's input alone (Megatron). Modules: as ``none`` without
+    what they compute again (:mod:`commlayer.scheduler.mapping.recomputation`).
+
+    ``operand``: what is kept of an element that goes into a product, in BF16 elements: 1, or in FP8 a half and its scales. There
+    attention's output and the second norm's are kept in both, for others need them in BF16 (attention; the router).
     """
     if recompute == "full":
         return LayerElements(model.hidden, 0, 0, 0)
     first = model.matrices - 1  # products of the first matrices: gate and up, or one
     latent = model.latent
     query, keys_values, output = _attention_elements(model, tp)
+    cast = operand if operand < 1 else 0.0  # a copy beside what is kept in BF16
     # of latent attention before and after the norms
-    down = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0
+    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0
     if recompute == "selective":
         kept = 2 * model.hidden + query + keys_values + output
         return LayerElements(kept, first * model.dense_width, first * model.shared_width, first * model.width / etp)
     twice = 2 if attention == "ulysses" else 1
+    modules = modules_of(recompute)
+    norms = 0.0 if "layernorm" in modules else (1 + operand) * model.hidden
+    expanded = 0.0 if "mla_up_proj" in modules else query + keys_values
+    activated = 0.0 if "moe_act" in modules else operand
+    into_shared = cast * model.hidden if model.shared_width and norms else 0.0
+    into_dense = (operand - 1) * model.hidden if norms else 0.0  # no router needs it in BF16 there
+    is_moe_kept, is_shared_kept = "moe" not in modules, not modules & {"moe", "shared_experts"}
     return LayerElements(
-        attention=4 * model.hidden + query + keys_values + down + twice * output,
-        dense=(first + 1) * model.dense_width,
-        shared=(first + 1) * model.shared_width,
-        row=model.hidden + (first + 1) * model.width / etp,
+        attention=2 * model.hidden + norms + expanded + down + (twice + cast) * output,
+        dense=into_dense + (first + operand) * model.dense_width if "mlp" not in modules else 0.0,
+        shared=into_shared + (first + operand) * model.shared_width if is_shared_kept else 0.0,
+        row=operand * model.hidden + (first + activated) * model.width / etp if is_moe_kept else 0.0,
     )
 
 
@@ -111,23 +128,31 @@ def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
     return chunks / setup.chunks_per_rank
 
 
-def state_bytes_per_parameter(zero: int, replicas: float, gradient_bytes: int) -> tuple[float, float, float]:
-    """Bytes of weight, gradient and optimizer state that each of ``replicas`` GPUs keeps of a parameter, by ZeRO stage."""
+def state_bytes_per_parameter(
+    zero: int, replicas: float, gradient_bytes: int, adam_bytes: float = 12
+) -> tuple[float, float, float]:
+    """Bytes of weight, gradient and optimizer state that each of ``replicas`` GPUs keeps of a parameter, by ZeRO stage.
+
+    ``adam_bytes``: of a main weight and two moments; 12: all in FP32.
+    """
     return (
         _WEIGHT / replicas if zero >= 3 else _WEIGHT,
         gradient_bytes / replicas if zero >= 2 else gradient_bytes,
-        _ADAM / replicas if zero >= 1 else _ADAM,
+        adam_bytes / replicas if zero >= 1 else adam_bytes,
     )
 
 
-def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Software = MEGATRON) -> Memory:
+def estimate(
+    job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Software = MEGATRON, gpu: Gpu | None = None
+) -> Memory:
     """Bytes of the fullest GPU in a step of ``job`` by ``setup``.
 
     Args:
         gradient_bytes: of an element in the sums of gradients.
         software: whether tp splits embedding, head and FFNs; whether ZeRO shards what all tp ranks have over these too; whether
             context parallelism gathers keys and values or passes them on; and whether what was gathered is kept for the backward
-            pass, or gathered again.
+            pass, or gathered again; in what formats the optimizer's state is, and how much of it lies in the host's memory.
+        gpu: which decides how many copies a recipe of FP8 needs; None: weights and operands are counted in BF16.
 
     Raises:
         UsageError: degrees that do not divide the model (:func:`~commlayer.scheduler.mapping.parameters.check`), or
@@ -137,15 +162,20 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
     if gradient_bytes not in (2, 4):
         raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
     micro_batches = setup.micro_batches(job)
-    sizes = _sizes(job, setup, software)
+    recipe = None if gpu is None else recipe_of(setup.precision, gpu)
+    sizes = _sizes(job, setup, software, recipe)
     over = parameters.replicas(setup, software)
-    per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes) for number in over]
+    adam = software.adam_bytes * (1 - software.offloaded_optimizer)
+    per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes, adam) for number in over]
     most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0)
     for held in parameters.held(job.model, setup, software):
         stage = held.stage
         weights, gradients, optimizer = (
             sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
         )
+        if recipe is not None and gpu is not None and setup.zero < 3:
+            copies = recipe.copies(gpu) * recipe.copy_bytes() - (_WEIGHT if software.keeps_fp8_weights else 0)
+            weights += copies * parameters.multiplied_elements(job.model, setup, software, stage.number)
         activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
         if (
             setup.schedule == "1f1b-overlap"
@@ -181,7 +211,7 @@ class _Sizes(NamedTuple):
     working: float
 
 
-def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
+def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Sizes:
     """``tokens`` are a rank's share of a micro-batch, ``rows`` what its experts take of it.
 
     The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a capacity its buffers are as
@@ -196,7 +226,16 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     routed = tokens if model.moe_layers else 0.0
     rows = routed * model.top_k * setup.etp * spread
     kept, again = _layer_elements(
-        _Layer(model, setup.recompute, setup.attention, tp, setup.cp, setup.etp), _keeps(setup, software)
+        _Layer(
+            model,
+            setup.recompute,
+            setup.attention,
+            tp,
+            setup.cp,
+            setup.etp,
+            1.0 if recipe is None else recipe.copy_bytes() / _WEIGHT,
+        ),
+        _keeps(setup, software),
     )
     exchanged = rows if setup.dispatch == "all_to_all" else routed * setup.etp * setup.ep
     working = 2 * exchanged * model.hidden  # to the experts and back
@@ -231,6 +270,7 @@ class _Layer(NamedTuple):
     tp: int
     cp: int
     etp: int
+    operand: float
 
 
 class _Keeps(NamedTuple):
@@ -253,12 +293,15 @@ def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerE
 
     Selective recomputation gathers sequences again, and keeps what attention itself works on.
     """
-    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp)
-    if layer.recompute == "none":
+    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp, layer.operand)
+    if modules := modules_of(layer.recompute):
+        remade = bool(modules & {"moe", "mlp", "shared_experts"})
+        kept = _with_gathered(kept, layer, keeps._replace(ffn_sequence=keeps.ffn_sequence and not remade))
+    elif layer.recompute == "none":
         kept = _with_gathered(kept, layer, keeps)
     elif layer.recompute == "selective":
         kept = _with_gathered(kept, layer, _Keeps(False, False, keeps.context))
-    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp)
+    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp, layer.operand)
     whole = _with_gathered(whole, layer, keeps)
     return kept, LayerElements(*(a - b for a, b in zip(whole, kept, strict=True)))
 

@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
+from commlayer.scheduler.mapping.recomputation import unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
@@ -228,6 +229,8 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
             here passes on. Names the number and what it must divide.
     """
     held(model, setup, software)
+    if why := unfit_modules(setup.recompute, is_latent=model.latent is not None, precision="", is_merged=False):
+        raise UsageError(f"recompute {setup.recompute}: {why}: {model.name} has no such part")
     if model.linear is not None and setup.cp > 1:
         raise UsageError(
             f"cp={setup.cp}: {model.name} has layers of linear attention, which are planned without it: take cp=1"
@@ -392,19 +395,10 @@ def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float
     )
 
 
-def multiplied_elements(model: ModelShape, setup: Setup, software: Software) -> float:
-    """Parameters of linear layers' weights on the fullest GPU: without embedding, head, router and norms, which no recipe casts.
-
-    Raises UsageError as :func:`held`.
-    """
+def multiplied_elements(model: ModelShape, setup: Setup, software: Software, stage: int) -> int:
+    """Elements of linear layers' weights on a GPU of ``stage``, which recipes cast: not embedding, head, router and norms."""
     left_out = ("embedding", "head", "router", "norms")
-    every = dict.fromkeys(each.stage.number for each in held(model, setup, software))
-    return float(
-        max(
-            sum(each.elements for each in _stage(model, setup, software, number) if each.part not in left_out)
-            for number in every
-        )
-    )
+    return sum(each.elements for each in _stage(model, setup, software, stage) if each.part not in left_out)
 
 
 def axis_of_whole(setup: Setup, software: Software) -> str:

@@ -26,9 +26,18 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.precisions import why_not
+from commlayer.scheduler.mapping.recomputation import recompute_order
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
-from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recompute_ways, setups, simplicity
+from commlayer.scheduler.mapping.space import (
+    Family,
+    Space,
+    families,
+    recompute_chains,
+    recompute_ways,
+    setups,
+    simplicity,
+)
 
 __all__ = ["CLOSEST", "MOST_GPUS", "SAME", "Estimates", "Fit", "SearchResult", "renames", "search", "smallest_fit"]
 
@@ -222,7 +231,9 @@ class _Frontier:
         self._heap: list[_Entry] = []
         self._order = itertools.count()
         self._limit = limit
-        self._recompute = sorted(set(space.recompute), key=RECOMPUTE.index)
+        self._after = {
+            word: chain[place + 1 :] for chain in recompute_chains(space.recompute) for place, word in enumerate(chain)
+        }
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
 
@@ -300,11 +311,9 @@ class _Frontier:
 
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
-        place = self._recompute.index(setup.recompute) + 1
-        if place >= len(self._recompute) or _is_by_itself(setup):
-            return
-        if self._recompute[place] in recompute_ways(setup.schedule, self._recompute):
-            self._admit(bound_us, replace(setup, recompute=self._recompute[place]))
+        more = recompute_ways(setup.schedule, self._after[setup.recompute])
+        if more and not _is_by_itself(setup):
+            self._admit(bound_us, replace(setup, recompute=more[0]))
 
     def _fits(self, setup: Setup) -> bool:
         needed = self._estimator.memory(setup)
@@ -413,7 +422,7 @@ def smallest_fit(
     for gpus in _sizes(cluster.domain, most_gpus):
         asked = replace(job, gpus=gpus)
         sizes = (
-            (memory.estimate(asked, setup, software.gradient_bytes, software=software), setup)
+            (memory.estimate(asked, setup, software.gradient_bytes, software=software, gpu=cluster.gpu), setup)
             for setup in setups(asked, cluster, lean)
         )
         least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)
@@ -431,7 +440,7 @@ def _leanest(space: Space) -> Space:
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
         vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
         schedule=(schedule,),
-        recompute=(max(recompute, key=RECOMPUTE.index),),
+        recompute=(max(recompute, key=recompute_order),),
         zero=(max(space.zero),),
     )
 

@@ -53,9 +53,6 @@ __all__ = ["RESERVE", "Estimator"]
 
 RESERVE = 0.06
 """The part of a GPU's memory that CUDA, NCCL and fragmentation take before a model does."""
-_ADAM_BYTES = 4 + 4 + 8 + 8 + 8 + 2
-"""Per parameter: its FP32 gradient is read for the norm and for the step, weight and both moments are read and written in
-FP32, and a BF16 weight is written."""
 
 
 class Estimator:
@@ -97,6 +94,11 @@ class Estimator:
             efficiency, self.notes = efficiency_for(job.model)
         cluster, used = clusters.fitted(cluster, job.gpus)
         self.notes += (used,) if used else ()
+        if software.offloaded_optimizer:
+            self.notes += (
+                f"{software.offloaded_optimizer:.0%} of the optimizer's state is in the host's memory: gradients and weights "
+                f"cross to it at {cluster.gpu.host_gbps:g} GB/s, but what its own Adam takes is not modelled",
+            )
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
         self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
@@ -106,7 +108,9 @@ class Estimator:
 
     def memory(self, setup: Setup) -> Memory:
         """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
-        return memory.estimate(self._job(setup), setup, self.software.gradient_bytes, software=self.software)
+        return memory.estimate(
+            self._job(setup), setup, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
+        )
 
     def bound_us(self, setup: Setup, level: int = 0) -> float:
         """A time that :meth:`estimate` is never below, µs.
@@ -432,8 +436,16 @@ class Estimator:
             kept = whole if setup.zero < 2 else share
             cast = self.compute.cast_bytes(setup.precision)
             if cast:
-                cast *= parameters.multiplied_elements(self.job.model, setup, self.software)
-            return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes + cast)
+                held = parameters.held(self.job.model, setup, self.software)
+                cast *= max(
+                    parameters.multiplied_elements(self.job.model, setup, self.software, each.stage.number)
+                    for each in held
+                )
+            software, far = self.software, self.software.offloaded_optimizer * share
+            moved = (share - far) * software.adam_moved_bytes + kept * software.gradient_bytes + cast
+            # gradients to the host, and weights back; its own Adam is not in it (see the notes)
+            sent = far * (software.gradient_bytes + software.parameter_bytes) / (self.cluster.gpu.host_gbps * 1e3)
+            return self.compute.memory_us(moved) + sent
 
         degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule)
         return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention, setup.precision), time)

@@ -17,10 +17,12 @@ __all__ = [
     "MEGATRON",
     "PLANNED",
     "SOFTWARE",
+    "STATE_BYTES",
     "Software",
     "software",
     "splits_ffn",
     "with_dispatcher",
+    "with_optimizer",
     "with_overlap",
 ]
 
@@ -66,6 +68,10 @@ class Software:
         bucket_bytes: gradients are summed in buckets of at most so many bytes; None: layer by layer.
         balances: a router's losses look at the tokens of all ranks of a stage.
         sums_loss_over_world: all ranks learn the loss; else the last stage's.
+        main_weight_bytes, moment_bytes: of an element of the optimizer's own weights, and of its two moments.
+        keeps_fp8_weights: with a recipe of FP8 a linear layer has no BF16 weights beside those, and they are gathered so
+            (Megatron-LM's --fp8-param-gather).
+        offloaded_optimizer: the part of the optimizer's state that lies in the host's memory, and is stepped there.
     """
 
     name: str
@@ -92,6 +98,21 @@ class Software:
     bucket_bytes: int | None = None
     balances: bool = False
     sums_loss_over_world: bool = False
+    main_weight_bytes: int = 4
+    moment_bytes: tuple[int, int] = (4, 4)
+    keeps_fp8_weights: bool = False
+    offloaded_optimizer: float = 0.0
+
+    @property
+    def adam_bytes(self) -> int:
+        """Bytes of a parameter's optimizer state: Adam's."""
+        return self.main_weight_bytes + sum(self.moment_bytes)
+
+    @property
+    def adam_moved_bytes(self) -> int:
+        """Bytes that a step of Adam moves for a parameter: its gradient is read for the norm and for the step, its weight and
+        both moments are read and written, and a BF16 weight is written."""
+        return 2 * self.gradient_bytes + 2 * self.adam_bytes + 2
 
     def row_bytes(self, hidden: int, *, to_experts: bool = False) -> int:
         """Bytes of a token that travels. ``to_experts``: on its way to them; a gradient is too, in the backward pass."""
@@ -134,6 +155,56 @@ def software(name: str) -> Software:
 
 DISPATCHERS = ("nccl", *DISPATCH_KERNELS, "commlayer")
 """The names of dispatchers, which send tokens to their experts."""
+
+
+STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Formats of what an optimizer keeps."""
+_MAY_HAVE = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": tuple(STATE_BYTES),
+    "exp_avg_sq_dtype": tuple(STATE_BYTES),
+}
+"""The formats of each part in Megatron-LM's precision-aware optimizer. An fp16 weight is the lower half, beside BF16."""
+
+
+def with_optimizer(
+    software: Software,
+    *,
+    main_grads_dtype: str | None = None,
+    main_params_dtype: str = "fp32",
+    exp_avg_dtype: str = "fp32",
+    exp_avg_sq_dtype: str = "fp32",
+    fp8_param_gather: bool = False,
+    optimizer_offload_fraction: float = 0.0,
+) -> Software:
+    """The same software with an optimizer whose state has other formats, or is partly in the host's memory: named as
+    Megatron-LM's arguments (--use-precision-aware-optimizer, --optimizer-cpu-offload).
+
+    ``main_grads_dtype`` None: the software's own. Raises UsageError for a format that a part cannot have, or a fraction that
+    is not in [0, 1].
+    """
+    own = "fp32" if software.gradient_bytes == STATE_BYTES["fp32"] else "bf16"
+    given = {
+        "main_grads_dtype": main_grads_dtype or own,
+        "main_params_dtype": main_params_dtype,
+        "exp_avg_dtype": exp_avg_dtype,
+        "exp_avg_sq_dtype": exp_avg_sq_dtype,
+    }
+    for name, word in given.items():
+        if word not in _MAY_HAVE[name]:
+            raise UsageError(f"{name}: expected {', '.join(_MAY_HAVE[name])}, got {word!r}")
+    if not 0 <= optimizer_offload_fraction <= 1:
+        raise UsageError(f"optimizer_offload_fraction: expected 0 to 1, got {optimizer_offload_fraction!r}")
+    return replace(
+        software,
+        gradient_bytes=STATE_BYTES[given["main_grads_dtype"]],
+        main_weight_bytes=STATE_BYTES[main_params_dtype],
+        moment_bytes=(STATE_BYTES[exp_avg_dtype], STATE_BYTES[exp_avg_sq_dtype]),
+        keeps_fp8_weights=fp8_param_gather,
+        parameter_bytes=1 if fp8_param_gather else software.parameter_bytes,
+        offloaded_optimizer=optimizer_offload_fraction,
+    )
 
 
 def with_dispatcher(software: Software, dispatcher: str) -> Software:

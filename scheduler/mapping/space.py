@@ -36,14 +36,19 @@ from typing import NamedTuple, get_args
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
-from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
+from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
 from commlayer.scheduler.mapping.precisions import why_not
+from commlayer.scheduler.mapping.recomputation import (
+    RECOMPUTE,
+    Recompute,
+    canonical,
+    modules_of,
+    recompute_order,
+    unfit_modules,
+)
 
-__all__ = ["RECOMPUTE", "Family", "Space", "families", "recompute_ways", "setups", "simplicity"]
-
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""The ways of recomputation, from the least to the most."""
+__all__ = ["Family", "Space", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
 
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 
@@ -88,7 +93,6 @@ class Space:
                     f"{name}: expected whole numbers of at least 1, or None for every valid one, got {values!r}"
                 )
         allowed: dict[str, tuple[object, ...]] = {
-            "recompute": RECOMPUTE,
             "precision": get_args(Precision),
             "dispatch": get_args(Dispatch),
             "attention": get_args(Attention),
@@ -96,6 +100,9 @@ class Space:
             "folded": (True, False),
             "schedule": SCHEDULES,
         }
+        if not self.recompute:
+            raise UsageError(f"recompute: expected some of {', '.join(RECOMPUTE)}, or modules, got {self.recompute!r}")
+        object.__setattr__(self, "recompute", tuple(map(canonical, self.recompute)))
         for name, known in allowed.items():
             values = getattr(self, name)
             if not values or any(value not in known for value in values):
@@ -165,7 +172,7 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
     degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.vpp)
     return (
         sum(degree > 1 for degree in degrees),
-        RECOMPUTE.index(setup.recompute),
+        recompute_order(setup.recompute),
         math.prod(degrees),
         str(setup),
     )
@@ -173,7 +180,7 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
 
 def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     """The valid setups by family."""
-    recompute = tuple(word for word in RECOMPUTE if word in space.recompute)
+    ways = recompute_chains(space.recompute)
     precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
     dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))
@@ -181,12 +188,28 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
         attention = _attentions(job, tp, attentions)
         for etp, ep, folded in _expert_sides(job, cluster, space, (pp, tp, cp, dp)):
             for (vpp, micro_batch, schedule), precision, kind in product(batches, precisions, attention):
-                words = _ways(schedule, pp, recompute, zeros)
-                if words is None or (schedule == "1f1b-overlap" and ep == 1):
+                if schedule == "1f1b-overlap" and ep == 1:
                     continue  # which has no exchange to hide
                 sent = dispatches if ep * etp > 1 else dispatches[:1]
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
-                yield Family(*own, words[0], sent, words[1])
+                for recompute in ways:
+                    words = _ways(schedule, pp, recompute, zeros)
+                    if words is None or _is_unfit(job, recompute[0], precision, schedule):
+                        continue
+                    yield Family(*own, words[0], sent, words[1])
+
+
+def recompute_chains(words: Iterable[Recompute]) -> list[tuple[Recompute, ...]]:
+    """Ways of recomputation in chains of which each computes more than the one before: the three words, and modules each by
+    themselves, for which of two sets takes longer is not known before they are timed."""
+    every = sorted(set(words), key=recompute_order)
+    plain = tuple(word for word in every if not modules_of(word))
+    return [*([plain] if plain else []), *((word,) for word in every if modules_of(word))]
+
+
+def _is_unfit(job: Job, recompute: Recompute, precision: Precision, schedule: PipelineSchedule) -> bool:
+    is_latent = job.model.latent is not None
+    return bool(unfit_modules(recompute, is_latent=is_latent, precision=precision, is_merged=merges(schedule)))
 
 
 def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:

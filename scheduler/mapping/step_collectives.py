@@ -28,6 +28,7 @@ from commlayer.scheduler.mapping.parameters import (
     replicated_elements,
     stage_parameters,
 )
+from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
@@ -39,6 +40,7 @@ __all__ = [
     "dispatched_rows",
     "layer_backward",
     "layer_forward",
+    "names_remade",
     "rows_of_rank",
     "step_exchanges",
     "whole_step",
@@ -57,6 +59,21 @@ _AGAIN = {
 }
 """The exchanges that selective recomputation sends again: the inputs of attention's projections, or of its last one, and of the
 experts."""
+_OF_FFN = frozenset({"ffn_sequence", "ffn_sum"})
+_OF_EXPERTS = frozenset(
+    {
+        *(
+            "counts",
+            "dispatch",
+            "dispatch_weights",
+            "experts_gather",
+            "experts_gather_weights",
+            "experts_sum",
+            "combine",
+        ),
+        *("choices", "tokens", "weights", "tokens_sum"),
+    }
+)
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
 """Shards are whole rows of so many elements: :class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
@@ -159,6 +176,8 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         found += [_again(each) for each in forward]
     elif setup.recompute == "selective":
         found += [_again(each) for each in forward if each.name in _AGAIN[setup.attention]]
+    else:
+        found += [_again(each) for each in forward if each.name in names_remade(setup, moe=moe)]
     # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
     ways_back = forward
     if moe and software.dispatch_precision != "bf16":
@@ -173,6 +192,15 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         else:
             found.append(_mirrored(back))
     return (*found, *_gradients(job, setup, software, moe))
+
+
+def names_remade(setup: Setup, *, moe: bool) -> frozenset[str]:
+    """The names of the exchanges that modules which are computed again send once more: those of experts, or of a dense FFN or a
+    shared expert that tp splits."""
+    modules = modules_of(setup.recompute)
+    if moe and "moe" in modules:
+        return _OF_EXPERTS | _OF_FFN
+    return _OF_FFN if ("shared_experts" if moe else "mlp") in modules else frozenset()
 
 
 def dispatched_rows(job: Job, setup: Setup) -> int:

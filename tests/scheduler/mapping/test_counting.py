@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parameters, volumes
+from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import stage_parameters
 from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
+from commlayer.scheduler.mapping.precisions import Precision, recipe_of
+from commlayer.scheduler.mapping.recomputation import MODULES, canonical
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_optimizer
 from commlayer.scheduler.mapping.step_collectives import axis_size, dispatched_rows, layer_backward, layer_forward
 
 _software = st.sampled_from((MEGATRON, COMMLAYER))
@@ -752,3 +755,118 @@ def test_modules_for_more_tokens_are_refused_where_layers_differ() -> None:
         dataclasses.replace(V3, latent=None, linear=LinearAttention("lightning", 8, 8, 8, 128, 128), mtp_layers=1)
     with pytest.raises(UsageError, match="mtp_layers: expected a whole number of at least 0"):
         dataclasses.replace(V3, mtp_layers=-1)
+
+
+# Recomputation by module, FP8 and the optimizer's formats
+
+
+def _kept_by_hand(model: ModelShape, modules: set[str], operand: float, is_moe: bool) -> float:
+    """What a layer keeps of a token, tensor by tensor as Megatron-Core's modules do, in BF16 elements; without parallelism."""
+    is_fp8 = operand < 1
+    latent = model.latent
+    heads = model.heads * (latent.nope_dim + latent.rope_dim) if latent else model.heads * model.head_dim
+    values = model.heads * latent.value_dim if latent else model.kv_heads * model.head_dim
+    keys = heads if latent else model.kv_heads * model.head_dim
+    output = model.heads * latent.value_dim if latent else model.heads * model.head_dim
+    kept: dict[str, float] = {"input": model.hidden, "middle": model.hidden}
+    if latent:
+        kept["down"] = latent.q_rank + latent.kv_rank + latent.rope_dim
+        kept["into up"] = operand * (latent.q_rank + latent.kv_rank)
+    if "mla_up_proj" not in modules:
+        kept["qkv"] = heads + keys + values
+    kept["attention"] = output  # its backward pass needs it in BF16
+    kept["into out"] = operand * output if is_fp8 else 0
+    if "layernorm" not in modules:
+        kept["into qkv"] = operand * model.hidden
+        kept["second norm"] = model.hidden if is_moe or not is_fp8 else operand * model.hidden
+    if not is_moe:
+        if "mlp" not in modules:
+            kept["ffn"] = 2 * model.dense_width + operand * model.dense_width
+        elif is_fp8 and "layernorm" not in modules:
+            kept["second norm"] = model.hidden  # what the FFN is made from again
+        return sum(kept.values())
+    if model.shared_width and not modules & {"moe", "shared_experts"}:
+        kept["shared"] = (2 + operand) * model.shared_width
+        kept["into shared"] = operand * model.hidden if is_fp8 and "layernorm" not in modules else 0
+    if "moe" not in modules:
+        activated = 0 if "moe_act" in modules else operand * model.width
+        kept["rows"] = model.top_k * (operand * model.hidden + 2 * model.width + activated)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "deepseekmoe-16b"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-current", "fp8-blockwise"])
+@pytest.mark.parametrize("modules", [(), *((module,) for module in MODULES), MODULES[1:], ("moe_act", "layernorm")])
+def test_modules_that_are_made_again_are_not_kept(name: str, precision: Precision, modules: tuple[str, ...]) -> None:
+    model = catalog.load(name)
+    if "mla_up_proj" in modules and model.latent is None:
+        modules = tuple(module for module in modules if module != "mla_up_proj")
+    recompute = canonical("+".join(modules) or "none")
+    gpu = GPUS["h100"]
+    recipe = recipe_of(precision, gpu)
+    operand = 1.0 if recipe is None else recipe.copy_bytes() / 2
+    setup = Setup(gpus=1, recompute=recompute, precision=precision)
+    job = Job(model=model, gpus=1, global_batch=1, sequence=1024)
+    found = memory.estimate(job, setup, gpu=gpu).activations
+    layers = sum(_kept_by_hand(model, set(modules), operand, is_moe) for is_moe in layer_kinds(model))
+    assert found == pytest.approx(1024 * (2 * layers + 6 * model.vocabulary), rel=1e-9)
+
+
+def test_weights_have_fp8_copies_beside_them_or_in_their_place() -> None:
+    model = catalog.load("mixtral-8x7b")
+    job = Job(model=model, gpus=8, global_batch=8, sequence=1024)
+
+    def weights(precision: Precision, gpu: str, software: Software = MEGATRON) -> float:
+        setup = Setup(gpus=8, ep=8, precision=precision)
+        return memory.estimate(job, setup, software=software, gpu=GPUS[gpu]).weights
+
+    setup = Setup(gpus=8, ep=8)
+    cast = parameters.multiplied_elements(model, setup, MEGATRON, 0)
+    left = 2 * model.vocabulary * model.hidden + 32 * (8 * model.hidden + 2 * model.hidden) + model.hidden
+    assert cast == parameters.held_elements(model, setup, MEGATRON) - left
+    plain = weights("bf16", "h100")
+    assert weights("fp8-current", "h100") - plain == 2 * cast  # a transposed copy
+    assert weights("fp8-current", "b200") - plain == cast
+    assert weights("fp8-mxfp8", "b200") - plain == pytest.approx(2 * (1 + 1 / 32) * cast)
+    alone = with_optimizer(MEGATRON, fp8_param_gather=True)
+    assert weights("fp8-current", "b200", alone) - plain == -cast
+    assert weights("bf16", "b200", alone) == plain
+
+
+def test_an_optimizer_may_keep_less_than_fp32() -> None:
+    job, setup = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=1024), Setup(gpus=8, ep=8)
+    plain = memory.estimate(job, setup)
+
+    def with_state(**formats: Any) -> Memory:
+        software = with_optimizer(MEGATRON, **formats)
+        return memory.estimate(job, setup, software.gradient_bytes, software=software)
+
+    # DeepSeek-V3, section 3.3.3: both moments in BF16
+    assert with_state(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16").optimizer == pytest.approx(
+        plain.optimizer * 8 / 12
+    )
+    assert with_state(exp_avg_dtype="fp8", main_params_dtype="fp16").optimizer == pytest.approx(
+        plain.optimizer * 7 / 12
+    )
+    assert with_state(main_grads_dtype="bf16").gradients == plain.gradients / 2
+    assert with_state(optimizer_offload_fraction=0.75).optimizer == plain.optimizer / 4
+    assert with_optimizer(MEGATRON) == MEGATRON
+    with pytest.raises(UsageError, match="main_params_dtype: expected fp32, fp16, got 'fp8'"):
+        with_optimizer(MEGATRON, main_params_dtype="fp8")
+    with pytest.raises(UsageError, match="expected 0 to 1, got 2"):
+        with_optimizer(MEGATRON, optimizer_offload_fraction=2)
+
+
+def test_an_optimizer_in_the_host_takes_its_link() -> None:
+    job, setup = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=64, sequence=1024), Setup(gpus=8, ep=8)
+    times = []
+    for software in (MEGATRON, with_optimizer(MEGATRON, optimizer_offload_fraction=1)):
+        found = Estimator(job, clusters.load("h100-eos"), software, efficiency=1).estimate(setup, detail=False)
+        times.append(found.parts["optimizer"])
+    share = parameters.shard_elements(job.model, setup, MEGATRON)
+    kept = parameters.held_elements(job.model, setup, MEGATRON) * 4
+    assert times[1] - times[0] == pytest.approx(
+        share * (4 + 2) / 50e3 - share * (8 + 24 + 2) / (3350e3 * 0.8), rel=1e-3
+    )
+    assert times[1] > kept / 3350e3
+    assert any("what its own Adam takes is not modelled" in note for note in found.notes)

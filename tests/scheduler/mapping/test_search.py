@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +15,10 @@ from commlayer.profiles.errors import GroupError, InternalError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
-from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
+from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, renames, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -76,7 +77,7 @@ class Fake:
         times = [100 + self._least("family", family)]
         for level in range(CLOSEST + 1):
             times.append(times[-1] + self._least(level, least))
-        words = get_args(Recompute)
+        words = RECOMPUTE
         steps = words[1 : words.index(setup.recompute) + 1]
         more = sum(self._least("more", replace(setup, recompute=word)) for word in steps)
         if setup.zero == 3:  # recomputation may help: gathers hide behind it

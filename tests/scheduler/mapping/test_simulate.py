@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 from commlayer.errors import CommlayerError, GroupError, PlanError, UsageError
 from commlayer.profiles import catalog as profiles
 from commlayer.scheduler.lanes import LanePolicy
-from commlayer.scheduler.mapping import catalog, clusters
+from commlayer.scheduler.mapping import catalog, clusters, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
+from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
+from commlayer.scheduler.mapping.recomputation import MODULES
+from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software, with_dispatcher
+from commlayer.scheduler.mapping.space import Space
+from commlayer.scheduler.mapping.space import setups as all_setups
 
 EOS = clusters.load("h100-eos")
 MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")
@@ -371,3 +376,90 @@ def test_a_model_without_experts_is_estimated() -> None:
     assert not {"experts", "dispatch"} & set(found.parts)
     assert found.forward is not None
     assert sum(found.parts.values()) == pytest.approx(found.step_us)
+# Recomputation by module
+
+
+def _v3(recompute: str, **more: Any) -> tuple[Estimator, Setup]:
+    job = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=1024, sequence=4096)
+    setup = Setup(gpus=256, tp=2, ep=32, recompute=recompute, **more)
+    return Estimator(job, EOS, MEGATRON, efficiency=1), setup
+
+
+@pytest.mark.parametrize("recompute", [*MODULES, "moe_act+layernorm+mla_up_proj", "mlp+moe", "mlp+shared_experts"])
+def test_modules_take_the_time_of_their_forward_pass_again(recompute: str) -> None:
+    estimator, setup = _v3(recompute)
+    plain = estimator.estimate(replace(setup, recompute="none"), detail=False)
+    found = estimator.estimate(setup, detail=False)
+    count, modules = setup.micro_batches(estimator.job), set(recompute.split("+"))
+    (stage,) = parameters.stages(estimator.job.model, 1, 1)
+    expected = 0.0
+    for is_moe in stage.kinds:
+        work = layer_work(estimator.job, setup, estimator.compute, is_moe)
+        if "layernorm" in modules:
+            expected += 2 * work.norm.forward
+        if "core_attn" in modules:
+            expected += work.core.forward
+        if "mla_up_proj" in modules:
+            expected += work.rotation.forward
+            for inner, columns in ((1536, 64 * 192), (512, 64 * 256)):
+                expected += estimator.compute.gemm_us(4096, inner, columns)
+        if is_moe and "moe_act" in modules:
+            expected += work.expert_memory.forward
+        if is_moe and "moe" in modules:
+            parts = (work.router, work.permute, work.experts, work.expert_memory, work.unpermute, work.shared)
+            expected += sum(each.forward for each in parts)
+        if "shared_experts" in modules if is_moe else "mlp" in modules:
+            expected += work.shared.forward * ("moe" not in modules or not is_moe)
+    assert found.parts.get("recompute", 0.0) == pytest.approx(count * expected)
+    # tokens travel again with a whole layer of experts, and nothing does with what is inside one rank
+    again = found.parts["dispatch"] / plain.parts["dispatch"]
+    assert again == pytest.approx(1.5 if "moe" in modules else 1, rel=0.02)
+    assert found.step_us >= plain.step_us
+    assert found.memory.total <= plain.memory.total
+    for level in range(4):
+        assert estimator.bound_us(setup, level) <= found.step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recompute": "moe_act+moe_act"}, "each module once, in this order: 'moe_act'"),
+        ({"recompute": "layernorm+moe_act"}, r"in this order: 'moe_act\+layernorm'"),
+        ({"recompute": "norm"}, "expected none, selective, full, or some of core_attn.* got 'norm'"),
+        ({"recompute": "moe_act", "precision": "fp8-delayed"}, "cannot cast moe_act and layernorm again"),
+        ({"recompute": "moe", "schedule": "1f1b-overlap", "ep": 8}, r"take its parts, such as moe_act\+shared_experts"),
+    ],
+)
+def test_modules_that_cannot_be_made_again_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Setup(gpus=8, **given)
+
+
+def test_a_model_without_latent_attention_has_no_projections_up() -> None:
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096)
+    with pytest.raises(UsageError, match="which the model does not have: mixtral-8x7b has no such part"):
+        Estimator(job, EOS, MEGATRON, efficiency=1).estimate(Setup(gpus=8, recompute="mla_up_proj"))
+
+
+def test_a_search_ranks_modules_each_by_themselves() -> None:
+    """Against every setup's own estimate."""
+    job = Job(model=catalog.load("deepseekmoe-16b"), gpus=8, global_batch=16, sequence=4096)
+    space = Space(
+        recompute=("moe", "none", "layernorm+moe_act", "full"),
+        cp=(1,),
+        tp=(1, 2),
+        etp=(1,),
+        pp=(1, 2),
+        vpp=(1,),
+        dispatch=("all_to_all",),
+    )
+    estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON, efficiency=1)
+    found = search(job, estimator, space, top=12)
+    every = [
+        estimator.estimate(setup, detail=False)
+        for setup in all_setups(job, estimator.cluster, space)
+        if estimator.memory(setup).total <= estimator.memory_limit
+    ]
+    times = sorted(entry.step_us for entry in every)
+    assert [entry.step_us for entry in found.ranked] == pytest.approx(times[:12])
+    assert {entry.setup.recompute for entry in every} == {"none", "moe_act+layernorm", "moe", "full"}
