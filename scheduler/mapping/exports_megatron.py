@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
-from commlayer.scheduler.mapping.software import MEGATRON, Software
+from commlayer.scheduler.mapping.software import MEGATRON, STATE_BYTES, Software
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
@@ -47,6 +47,7 @@ def megatron(job: Job, setup: Setup, software: Software = MEGATRON) -> list[str]
         *_moe(job, setup, software),
         *(_MERGED if setup.schedule == "1f1b-overlap" else ()),
         *_memory(job, setup),
+        *_state(setup, software),
     ]
 
 
@@ -293,6 +294,29 @@ def _precision(setup: Setup) -> Iterator[str]:
     yield from _flag("fp8-format", "e4m3" if name in ("blockwise", "mxfp8") else "hybrid")
     if name:
         yield from _flag("fp8-recipe", name)
+
+
+def _state(setup: Setup, software: Software) -> Iterator[str]:
+    """The formats of gradients, weights and optimizer state, and what of it is in the host's memory."""
+    words = {size: word for word, size in STATE_BYTES.items() if word != "fp16"}  # of two bytes: bf16
+    formats = {
+        "main-grads-dtype": words[software.gradient_bytes],
+        "main-params-dtype": "fp16" if software.main_weight_bytes == STATE_BYTES["fp16"] else "fp32",
+        "exp-avg-dtype": words[software.moment_bytes[0]],
+        "exp-avg-sq-dtype": words[software.moment_bytes[1]],
+    }
+    changed = {name: word for name, word in formats.items() if word != "fp32"}
+    if changed or software.offloaded_optimizer:  # offloading needs it too
+        yield "--use-precision-aware-optimizer"
+    for name, word in changed.items():
+        yield from _flag(name, word)
+    if "main-grads-dtype" in changed:
+        yield "--grad-reduce-in-bf16"
+    if software.keeps_fp8_weights and setup.precision != "bf16":
+        yield "--fp8-param-gather"
+    if software.offloaded_optimizer:
+        yield "--optimizer-cpu-offload"
+        yield from _flag("optimizer-offload-fraction", f"{software.offloaded_optimizer:g}")
 
 
 def _flag(name: str, value: object) -> tuple[str, str]:

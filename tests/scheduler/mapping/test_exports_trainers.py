@@ -17,7 +17,7 @@ from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher, with_overlap
+from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher, with_optimizer, with_overlap
 
 JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
 BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
@@ -366,3 +366,24 @@ def _python(environment: dict[str, str], program: str, given: str = "") -> subpr
         check=False,
         cwd=Path(__file__).parent,
     )
+
+
+def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
+    job = Job(model=replace(catalog.load("deepseek-v3"), mtp_layers=1), gpus=256, global_batch=1024, sequence=4096)
+    state = {"exp_avg_dtype": "bf16", "main_params_dtype": "fp16", "main_grads_dtype": "bf16"}
+    planned = with_optimizer(MEGATRON, **state, fp8_param_gather=True, optimizer_offload_fraction=0.5)
+    setup = Setup(gpus=256, pp=4, ep=64, precision="fp8-blockwise", recompute="moe_act+mla_up_proj")
+    flags = " ".join(megatron(job, setup, planned))
+    for wanted in (
+        "--mtp-num-layers 1",
+        "tttmL",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+        "--recompute-granularity selective --recompute-modules moe_act mla_up_proj",
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16",
+        "--grad-reduce-in-bf16",
+        "--fp8-param-gather",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ):
+        assert wanted in flags
+    plain = " ".join(megatron(job, replace(setup, precision="bf16", recompute="none")))
+    assert not any(word in plain for word in ("fp8", "recompute", "dtype", "offload", "precision-aware"))

@@ -15,8 +15,8 @@ from commlayer.profiles.errors import GroupError, InternalError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
-from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
@@ -232,7 +232,7 @@ def test_a_thousand_nodes_are_enumerated_quickly_enough_to_count() -> None:
     [
         ({"tp": ()}, "tp: expected whole numbers"),
         ({"pp": (0,)}, "pp: expected whole numbers"),
-        ({"recompute": ("some",)}, "recompute: expected some of none, selective, full"),
+        ({"recompute": ("some",)}, "recompute: expected none, selective, full, or some of core_attn"),
         ({"zero": (4,)}, "zero: expected some of 0, 1, 2, 3"),
         ({"folded": ()}, "folded: expected some of"),
     ],
@@ -375,7 +375,7 @@ def test_a_search_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize(
     ("space", "reason"),
     [
-        (Space(precision=("fp8",)), "A100 SXM 80GB has no FP8: take precision bf16"),
+        (Space(precision=("fp8",)), "A100 SXM 80GB has no FP8 units; use bf16"),
         (Space(tp=(3, 5)), "tp 3 or 5: expected a divisor of the heads of small, 8"),
         (Space(cp=(3,)), "cp 3: expected a divisor of the sequence, 256"),
         (Space(ep=(16,)), "ep 16: expected a divisor of the experts of small, 4"),

@@ -19,8 +19,8 @@ from commlayer.scheduler.mapping import catalog, clusters, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.layer_work import layer_work
+from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.recomputation import MODULES
 from commlayer.scheduler.mapping.search import search
@@ -376,6 +376,8 @@ def test_a_model_without_experts_is_estimated() -> None:
     assert not {"experts", "dispatch"} & set(found.parts)
     assert found.forward is not None
     assert sum(found.parts.values()) == pytest.approx(found.step_us)
+
+
 # Recomputation by module
 
 
