@@ -27,8 +27,9 @@ __all__ = ["LEAST_BYTES", "Contender", "Contest", "contenders"]
 LEAST_BYTES = 1 << 20
 """Below it a call takes a link's delay, whatever the plan."""
 _CONNECTIONS = (1, 2, 4, 8)
-_FAR_BEHIND = (2.0, 1.1, 1.0)
-"""Who takes more than so many times as long as the fastest is out after the first round, the second and the last."""
+_FAR_BEHIND = (2.0, 1.1, 1.03)
+"""Who takes more than so many times as long as the fastest is out after the first round, the second and the last. Then the
+simplest is kept of those that are left."""
 
 
 @dataclass(frozen=True, slots=True)

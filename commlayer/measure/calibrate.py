@@ -26,7 +26,14 @@ from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.device_prober import DeviceLinks, DeviceProber
 from commlayer.measure.machines import Machine, describe_machine
-from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, node_hosts
+from commlayer.measure.profiler import (
+    HOSTS,
+    SweepOptions,
+    complete_formats,
+    lacking_formats,
+    measure_cluster,
+    node_hosts,
+)
 from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
@@ -177,9 +184,29 @@ def calibrated(
         off = _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links)
         if not off:
             _note_check(entry)
-            return profile
+            return profile if links is not None else _with_all_formats(profile, topology, ranks, timeout_s, entry)
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
     return _measured(topology, ranks, timeout_s, entry, links)
+
+
+def _with_all_formats(
+    profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Entry
+) -> Profile:
+    """``profile``, and what encoding costs in the wire formats that it lacks: it was kept before there were these. Collective."""
+    lacking = lacking_formats(profile, topology)
+    if not lacking:
+        return profile
+    began = time.perf_counter()
+    with phase("what encoding costs was being measured"):
+        whole = complete_formats(
+            profile, replace(PROBE, timeout_s=timeout_s), topology=topology, ranks=ranks, as_kept=as_probe
+        )
+    if ranks.rank == 0:
+        took_s, where = time.perf_counter() - began, _keep(whole, entry)
+        _print(
+            f"the cached profile did not know what encoding in {', '.join(lacking)} costs: measured it in {took_s:.1f} s, {where}"
+        )
+    return whole
 
 
 def _described(ranks: AllRanks, links: DeviceLinks, job: str) -> str:

@@ -40,7 +40,17 @@ from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_s
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
-__all__ = ["HOSTS", "SweepOptions", "measure_cluster", "measure_groups", "node_hosts", "num_points", "run_environment"]
+__all__ = [
+    "HOSTS",
+    "SweepOptions",
+    "complete_formats",
+    "lacking_formats",
+    "measure_cluster",
+    "measure_groups",
+    "node_hosts",
+    "num_points",
+    "run_environment",
+]
 
 _INTERFERENCE_BYTES = 4 << 20
 _PAIRS = (
@@ -145,6 +155,38 @@ def measure_cluster(
         slow_links=slow,
         environment=_where(links) | hosts | (environment or {}),
     )
+
+
+def lacking_formats(profile: Profile, topology: Topology) -> tuple[str, ...]:
+    """List the wire formats of this version of which ``profile``, of such a cluster, does not know what encoding costs: it was
+    measured before there were these."""
+    return tuple(dict.fromkeys(str(each.probe.unit.wire) for each in _lacking(profile, SweepOptions(), topology)))
+
+
+def complete_formats(
+    profile: Profile,
+    options: SweepOptions,
+    *,
+    topology: Topology,
+    ranks: AllRanks,
+    as_kept: Callable[[Profile], Profile] = lambda measured: measured,
+) -> Profile:
+    """``profile`` of the CPU's links, with what encoding costs in the formats that it lacks: only that is measured. Collective.
+
+    ``as_kept``: what is done to a profile of such ``options`` before it is kept. Raises what :func:`measure_cluster` raises.
+    """
+    sweeps = _lacking(profile, options, topology)
+    with _prober(topology, options.timeout_s, ranks, None) as prober:
+        curves = _surveyed(prober, sweeps, options, topology) if options.is_probe else _curves(prober, sweeps, options)
+    measured = as_kept(profile.replace(curves=curves))
+    whole = profile.replace(curves=[*profile.curves, *measured.curves])
+    return parse_profile(ranks.from_first(ProfileText(whole.to_json()), ProfileText).json, "rank 0's profile")
+
+
+def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
+    known = {curve.key for curve in profile.curves}
+    coding = [each for each in _sweeps(options, topology) if isinstance(each.probe.leg, CodedLeg)]
+    return [each for each in coding if each.probe.key not in known]
 
 
 def measure_groups(

@@ -8,14 +8,18 @@ import socket
 import stat
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from commlayer import GroupOptions
+from commlayer.backend import world
 from commlayer.cli.main import main
 from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import AllRanks
@@ -34,6 +38,13 @@ from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 
 SIZES = [2**k for k in range(10, 27)]
+
+
+@pytest.fixture(autouse=True)
+def knows_all_formats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The synthetic profiles of these tests have no curves of formats; those of real ranks do."""
+    if "emulated_cluster" not in request.fixturenames:
+        monkeypatch.setattr(calibrate, "lacking_formats", lambda *_: ())
 
 
 class OneSpeaks:
@@ -281,6 +292,44 @@ def test_a_cached_profile_that_is_off_is_measured_again_and_replaced_with_one_wa
     assert capfd.readouterr().err == ""
 
 
+def test_a_cached_profile_without_a_format_is_completed_and_nothing_else_is_measured(
+    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one that was kept before there was INT8, in a job that allows it."""
+
+    def job() -> list[str]:
+        os.environ.pop("COMMLAYER_PROFILE", None)
+        os.environ["COMMLAYER_CACHE"] = str(tmp_path)
+        calibrate.drift = lambda *_: ""  # type: ignore[assignment]  # in this rank's process; links are not shaped, others work
+        options = GroupOptions(wire="int8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dist.init_process_group("commlayer", pg_options=options)
+            dist.all_reduce(torch.ones(1 << 12))
+        planner = world.current().planner  # type: ignore[union-attr]
+        dist.destroy_process_group()
+        return [curve.collective for curve in planner.profile.curves]  # type: ignore[union-attr]
+
+    first = emulated_cluster(2, 1).run(job)
+    (path,) = tmp_path.glob("*.json")
+    whole = read_profile(path)
+    old = [curve for curve in whole.curves if "int8" not in curve.collective]
+    assert len(old) < len(whole.curves)
+    whole.replace(curves=old).save(path)
+    capfd.readouterr()
+    second = emulated_cluster(2, 1).run(job)
+    told = capfd.readouterr().err
+    assert told.count("did not know what encoding in int8 costs: measured it in") == 1
+    assert str(path) in told
+    assert sorted(second[0]) == sorted(first[0])
+    assert second[0] == second[1]
+    kept = read_profile(path)
+    assert kept.curves[: len(old)] == tuple(old), "what was known stays"
+    assert {curve.key for curve in kept.curves} == {curve.key for curve in whole.curves}
+    emulated_cluster(2, 1).run(job)
+    assert "measured" not in capfd.readouterr().err
+
+
 # The key
 
 
@@ -329,6 +378,7 @@ def test_an_entry_of_an_earlier_version_is_left_alone(
 JOB = """
 import sys, time
 from pathlib import Path
+import torch
 import torch.distributed as dist
 from commlayer.measure import calibrate
 folder, job, rank, jobs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
