@@ -39,7 +39,7 @@ Written by `make published`. A row: its key in docs/published.md or docs/papers.
 1; its kind, as the fields of :class:`commlayer.scheduler.mapping.validity.CaseKind`.
 """
 
-ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, str, int]], ...] = '''
+ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, bool, str, int]], ...] = '''
 
 
 def main() -> None:
@@ -87,7 +87,8 @@ def _papers() -> list[CheckedRow]:
         row, estimate = each.row, each.estimate
         if each.error is None or row.is_calibration or row.quality == "misprint" or row.method.startswith("FSDP"):
             continue
-        kind = kind_of(estimate.job, estimate.setup, clusters.load(CLUSTER), SOFTWARE_OF[row.method])
+        busy_us = estimate.step_us * (1 - estimate.bubble)
+        kind = kind_of(estimate.job, estimate.setup, clusters.load(CLUSTER), SOFTWARE_OF[row.method], busy_us)
         found.append(CheckedRow(f"MoE Parallel Folding, {row.name}", kind, round(each.error, 4)))
     return found
 

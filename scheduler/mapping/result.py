@@ -157,4 +157,4 @@ def kind_words(kind: CaseKind) -> str:
     words = [kind.generation.capitalize(), kind.precision.upper(), where[kind.experts], kind.dispatcher]
     if kind.overlap != "none":
         words.append(f"overlap {kind.overlap}")
-    return ", ".join([*words, *(["sharded weights"] if kind.sharded else [])])
+    return ", ".join([*words, *["short layers"] * kind.short, *["sharded weights"] * kind.sharded])

@@ -483,7 +483,9 @@ class Estimator:
             backward=gradients.forecast or builder.simulated(backward)[1],
             merged=builder.simulated(self._merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._rank_times(setup, stages),
-            validity=assess(kind_of(self.job, setup, self.cluster, self.software)),
+            validity=assess(
+                kind_of(self.job, setup, self.cluster, self.software, found.step_us * (1 - found.bubble)),
+            ),
         )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "COVERAGE",
     "LEAST",
     "NEAREST",
+    "SHORT_LAYER_US",
     "CaseKind",
     "CheckedRow",
     "Validity",
@@ -49,9 +50,21 @@ LEAST = 3
 """The number of runs that make a kind a checked one."""
 NEAREST = 9
 """The fewest errors that an interval is made of: of fewer, the lowest and the highest would hold less than COVERAGE."""
+SHORT_LAYER_US = 12_000.0
+"""Below this, by our estimate, a layer takes a micro-batch forward and backward so fast that launching its kernels may take
+longer: Megatron-Core launches some hundreds for a MoE layer, each in tens of µs of its Python and PyTorch, unless CUDA graphs
+hold them (NVIDIA's guide to DeepSeek-V3 on GB200 calls steps host-bound whose layers are as long). Launches are not modelled."""
 _SHOWN = 3
 _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell"}
-_WEIGHTS = {"generation": 4.0, "experts": 3.0, "precision": 2.0, "dispatcher": 2.0, "overlap": 2.0, "sharded": 1.0}
+_WEIGHTS = {
+    "generation": 4.0,
+    "experts": 3.0,
+    "precision": 2.0,
+    "dispatcher": 2.0,
+    "overlap": 2.0,
+    "short": 2.0,
+    "sharded": 1.0,
+}
 _FAMILY, _SCALE, _MOST_SCALE = 1.0, 0.25, 4.0
 """What another model counts, and each doubling of the GPUs, up to so many."""
 
@@ -62,7 +75,8 @@ class CaseKind(NamedTuple):
     ``generation``: of the GPU (ampere, hopper, blackwell, other). ``precision``: bf16 or fp8, of whichever recipe.
     ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside (an
     NVLink domain) or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other micro-batches' passes).
-    ``sharded``: whether data parallelism shards weights. ``family``: the model.
+    ``short``: whether a layer's passes are (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights.
+    ``family``: the model.
     """
 
     generation: str
@@ -70,6 +84,7 @@ class CaseKind(NamedTuple):
     dispatcher: str
     experts: str
     overlap: str
+    short: bool
     sharded: bool
     family: str
     gpus: int
@@ -106,8 +121,9 @@ class Validity:
         return step_us * (1 + self.low), step_us * (1 + self.high)
 
 
-def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> CaseKind:
-    """The kind of a case."""
+def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_us: float) -> CaseKind:
+    """The kind of a case. ``busy_us``: the estimated step without the pipeline's bubble."""
+    layer_us = busy_us / setup.micro_batches(job) / (job.model.layers / setup.pp)
     if setup.ep * setup.etp == 1:
         experts = "alone"
     else:
@@ -120,6 +136,7 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software) -> Cas
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
         experts=experts,
         overlap=_overlap(setup, software),
+        short=layer_us < SHORT_LAYER_US,
         sharded=setup.zero == 3,
         family=job.model.family or job.model.name,
         gpus=setup.gpus,

@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, with_dispa
 from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CaseKind, CheckedRow, assess, checked_rows, kind_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, "deepseek-v3", 1024)
+KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, False, "deepseek-v3", 1024)
 JOB = Job(model=catalog.load("deepseek-v3"), gpus=1024, global_batch=8192, sequence=4096)
 
 
@@ -67,14 +67,17 @@ def test_intervals_hold_what_they_promise() -> None:
 
 def test_kinds_follow_from_the_cluster_and_the_software() -> None:
     setup = Setup(gpus=1024, tp=2, pp=8, ep=64, vpp=4, precision="fp8")
-    kind = kind_of(JOB, setup, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"))
-    assert kind == CaseKind("hopper", "fp8", "deepep", "between", "none", False, "deepseek-v3", 1024)
-    inside = kind_of(JOB, Setup(gpus=1024, ep=8, zero=3), clusters.load("a100"), COMMLAYER)
-    assert inside == CaseKind("ampere", "bf16", "chunks", "inside", "chunks", True, "deepseek-v3", 1024)
-    assert kind_of(JOB, Setup(gpus=1024), clusters.load("gb200-nvl72"), MEGATRON)[:4] == (
+    kind = kind_of(JOB, setup, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"), 40e6)
+    assert kind == CaseKind("hopper", "fp8", "deepep", "between", "none", False, False, "deepseek-v3", 1024)
+    inside = kind_of(JOB, Setup(gpus=1024, ep=8, zero=3), clusters.load("a100"), COMMLAYER, 1e6)
+    assert inside == CaseKind("ampere", "bf16", "chunks", "inside", "chunks", True, True, "deepseek-v3", 1024)
+    assert kind_of(JOB, Setup(gpus=1024), clusters.load("gb200-nvl72"), MEGATRON, 40e6)[:4] == (
         *("blackwell", "bf16", "nccl", "alone"),
     )
-    assert kind_words(inside) == "Ampere, BF16, experts inside a node, chunks, overlap chunks, sharded weights"
+    assert (
+        kind_words(inside)
+        == "Ampere, BF16, experts inside a node, chunks, overlap chunks, short layers, sharded weights"
+    )
 
 
 def test_estimates_carry_it_and_say_it() -> None:
