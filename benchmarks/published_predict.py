@@ -17,6 +17,7 @@ from commlayer.scheduler.mapping import catalog, clusters, flops
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
+from commlayer.scheduler.mapping.recomputation import canonical
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
@@ -162,9 +163,9 @@ def _schedule(row: Published) -> tuple[PipelineSchedule, list[str]]:
 
 
 def _recompute(row: Published) -> Recompute:
-    if "full" in row.recompute:
-        return "full"
-    return "selective" if row.recompute else "none"
+    if not row.recompute or row.recompute == ("selective",) or row.recompute == ("full",):
+        return row.recompute[0] if row.recompute else "none"
+    return canonical("+".join(row.recompute))
 
 
 def order_pairs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome, bool]]:

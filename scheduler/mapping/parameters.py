@@ -277,8 +277,10 @@ def _kind(rank: int, kinds: tuple[bool, ...], pp: int, vpp: int, schedule: Pipel
 def stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b") -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
-    The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others
-    of one less. Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them, or where DualPipe has it.
+    The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the
+    others of one less. Where the last one has modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts
+    of DeepSeek-V3 (but with DualPipe, for which nobody published one). Chunk c is on stage c mod pp, as Megatron's
+    interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
         UsageError: a chunk would be empty; names the nearest degrees for which none is.
@@ -310,16 +312,28 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
     return len(kinds) - sum(kinds), sum(kinds)
 
 
+def _cut(layers: int, num: int, chunk: int, relieved: bool) -> tuple[int, int]:
+    """The first layer of a chunk, and the first behind it. ``relieved``: all layers that are missing for equal chunks are missing
+    in the last one, but that it keeps one."""
+    last = layers // num
+    if relieved and num > 1:
+        most = -(-layers // num)
+        last = most - min(most * num - layers, most - 1)
+        layers, num = layers - last, num - 1
+    each, larger = divmod(layers, num)
+    first = chunk * each + min(chunk, larger)
+    return first, first + (last if chunk == num else each + (chunk < larger))
+
+
 @lru_cache(maxsize=1 << 16)
 def _kinds(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, stage: int) -> tuple[bool, ...]:
     """For each layer of a stage, chunk by chunk, whether it has experts; the last chunk has the modules' for more tokens too."""
     num = num_chunks(schedule, pp, vpp)
-    each, larger = divmod(model.layers, num)
+    relieved = bool(model.mtp_layers) and not is_dual(schedule)
     every = layer_kinds(model)
     found: list[bool] = []
     for chunk in chunks_of(schedule, pp, stage, vpp):
-        first = chunk * each + min(chunk, larger)
-        found += every[first : first + each + (chunk < larger)]
+        found += every[slice(*_cut(model.layers, num, chunk, relieved))]
         if chunk == num - 1:
             found += every[-1:] * model.mtp_layers
     return tuple(found)

@@ -713,11 +713,9 @@ def test_a_module_for_more_tokens_costs_a_layer_and_a_head() -> None:
     assert two.dense_ffn == one.dense_ffn
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "schedule"), [(1, 1, "1f1b"), (16, 1, "1f1b"), (4, 3, "1f1b"), (8, 1, "dualpipe")]
-)
+@pytest.mark.parametrize(("pp", "vpp", "schedule"), [(1, 1, "1f1b"), (61, 1, "1f1b"), (8, 1, "dualpipe")])
 def test_modules_for_more_tokens_are_on_the_rank_with_the_head(pp: int, vpp: int, schedule: PipelineSchedule) -> None:
-    setup = Setup(gpus=128, pp=pp, vpp=vpp, schedule=schedule, ep=8)
+    setup = Setup(gpus=8 * pp, pp=pp, vpp=vpp, schedule=schedule, ep=8)
     for stage in range(pp):
         plain, more = (parameters.layers_of(model, setup, stage) for model in (V3, V3_MTP))
         assert (more[0] - plain[0], more[1] - plain[1]) == (0, int(setup.has_head(stage)))
@@ -729,8 +727,20 @@ def test_modules_for_more_tokens_are_on_the_rank_with_the_head(pp: int, vpp: int
         assert held - plain_held == sum(layer.values()) + 2 * 7168**2 + 3 * 7168 + copy
 
 
+@pytest.mark.parametrize(
+    ("pp", "vpp", "most", "last"),
+    [(16, 1, 4, 2), (8, 1, 8, 6), (4, 4, 16, 14), (8, 4, 8, 8), (2, 8, 32, 30), (7, 1, 9, 8)],
+)
+def test_the_chunk_with_modules_for_more_tokens_has_the_fewest_layers(pp: int, vpp: int, most: int, last: int) -> None:
+    """Megatron-Bridge's layouts of DeepSeek-V3: with 16 stages 4 layers each, and one and the module on the last."""
+    setup = Setup(gpus=8 * pp, pp=pp, vpp=vpp, ep=8)
+    layers = [sum(parameters.layers_of(V3_MTP, setup, stage)) for stage in range(pp)]
+    assert sum(layers) == 62
+    assert (max(layers), layers[-1]) == (most, last)
+
+
 def test_modules_for_more_tokens_take_time_and_memory_on_the_last_stage() -> None:
-    setup = Setup(gpus=256, pp=4, ep=64)
+    setup = Setup(gpus=256, ep=64)
     found = []
     for model in (V3, V3_MTP):
         job = Job(model=model, gpus=256, global_batch=1024, sequence=4096)
