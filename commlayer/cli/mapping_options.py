@@ -33,6 +33,7 @@ from commlayer.scheduler.mapping.software import (
     Software,
     software,
     with_dispatcher,
+    with_fp8_activations,
     with_optimizer,
     with_overlap,
 )
@@ -161,6 +162,7 @@ job_options = in_order(
     click.option("--exp-avg-dtype", type=click.Choice(list(STATE_BYTES)), help="Of Adam's first moment.  [fp32]"),
     click.option("--exp-avg-sq-dtype", type=click.Choice(list(STATE_BYTES)), help="Of its second.  [fp32]"),
     click.option("--fp8-param-gather", is_flag=True, help="Weights of linear layers in FP8 alone, and gathered so."),
+    click.option("--activation-func-fp8-input-store", is_flag=True, help="What goes into SwiGLU is kept in FP8."),
     click.option(
         "--optimizer-offload-fraction",
         type=click.FloatRange(0, 1),
@@ -242,6 +244,8 @@ def read_request(given: dict[str, Any]) -> Request:
     state = {name: given.pop(name) for name in _STATE}
     if any(value not in (None, False) for value in state.values()):
         runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
+    if given.pop("activation_func_fp8_input_store"):
+        runs = with_fp8_activations(runs)
     if (dispatcher := given.pop("dispatcher")) is not None:
         runs = with_dispatcher(runs, dispatcher)
     precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")

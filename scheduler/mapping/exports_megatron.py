@@ -314,6 +314,8 @@ def _state(setup: Setup, software: Software) -> Iterator[str]:
         yield "--grad-reduce-in-bf16"
     if software.keeps_fp8_weights and setup.precision != "bf16":
         yield "--fp8-param-gather"
+    if software.keeps_fp8_activations:
+        yield "--activation-func-fp8-input-store"
     if software.offloaded_optimizer:
         yield "--optimizer-cpu-offload"
         yield from _flag("optimizer-offload-fraction", f"{software.offloaded_optimizer:g}")

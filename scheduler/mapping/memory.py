@@ -54,7 +54,13 @@ class LayerElements(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def kept_elements(
-    model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int, operand: float = 1.0
+    model: ModelShape,
+    recompute: Recompute,
+    attention: Attention,
+    tp: int,
+    etp: int,
+    operand: float = 1.0,
+    gated: float = 1.0,
 ) -> LayerElements:
     """Count what a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many,
     narrower.
@@ -66,11 +72,14 @@ def kept_elements(
     what they compute again (:mod:`commlayer.scheduler.mapping.recomputation`).
 
     ``operand``: what is kept of an element that goes into a product, in BF16 elements: 1, or in FP8 a half and its scales. There
-    attention's output and the second norm's are kept in both, for others need them in BF16 (attention; the router).
+    attention's output and the second norm's are kept in both, for others need them in BF16 (attention; the router). ``gated``:
+    the same of what goes into a gated activation function.
     """
     if recompute == "full":
         return LayerElements(model.hidden, 0, 0, 0)
-    first = model.matrices - 1  # products of the first matrices: gate and up, or one
+    first: float = model.matrices - 1  # products of the first matrices: gate and up, or one
+    if model.gated:
+        first *= gated
     latent = model.latent
     query, keys_values, output = _attention_elements(model, tp)
     cast = operand if operand < 1 else 0.0  # a copy beside what is kept in BF16
@@ -234,6 +243,7 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
             setup.cp,
             setup.etp,
             1.0 if recipe is None else recipe.copy_bytes() / _WEIGHT,
+            1 / _WEIGHT if software.keeps_fp8_activations else 1.0,
         ),
         _keeps(setup, software),
     )
@@ -271,6 +281,7 @@ class _Layer(NamedTuple):
     cp: int
     etp: int
     operand: float
+    gated: float
 
 
 class _Keeps(NamedTuple):
@@ -293,7 +304,8 @@ def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerE
 
     Selective recomputation gathers sequences again, and keeps what attention itself works on.
     """
-    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp, layer.operand)
+    formats = layer.operand, layer.gated
+    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp, *formats)
     if modules := modules_of(layer.recompute):
         remade = bool(modules & {"moe", "mlp", "shared_experts"})
         kept = _with_gathered(kept, layer, keeps._replace(ffn_sequence=keeps.ffn_sequence and not remade))
@@ -301,7 +313,7 @@ def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerE
         kept = _with_gathered(kept, layer, keeps)
     elif layer.recompute == "selective":
         kept = _with_gathered(kept, layer, _Keeps(False, False, keeps.context))
-    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp, layer.operand)
+    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp, *formats)
     whole = _with_gathered(whole, layer, keeps)
     return kept, LayerElements(*(a - b for a, b in zip(whole, kept, strict=True)))
 

@@ -22,6 +22,7 @@ __all__ = [
     "software",
     "splits_ffn",
     "with_dispatcher",
+    "with_fp8_activations",
     "with_optimizer",
     "with_overlap",
 ]
@@ -71,6 +72,8 @@ class Software:
         main_weight_bytes, moment_bytes: of an element of the optimizer's own weights, and of its two moments.
         keeps_fp8_weights: with a recipe of FP8 a linear layer has no BF16 weights beside those, and they are gathered so
             (Megatron-LM's --fp8-param-gather).
+        keeps_fp8_activations: what goes into a gated activation function is kept in FP8 for the backward pass
+            (Megatron-LM's --activation-func-fp8-input-store).
         offloaded_optimizer: the part of the optimizer's state that lies in the host's memory, and is stepped there.
     """
 
@@ -101,6 +104,7 @@ class Software:
     main_weight_bytes: int = 4
     moment_bytes: tuple[int, int] = (4, 4)
     keeps_fp8_weights: bool = False
+    keeps_fp8_activations: bool = False
     offloaded_optimizer: float = 0.0
 
     @property
@@ -205,6 +209,12 @@ def with_optimizer(
         parameter_bytes=1 if fp8_param_gather else software.parameter_bytes,
         offloaded_optimizer=optimizer_offload_fraction,
     )
+
+
+def with_fp8_activations(software: Software) -> Software:
+    """The same software, which keeps what goes into SwiGLU in FP8 for the backward pass, as DeepSeek-V3 does
+    (arXiv:2412.19437, section 3.3.3) and Megatron-LM with --activation-func-fp8-input-store."""
+    return replace(software, keeps_fp8_activations=True)
 
 
 def with_dispatcher(software: Software, dispatcher: str) -> Software:

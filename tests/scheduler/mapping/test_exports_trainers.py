@@ -17,7 +17,13 @@ from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher, with_optimizer, with_overlap
+from commlayer.scheduler.mapping.software import (
+    MEGATRON,
+    with_dispatcher,
+    with_fp8_activations,
+    with_optimizer,
+    with_overlap,
+)
 
 JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
 BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
@@ -371,7 +377,9 @@ def _python(environment: dict[str, str], program: str, given: str = "") -> subpr
 def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
     job = Job(model=replace(catalog.load("deepseek-v3"), mtp_layers=1), gpus=256, global_batch=1024, sequence=4096)
     state = {"exp_avg_dtype": "bf16", "main_params_dtype": "fp16", "main_grads_dtype": "bf16"}
-    planned = with_optimizer(MEGATRON, **state, fp8_param_gather=True, optimizer_offload_fraction=0.5)
+    planned = with_optimizer(
+        with_fp8_activations(MEGATRON), **state, fp8_param_gather=True, optimizer_offload_fraction=0.5
+    )
     setup = Setup(gpus=256, pp=4, ep=64, precision="fp8-blockwise", recompute="moe_act+mla_up_proj")
     flags = " ".join(megatron(job, setup, planned))
     for wanted in (
@@ -382,6 +390,7 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
         "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16",
         "--grad-reduce-in-bf16",
         "--fp8-param-gather",
+        "--activation-func-fp8-input-store",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     ):
         assert wanted in flags

@@ -25,7 +25,14 @@ from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSch
 from commlayer.scheduler.mapping.recomputation import MODULES
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software, with_dispatcher
+from commlayer.scheduler.mapping.software import (
+    COMMLAYER,
+    MEGATRON,
+    PLANNED,
+    Software,
+    with_dispatcher,
+    with_fp8_activations,
+)
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.space import setups as all_setups
 
@@ -221,6 +228,17 @@ def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: Pipeline
         assert len(setup.chunks(stage)) == setup.chunks_per_rank
     every = sorted(chunk for stage in range(pp) for chunk in setup.chunks(stage))
     assert every == sorted([*range(setup.num_chunks)] * setup.copies)
+
+
+def test_what_goes_into_swiglu_may_be_kept_in_fp8() -> None:
+    """Half of it: of each row both halves of the gated product, 2 bytes an element, and in a model without a gate nothing."""
+    job, setup = estimator("mixtral-8x22b").job, Setup(gpus=64, tp=2, ep=8, pp=4)
+    whole, half = (
+        Estimator(job, EOS, software, efficiency=0.8).memory(setup).activations
+        for software in (MEGATRON, with_fp8_activations(MEGATRON))
+    )
+    rows, in_flight, layers = 4096 / 2 * job.model.top_k, 4, 2
+    assert whole - half == pytest.approx(rows * in_flight * layers * 2 * job.model.width)
 
 
 def test_a_merged_layer_has_a_course_of_its_own() -> None:
