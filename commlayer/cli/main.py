@@ -35,7 +35,9 @@ _CLUSTER = {
 }
 _OFFLINE = {
     "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
-    "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate, compare and merge profiles."),
+    "profiles": _Entry(
+        "commlayer.cli.profiles", "profiles", "List, show, validate, compare, merge, import and export profiles."
+    ),
     "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
     "audit": _Entry(
         "commlayer.cli.audit", "audit_command", "Hold what a job's calls were promised to take against what they took."

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.output_files import draw
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -26,7 +27,11 @@ __all__ = ["profiles"]
 
 @click.group(no_args_is_help=True)
 def profiles() -> None:
-    """List, show, validate, compare and merge profiles."""
+    """List, show, validate, compare, merge, import and export profiles."""
+
+
+for each in (import_command, export_command, tuner_command):
+    profiles.add_command(each)
 
 
 @profiles.command("list")

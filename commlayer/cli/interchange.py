@@ -1,0 +1,224 @@
+"""``commlayer profiles import|export|tuner``: times of NCCL into a profile and out of it, and NCCL's tuner tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, json_option
+from commlayer.cli.tables import echo, print_json
+from commlayer.cli.traffic_options import group_traffic
+from commlayer.profiles import catalog
+from commlayer.profiles.errors import PlanError, ProfileError, UsageError
+from commlayer.profiles.files import write_file
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.readers.nccl_files import NcclRun, nccl_profile, nccl_tests_json, read_nccl_runs
+from commlayer.scheduler.decision import Decision, choose
+from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.nccl_tuner import TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions, rows_of_times
+from commlayer.units import format_bytes
+
+__all__ = ["export_command", "import_command", "tuner_command"]
+
+_FILES = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
+_COLLECTIVE = click.option("--collective", default="", help="What a text of nccl-tests is of, such as all_reduce.")
+_TOPOLOGY = click.option("--topology", help="Ranks of each node, such as 2x8, where the files do not say.")
+
+
+@click.command("import")
+@_FILES
+@click.option("--output", "-o", type=OUTPUT_FILE, required=True, help="Where the profile goes.")
+@click.option("--name", help="The profile's name.  [the output's]")
+@click.option("--base", type=PROFILE, help="A profile of the same cluster, whose other curves and peaks stay.")
+@_COLLECTIVE
+@_TOPOLOGY
+@_FORCE
+@json_option
+def import_command(
+    files: tuple[Path, ...],
+    output: Path,
+    name: str | None,
+    base: str | None,
+    collective: str,
+    topology: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Make a profile of what nccl-tests or NCCL Inspector have measured.
+
+    FILES are nccl-tests' output, its JSON (-J), and NCCL Inspector's JSON, in any mixture. Where several have times of one size,
+    the shortest counts.
+
+    \b
+      commlayer profiles import all_reduce.json alltoall.txt --output cluster.json
+      commlayer profiles import inspector/*.log --base h100-eos-2x8 --output cluster.json
+    """
+    runs = _read(files, collective, topology)
+    profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
+    try:
+        profile.save(output, new_only=not force)
+    except FileExistsError as error:
+        raise UsageError(f"{output}: there is such a file already: choose another, or --force to replace it") from error
+    read = [f"{each.collective} of {each.ranks} ranks, {len(each.times_us)} sizes" for each in runs]
+    if as_json:
+        print_json(
+            {
+                "path": str(output),
+                "name": profile.name,
+                "topology": profile.topology,
+                "read": read,
+                "source": profile.source,
+            }
+        )
+        return
+    for line in read:
+        echo(line)
+    echo(f"{output}: {profile.name}, {profile.topology}, {len(profile.curves)} curves, {profile.fingerprint}")
+    if not base:
+        echo(
+            "note: peaks are the highest bus bandwidths that were measured; with --base plans have its other curves",
+            err=True,
+        )
+
+
+@click.command("export")
+@click.argument("profile_name", type=PROFILE, metavar="NAME|PATH")
+@click.option(
+    "--format", "kind", type=click.Choice(["nccl-tests"]), default="nccl-tests", show_default=True, help="As what."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="A folder for the files, one a curve.",
+)
+@_FORCE
+def export_command(profile_name: str, kind: str, output: Path, force: bool) -> None:
+    """Write a profile's curves as nccl-tests writes its results with -J, for tools that read these.
+
+    `commlayer profiles import` makes the same curves of them again.
+    """
+    profile = catalog.load_profile(profile_name)
+    output.mkdir(parents=True, exist_ok=True)
+    found = nccl_tests_json(profile)
+    there = [name for name in found if (output / name).exists()]
+    if there and not force:
+        raise UsageError(
+            f"{output}: there is {there[0]} already: choose another folder, or --force to replace its files"
+        )
+    for name, text in found.items():
+        write_file(output / name, text)
+    echo(f"{output}: {len(found)} files in the form of {kind}")
+
+
+@click.command("tuner")
+@click.argument("sources", nargs=-1, required=True, metavar="PROFILE|FILES...")
+@click.option(
+    "--format", "kind", type=click.Choice(["nccl", "ncclx"]), default="nccl", show_default=True, help="Whose table."
+)
+@click.option("--group", help="Which ranks call: world, node, rail, or a shape such as 2x4.  [world]")
+@click.option("--begin", "-b", type=BYTES, default="1KiB", show_default=True, help="The smallest size.")
+@click.option("--end", "-e", type=BYTES, default="1GiB", show_default=True, help="The largest; sizes double.")
+@click.option("--output", "-o", type=OUTPUT_FILE, help="Where the table goes.  [stdout]")
+def tuner_command(
+    sources: tuple[str, ...], kind: str, group: str | None, begin: int, end: int, output: Path | None
+) -> None:
+    """Write a table by which NCCL's example tuner plugin, or NCCLX's own tuner, chooses algorithm and protocol.
+
+    PROFILE: by what is decided on it, as far as NCCL has such an algorithm; where it has none, or a single flat call is the best,
+    there is no row, and NCCL chooses. FILES: nccl-tests' JSON of runs under NCCL_ALGO and NCCL_PROTO: the fastest at each size.
+
+    \b
+      commlayer profiles tuner cluster.json --output nccl_tuner.conf
+      commlayer profiles tuner tree-ll.json ring-simple.json --format ncclx
+    """
+    if len(sources) == 1 and not _is_nccl_file(sources[0]):
+        rows, comments = _of_profile(catalog.load_profile(sources[0]), group, begin, end)
+    else:
+        rows, comments = _of_runs(sources)
+    text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)
+    for comment in comments[1:]:
+        echo(f"note: {comment}", err=True)
+    if output is None:
+        echo(text.rstrip("\n"))
+    else:
+        write_file(output, text)
+        variable = "NCCL_TUNER_CONFIG_FILE" if kind == "nccl" else "NCCLX_TUNER_CONFIG_FILE"
+        echo(f"{output}: {len(rows)} rows; {variable} names it to NCCL")
+
+
+def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[NcclRun]:
+    nodes = tuple(len(node) for node in Topology.parse(topology).nodes) if topology else ()
+    runs = []
+    for path in files:
+        found, left_out = read_nccl_runs(path, collective, nodes)
+        runs += found
+        for what in left_out:
+            echo(f"note: {path}: left out {what}", err=True)
+    return runs
+
+
+def _is_nccl_file(source: str) -> bool:
+    """Whether it is times of NCCL, and no profile: its name or path says nothing of that."""
+    if not Path(source).is_file():
+        return False
+    try:
+        read_nccl_runs(source)
+    except ProfileError:
+        return False
+    return True
+
+
+def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tuple[list[TunerRow], list[str]]:
+    if end < begin:
+        raise UsageError(f"--end: expected at least --begin, {format_bytes(begin)}, got {format_bytes(end)}")
+    sizes = [begin << power for power in range((end // begin).bit_length())]
+    rows, untold, unpriced = [], list[str](), list[str]()
+    for collective in TUNED:
+        try:
+            found, others = rows_of_decisions([_decided(profile, collective, size, group) for size in sizes])
+        except PlanError as error:
+            unpriced.append(f"{collective}: {str(error).partition('; it has')[0]}")
+            continue
+        rows += found
+        untold += others
+    if len(unpriced) == len(TUNED):
+        raise UsageError(
+            f"nothing that NCCL's tuner is asked about can be priced: {unpriced[0]}; import its times first"
+        )
+    comments = [f"by commlayer, decisions on {profile.name} ({profile.topology}), {profile.fingerprint}"]
+    if untold:
+        comments.append(f"{len(untold)} decisions have no counterpart in NCCL, and no row: {untold[0]}, and so on")
+    comments += [f"no prices of {what}" for what in unpriced]
+    if not rows:
+        why = (
+            "a single flat call is the best everywhere"
+            if not untold
+            else "NCCL has none of the algorithms that were chosen"
+        )
+        comments.append(f"no row at all: {why}, so NCCL chooses")
+    return rows, comments
+
+
+def _decided(profile: Profile, collective: str, nbytes: int, group: str | None) -> Decision:
+    traffic = group_traffic(profile, collective, nbytes, group, {})
+    return choose(traffic, group_profile(profile, traffic.nodes))
+
+
+def _of_runs(sources: Sequence[str]) -> tuple[list[TunerRow], list[str]]:
+    runs = [run for source in sources for run in read_nccl_runs(source)[0]]
+    groups: dict[tuple[str, tuple[int, ...]], dict[tuple[str, str], dict[int, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for run in runs:
+        groups[run.collective, run.nodes][run.algorithm, run.protocol].update(run.times_us)
+    rows = []
+    for (collective, nodes), times in groups.items():
+        rows += rows_of_times(collective, times, nodes)
+    return rows, [f"by commlayer, the fastest of {len(runs)} runs of nccl-tests: {', '.join(map(str, sources))}"]

@@ -1,0 +1,390 @@
+"""Times of NCCL that others have measured, as a profile: nccl-tests' text and ``-J`` JSON, and NCCL Inspector's JSON.
+
+Sizes become nccl-tests' S in all of them. Inspector counts what one rank sends in an all_gather, and what one receives of a
+reduce_scatter, so these are multiplied by the ranks. Every rank of a call is in its files with the time of its own kernel, which
+waits for who comes last: the shortest of a call counts, and of the calls of one size the median.
+
+Sources: nccl-tests 2.18, src/util.cu (the columns, and version 3 of the JSON); NCCL 2.30, plugins/profiler/inspector (v4.0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from commlayer.profiles.curve import Curve, median
+from commlayer.profiles.errors import ProfileError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, bus_factor
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology, shape_text
+
+__all__ = ["NcclRun", "nccl_profile", "nccl_tests_json", "read_nccl_runs"]
+
+_TESTS = {
+    "all_reduce": ("all_reduce",),
+    "all_gather": ("all_gather_single",),
+    "reduce_scatter": ("reduce_scatter_single",),
+    "broadcast": ("broadcast",),
+    "sendrecv": ("send_recv",),
+    "alltoall": ("all_to_all", "all_to_all_single", "all_to_all_v"),
+    "alltoallv": ("all_to_all_v",),
+    "gather": ("gather",),
+    "scatter": ("scatter",),
+}
+"""nccl-tests' programs, and the curves that their times are: NCCL's all_to_all is messages, even or not."""
+_INSPECTED = {
+    "AllReduce": ("all_reduce", False),
+    "AllGather": ("all_gather", True),
+    "ReduceScatter": ("reduce_scatter", True),
+    "Broadcast": ("broadcast", False),
+}
+"""Inspector's names: those of nccl-tests, and whether its size is a rank's part of S."""
+_DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device")
+_STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
+_MARK = "commlayer "
+"""What begins the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
+_FIRST_COLUMNS = 5
+"""Size, count, type, redop and root, before the time out of place."""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclRun:
+    """The times of one collective in one group.
+
+    Attributes:
+        collective: nccl-tests' name without ``_perf``. key, holdout_error: of the profile's curve that was written as a run.
+        nodes: ranks on each node. times_us: by S in bytes, of one call.
+        algorithm, protocol: where NCCL_ALGO and NCCL_PROTO asked for one; else empty.
+        source: the file, and what wrote it.
+    """
+
+    collective: str
+    nodes: tuple[int, ...]
+    times_us: Mapping[int, float]
+    source: str
+    algorithm: str = ""
+    protocol: str = ""
+    key: tuple[str, str, int] | None = None
+    holdout_error: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.nodes)
+
+
+def read_nccl_runs(
+    path: str | os.PathLike[str], collective: str = "", nodes: tuple[int, ...] = ()
+) -> tuple[list[NcclRun], list[str]]:
+    """Read what one file has, and say what it has that is left out.
+
+    Args:
+        collective, nodes: in place of what the file says; texts of nccl-tests before 2.17 do not say which collective it was.
+
+    Raises:
+        ProfileError: no file, or none of the three kinds; a collective or nodes that are not known; no times.
+    """
+    where = os.fspath(path)
+    try:
+        text = read_file(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{where}: cannot read times of NCCL: {error}") from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        lines = [line for line in text.splitlines() if line.strip()]
+        is_inspector = bool(lines) and lines[0].lstrip().startswith("{")
+        content = _objects(lines, where) if is_inspector else None
+    if content is None:
+        runs, left_out = [_of_text(text, where, collective, nodes)], list[str]()
+    elif isinstance(content, dict) and "results" in content:
+        runs, left_out = _of_json(content, where, collective, nodes)
+    else:
+        runs, left_out = _of_inspector(content if isinstance(content, list) else [content], where)
+        if nodes:
+            runs = [replace(run, nodes=nodes) for run in runs]
+    if not any(run.times_us for run in runs):
+        raise ProfileError(f"{where}: expected times of nccl-tests (text or -J) or of NCCL Inspector, got none")
+    return runs, left_out
+
+
+def _objects(lines: Sequence[str], where: str) -> list[Any]:
+    """The objects of a file that has one a line; of the last line a part may be missing, as a job that was killed leaves it."""
+    found: list[Any] = []
+    for number, line in enumerate(lines, start=1):
+        each = _object(line)
+        if each is None and number < len(lines):
+            raise ProfileError(f"{where}: line {number}: expected one JSON object a line, got {line[:60]!r}")
+        found += [] if each is None else [each]
+    return found
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _of_text(text: str, where: str, collective: str, nodes: tuple[int, ...]) -> NcclRun:
+    times: dict[int, float] = {}
+    hosts: list[str] = []
+    program = ""
+    for line in text.splitlines():
+        if device := _DEVICE.match(line):
+            hosts += [device[2]] if device[1] == "0" else []
+        elif starting := _STARTING.match(line):
+            program = starting[1]
+        elif not line.lstrip().startswith("#") and (row := _row(line)):
+            times[row[0]] = row[1]
+    source = f"nccl-tests' text {os.path.basename(where)}"
+    return NcclRun(collective or _program(program, where), nodes or _nodes(hosts, where), times, source)
+
+
+def _row(line: str) -> tuple[int, float] | None:
+    """Size and time of a line of the table, in place where there is nothing else."""
+    words = line.split()
+    try:
+        size, time_us = int(words[0]), float(words[_FIRST_COLUMNS])
+    except (IndexError, ValueError):
+        return None
+    return (size, time_us) if size > 0 and time_us > 0 else None
+
+
+def _of_json(
+    content: Mapping[str, Any], where: str, collective: str, nodes: tuple[int, ...]
+) -> tuple[list[NcclRun], list[str]]:
+    try:
+        devices = content.get("devices") or []
+        hosts = [device["hostname"] for device in devices if device.get("group", 0) == 0]
+        environment = dict(entry.partition("=")[::2] for entry in content.get("env") or [])
+        program = os.path.basename(str((content.get("args") or [""])[0]))
+        groups: dict[str, dict[int, float]] = defaultdict(dict)
+        for result in content["results"]:
+            measured = result.get("out_of_place") or result.get("in_place") or {}
+            time_us, size = measured.get("time", measured.get("cpu_time", 0.0)), result["size"]
+            if size > 0 and isinstance(time_us, (int, float)) and time_us > 0:
+                groups[str(result.get("experiment_name") or "")][size] = float(time_us)
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ProfileError(f"{where}: expected nccl-tests' JSON, got one without {error}") from error
+    base = NcclRun(
+        "",
+        nodes or _nodes(hosts, where),
+        {},
+        f"nccl-tests' JSON {os.path.basename(where)}",
+        environment.get("NCCL_ALGO", "").lower(),
+        environment.get("NCCL_PROTO", "").lower(),
+    )
+    found = []
+    given = content.get("holdout_error")
+    holdout_error = float(given) if isinstance(given, (int, float)) else None
+    for name, times in groups.items():
+        key = _key(name)
+        test = key[0] if key else collective or _program(program, where)
+        found.append(replace(base, collective=test, times_us=times, key=key, holdout_error=holdout_error))
+    return found, []
+
+
+def _key(name: str) -> tuple[str, str, int] | None:
+    words = name.removeprefix(_MARK).split() if name.startswith(_MARK) else []
+    if len(words) == 3 and words[0] in COLLECTIVES and words[1] in _LINKS and words[2].isdecimal():
+        return words[0], words[1], int(words[2])
+    return None
+
+
+_LINKS = ("inter", "intra", "device")
+
+
+def _of_inspector(content: Sequence[Any], where: str) -> tuple[list[NcclRun], list[str]]:
+    calls: dict[tuple[str, tuple[int, ...], int], dict[tuple[str, int], float]] = defaultdict(dict)
+    left_out: Counter[str] = Counter()
+    for entry in content:
+        try:
+            if "coll_perf" not in entry:
+                left_out["messages (p2p_perf), of which an all_to_all cannot be put together"] += 1
+                continue
+            header, call = entry["header"], entry["coll_perf"]
+            ranks, num_nodes = int(header["n_ranks"]), int(header["nnodes"])
+            if call["coll"] not in _INSPECTED:
+                left_out[f"{call['coll']}"] += 1
+                continue
+            collective, is_part = _INSPECTED[call["coll"]]
+            size = int(call["coll_msg_size_bytes"]) * (ranks if is_part else 1)
+            one, time_us = (str(header["id"]), int(call["coll_sn"])), float(call["coll_exec_time_us"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise ProfileError(f"{where}: expected NCCL Inspector's JSON, one object a line, got {error!r}") from error
+        if ranks < 2 or num_nodes < 1 or ranks % num_nodes or size < 1 or time_us <= 0:
+            left_out["calls of one rank, of uneven nodes, or without a size or a time"] += 1
+            continue
+        known = calls[collective, (ranks // num_nodes,) * num_nodes, size]
+        known[one] = min(time_us, known.get(one, time_us))
+    times: dict[tuple[str, tuple[int, ...]], dict[int, float]] = defaultdict(dict)
+    for (collective, nodes, size), each in calls.items():
+        times[collective, nodes][size] = median(list(each.values()))
+    source = f"NCCL Inspector's {os.path.basename(where)}"
+    runs = [NcclRun(collective, nodes, sizes, source) for (collective, nodes), sizes in times.items()]
+    return runs, [f"{count} {what}" for what, count in left_out.items()]
+
+
+def _program(program: str, where: str) -> str:
+    name = os.path.basename(program).removesuffix("_perf")
+    if name not in _TESTS:
+        raise ProfileError(
+            f"{where}: expected times of one of {', '.join(_TESTS)}, got {name or 'a file that does not say of what'}: name it "
+            "with --collective"
+        )
+    return name
+
+
+def _nodes(hosts: Sequence[str], where: str) -> tuple[int, ...]:
+    if not hosts:
+        raise ProfileError(
+            f"{where}: the file does not say which ranks were on which hosts: name them with --topology, as 2x8"
+        )
+    return tuple(sorted(Counter(hosts).values(), reverse=True))
+
+
+def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = None, source: str = "") -> Profile:
+    """Make a profile of what was read. Where several runs have times of one size, the shortest counts: NCCL's best algorithm.
+
+    Args:
+        base: a profile of the same cluster, whose other curves and whose peaks stay. Without one, peaks are the highest bus
+            bandwidths, and memory is taken to be as fast as the fastest link.
+        source: in place of the list of files.
+
+    Raises:
+        ProfileError: nothing that a curve can be made of; runs of another cluster than the base's.
+    """
+    runs = list(runs)
+    shape = (
+        Topology.parse(base.topology).shape
+        if base
+        else shape_text(max((run.nodes for run in runs), key=sum, default=(1,)))
+    )
+    world = tuple(sorted((len(node) for node in Topology.parse(shape).nodes), reverse=True))
+    times: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
+    behind: dict[tuple[str, str, int], list[NcclRun]] = defaultdict(list)
+    for run in runs:
+        if len(run.nodes) > len(world) or any(have > most for have, most in zip(run.nodes, world, strict=False)):
+            raise ProfileError(
+                f"{run.source}: ranks {shape_text(run.nodes)} do not fit a cluster of {shape}: import them by themselves, or "
+                "with a base of their shape"
+            )
+        for key in _keys(run):
+            behind[key].append(run)
+            for size, time_us in run.times_us.items():
+                times[key][size] = min(time_us, times[key].get(size, time_us))
+    curves = {key: _curve(key, sizes, behind[key]) for key, sizes in times.items() if sizes}
+    if not curves:
+        raise ProfileError("expected times of a collective that plans are priced by, got none")
+    known = {(curve.collective, str(curve.link), curve.group_size): curve for curve in base.curves} if base else {}
+    said = source or f"times of NCCL from {', '.join(dict.fromkeys(run.source for run in runs))}"
+    if base:
+        said += f"; all else from {base.name}: {base.source}"
+    return Profile.create(
+        name=name,
+        kind="measured",
+        source=said,
+        topology=shape,
+        peaks=base.peaks if base else _peaks(curves.values()),
+        gather=base.gather if base else "remote",
+        curves=(known | curves).values(),
+        interference=base.interference if base else (),
+        slow_links=base.slow_links if base else (),
+        environment={**(base.environment if base else {}), "backend": "nccl"},
+        plan_from_bytes=base.plan_from_bytes if base else 0,
+    )
+
+
+def _keys(run: NcclRun) -> Iterator[tuple[str, str, int]]:
+    if run.key:
+        yield run.key
+        return
+    link = "inter" if len(run.nodes) > 1 else "intra"
+    for collective in _TESTS[run.collective]:
+        yield collective, link, run.ranks
+
+
+def _curve(key: tuple[str, str, int], sizes: Mapping[int, float], runs: Sequence[NcclRun]) -> Curve:
+    """A curve of what was measured; one that a profile had is as it was there."""
+    collective, link, ranks = key
+    in_order, source = sorted(sizes), ", ".join(dict.fromkeys(run.source for run in runs))
+    times = [sizes[size] for size in in_order]
+    if all(run.key for run in runs):
+        error = runs[0].holdout_error
+        return Curve(
+            collective, Resource(link), ranks, tuple(in_order), tuple(times), holdout_error=error, source=source
+        )
+    return Curve.from_samples(collective, Resource(link), ranks, in_order, times, source=source)
+
+
+def _peaks(curves: Iterable[Curve]) -> Peaks:
+    best: dict[str, float] = {}
+    for curve in curves:
+        factor = bus_factor(curve.collective, curve.group_size)
+        rate = max(size * factor / time_us / 1e3 for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
+        best[str(curve.link)] = max(rate, best.get(str(curve.link), 0.0))
+    fastest = max(best.values())
+    return Peaks(best.get("inter", fastest), best.get("intra", fastest), best.get("device", fastest))
+
+
+def nccl_tests_json(profile: Profile) -> dict[str, str]:
+    """Write a profile's curves as nccl-tests writes its results with ``-J``: a file's name, and its text, for each curve.
+
+    Bandwidths follow from sizes and times. :func:`read_nccl_runs` knows the curve again by the experiment's name, so that a
+    profile of what was read has the same times.
+    """
+    nodes = Topology.parse(profile.topology).nodes
+    found = {}
+    for curve in profile.curves:
+        factor = bus_factor(curve.collective, curve.group_size)
+        name = f"{curve.collective}_{curve.link}_{curve.group_size}"
+        devices = [
+            {
+                "rank": rank,
+                "group": 0,
+                "pid": 0,
+                "hostname": f"node{node}",
+                "device": place,
+                "device_hex": "",
+                "device_info": "",
+            }
+            for node, ranks in enumerate(nodes)
+            for place, rank in enumerate(ranks)
+        ]
+        results = [
+            {
+                "size": size,
+                "count": size,
+                "type": "uint8",
+                "redop": "none",
+                "root": "-1",
+                "out_of_place": {
+                    "time": time_us,
+                    "alg_bw": size / time_us / 1e3,
+                    "bus_bw": size * factor / time_us / 1e3,
+                    "nwrong": None,
+                },
+                "in_place": None,
+                "actual_iterations": 1,
+                "experiment_name": f"{_MARK}{curve.collective} {curve.link} {curve.group_size}",
+            }
+            for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
+        ]
+        content = {
+            "version": 3,
+            "args": [f"commlayer_{curve.collective}"],
+            "env": [],
+            "nccl_version": 0,
+            "devices": devices,
+            "results": results,
+            "holdout_error": curve.holdout_error,
+        }
+        found[f"{name}.json"] = json.dumps(content, indent=1) + "\n"
+    return found

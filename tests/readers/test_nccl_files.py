@@ -1,0 +1,232 @@
+"""Times of NCCL from nccl-tests and from NCCL Inspector: what is read, what is refused, and the way there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from commlayer.cli.main import main
+from commlayer.profiles import catalog
+from commlayer.profiles.errors import PlanError, ProfileError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile, read_profile
+from commlayer.readers.nccl_files import nccl_profile, nccl_tests_json, read_nccl_runs
+from commlayer.scheduler.decision import choose
+from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.traffic import Traffic
+
+TEXT = """# nccl-tests version 2.18.3 nccl-headers=23004 nccl-library=23004
+# Collective test starting: {program}
+# nThread 1 nGpus 1 minBytes 1024 maxBytes 4194304 step: 64(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1 graph: 0
+#
+# Using devices
+#  Rank  0 Group  0 Pid   4100 on     node-a device  0 [0000:1b:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid   4101 on     node-a device  1 [0000:43:00] NVIDIA H100 80GB HBM3
+#  Rank  2 Group  0 Pid   9000 on     node-b device  0 [0000:1b:00] NVIDIA H100 80GB HBM3
+#  Rank  3 Group  0 Pid   9001 on     node-b device  1 [0000:43:00] NVIDIA H100 80GB HBM3
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)
+           0             0     float     sum      -1     0.21    0.00    0.00       0     0.21    0.00    0.00       0
+        1024           256     float     sum      -1    22.50    0.05    0.07       0    21.00    0.05    0.07       0
+       65536         16384     float     sum      -1    21.90    2.99    4.49       0    30.00    2.18    3.28     N/A
+     4194304       1048576     float     sum      -1  1.2e+02   34.95   52.43       0   119.00   35.25   52.87       0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 18.9
+#
+"""
+
+
+def result(size: int, time_us: float, **changes: Any) -> dict[str, Any]:
+    timed = {"time": time_us, "alg_bw": 0.0, "bus_bw": 0.0, "nwrong": 0.0}
+    common = {
+        "size": size,
+        "count": size // 4,
+        "type": "float",
+        "redop": "sum",
+        "root": "    -1",
+        "out_of_place": timed,
+    }
+    return {**common, "in_place": timed, "actual_iterations": 20, "experiment_name": "", **changes}
+
+
+def document(program: str = "/opt/build/all_gather_perf", **changes: Any) -> dict[str, Any]:
+    devices = [
+        {
+            "rank": rank,
+            "group": 0,
+            "pid": 1,
+            "hostname": f"n{rank // 8}",
+            "device": rank % 8,
+            "device_hex": "",
+            "device_info": "",
+        }
+        for rank in range(16)
+    ]
+    found = {
+        "version": 3,
+        "args": [program, "-J", "x"],
+        "env": ["NCCL_ALGO=Ring", "NCCL_PROTO=LL128", "A=b=c"],
+        "devices": devices,
+    }
+    return {**found, "nccl_version": 23004, "results": [result(1 << 20, 80.5), result(1 << 26, 900.25)], **changes}
+
+
+def inspected(
+    sequence: int, rank: int, time_us: int, coll: str = "AllGather", size: int = 1 << 20, **header: Any
+) -> str:
+    call = {"coll": coll, "coll_sn": sequence, "coll_msg_size_bytes": size, "coll_exec_time_us": time_us}
+    return json.dumps(
+        {"header": {"id": "0x7f", "rank": rank, "n_ranks": 8, "nnodes": 2} | header, "metadata": {}, "coll_perf": call}
+    )
+
+
+def test_text_of_nccl_tests(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text(TEXT.format(program="all_reduce_perf"))
+    (run,), left_out = read_nccl_runs(path)
+    assert (run.collective, run.nodes, left_out) == ("all_reduce", (2, 2), [])
+    assert run.times_us == {1024: 22.5, 65536: 21.9, 4194304: 120.0}
+    profile = nccl_profile([run], name="x")
+    assert (profile.topology, profile.kind) == ("2x2", "measured")
+    assert "nccl-tests' text out.txt" in profile.source
+    curve = profile.curve("all_reduce", Resource.INTER, 4)
+    assert curve.p50_us == (22.5, 21.9, 120.0)
+    assert list(curve.time_us) == sorted(curve.time_us)
+    assert profile.peaks.inter_gbps == pytest.approx(4194304 * 1.5 / 120 / 1e3)
+
+
+def test_a_text_that_does_not_say_of_what_takes_it_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "old.txt"
+    path.write_text("\n".join(line for line in TEXT.splitlines() if "starting" not in line and "Rank" not in line))
+    with pytest.raises(ProfileError, match="name it with --collective"):
+        read_nccl_runs(path)
+    with pytest.raises(ProfileError, match="name them with --topology"):
+        read_nccl_runs(path, "alltoall")
+    (run,), _ = read_nccl_runs(path, "alltoall", (8,))
+    keys = {curve.key for curve in nccl_profile([run], name="x").curves}
+    assert keys == {(name, Resource.INTRA, 8) for name in ("all_to_all", "all_to_all_single", "all_to_all_v")}
+
+
+def test_json_of_nccl_tests(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    in_place = result(1 << 28, 0.0, out_of_place=None, in_place={"time": 3500.0})
+    path.write_text(json.dumps(document(results=[*document()["results"], result(0, 1.0), in_place])))
+    (run,), _ = read_nccl_runs(path)
+    assert (run.collective, run.nodes, run.algorithm, run.protocol) == ("all_gather", (8, 8), "ring", "ll128")
+    assert run.times_us == {1 << 20: 80.5, 1 << 26: 900.25, 1 << 28: 3500.0}
+    assert {curve.key for curve in nccl_profile([run], name="x").curves} == {("all_gather_single", Resource.INTER, 16)}
+
+
+def test_inspector_counts_ranks_and_takes_who_came_last(tmp_path: Path) -> None:
+    path = tmp_path / "host-pid1.log"
+    lines = [inspected(1, 0, 90), inspected(1, 1, 70), inspected(2, 0, 60), inspected(3, 0, 65)]
+    lines += [inspected(4, 0, 40, "AllReduce"), inspected(5, 0, 1, "Reduce"), inspected(6, 0, 9, n_ranks=7)]
+    lines += [json.dumps({"header": {}, "metadata": {}, "p2p_perf": {"p2p": "Send"}}), '{"header": {"id": "0x']
+    path.write_text("\n".join(lines))
+    runs, left_out = read_nccl_runs(path)
+    found = {run.collective: run for run in runs}
+    assert found["all_gather"].times_us == {8 << 20: 65}  # of 70 (not 90), 60 and 65
+    assert found["all_gather"].nodes == (4, 4)
+    assert found["all_reduce"].times_us == {1 << 20: 40}
+    assert len(left_out) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "got a file that does not say of what"),
+        ("hello\n", "got a file that does not say of what"),
+        ('{"results": 3}', "expected nccl-tests' JSON"),
+        (json.dumps(document(results=[])), "expected times of"),
+        (json.dumps(document(devices=[])), "--topology"),
+        (json.dumps(document("reduce_perf")), "got reduce"),
+        ('{"a": 1}\n{"b": 2', "got none"),
+        ('{"coll_perf": 1}\n{}', "expected NCCL Inspector's JSON"),
+        ('{"coll_perf"\n{}', "line 1: expected one JSON object"),
+        ("[" * 10_000, "got a file that does not say"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "bad"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=reason):
+        read_nccl_runs(path)
+
+
+def test_the_fastest_of_several_runs_counts_and_larger_groups_than_the_base_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path, time_us in zip(paths, (50.0, 40.0), strict=True):
+        path.write_text(json.dumps(document(results=[result(1 << 20, time_us), result(1 << int(time_us), 9e3)])))
+    runs = [run for path in paths for run in read_nccl_runs(path)[0]]
+    profile = nccl_profile(runs, name="x")
+    assert dict(zip(profile.curves[0].bytes, profile.curves[0].time_us, strict=True))[1 << 20] == 40.0
+    with pytest.raises(ProfileError, match="do not fit a cluster of 2x4"):
+        nccl_profile(runs, name="x", base=catalog.load("emulated-2x4"))
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all_v")
+
+
+def chosen(profile: Profile, nodes: tuple[int, ...], nbytes: int) -> dict[str, tuple[str, float]]:
+    found = {}
+    for collective in COLLECTIVES:
+        traffic = Traffic.on_nodes(collective, nbytes, nodes)
+        try:
+            decision = choose(traffic, group_profile(profile, nodes))
+        except PlanError:
+            continue
+        found[collective] = decision.plan.name, decision.predicted_us
+    return found
+
+
+@pytest.mark.parametrize("name", ["emulated-2x8", "emulated-2x4"])
+def test_there_and_back_gives_the_same_decisions(tmp_path: Path, name: str) -> None:
+    """A profile is written as nccl-tests' JSON and read on a base whose own times are all wrong."""
+    profile = catalog.load(name)
+    for file, text in nccl_tests_json(profile).items():
+        (tmp_path / file).write_text(text)
+    wrong = [type(each)(each.collective, each.link, each.group_size, (1, 2), (1.0, 1.0)) for each in profile.curves]
+    base = profile.replace(curves=wrong)
+    runs = [run for path in sorted(tmp_path.iterdir()) for run in read_nccl_runs(path)[0]]
+    again = nccl_profile(runs, name=name, base=base)
+    assert {curve.key: curve.time_us for curve in again.curves} == {
+        curve.key: curve.time_us for curve in profile.curves
+    }
+    world = tuple(map(int, (profile.topology.split("x")[1],) * 2))
+    compared = 0
+    for nodes in (world, (1, 1), world[:1], (2, 2)):
+        for power in range(10, 29, 3):
+            expected = chosen(profile, nodes, 1 << power)
+            assert chosen(again, nodes, 1 << power) == expected
+            compared += len(expected)
+    assert compared > 50
+    differ = [chosen(base, world, 1 << power) != chosen(profile, world, 1 << power) for power in (12, 20, 26)]
+    assert any(differ)
+
+
+def test_the_command_says_what_it_read(tmp_path: Path) -> None:
+    text, output = tmp_path / "a.txt", tmp_path / "cluster.json"
+    text.write_text(TEXT.format(program="all_reduce_perf"))
+    call = ["profiles", "import", str(text), "--output", str(output)]
+    found = CliRunner().invoke(main, call)
+    assert found.exit_code == 0, found.output
+    assert "all_reduce of 4 ranks, 3 sizes" in found.output
+    assert read_profile(output).name == "cluster"
+    assert CliRunner().invoke(main, call).exit_code == 2
+    assert CliRunner().invoke(main, [*call, "--force", "--base", "emulated-2x4"]).exit_code == 0
+    assert read_profile(output).topology == "2x4"
+    folder = tmp_path / "files"
+    written = ["profiles", "export", "emulated-2x4", "--output", str(folder)]
+    assert CliRunner().invoke(main, written).exit_code == 0
+    assert "--force" in CliRunner().invoke(main, written).output
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    refused = CliRunner().invoke(main, ["profiles", "import", str(bad), "--output", str(output), "--force"])
+    assert refused.exit_code == 2
+    assert "Traceback" not in refused.output

@@ -1,0 +1,178 @@
+"""NCCL's tuner tables: what a plan is to NCCL, and the same choice at each size when the table is read by the rules of its readers.
+
+The two readers here follow plugins/tuner/example/plugin.c of NCCL 2.30 and comms/ncclx/meta/tuner of torchcomms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from commlayer.cli.main import main
+from commlayer.profiles import catalog
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.decision import Decision, choose
+from commlayer.scheduler.nccl_tuner import (
+    ALGORITHMS,
+    PROTOCOLS,
+    TUNED,
+    TunerRow,
+    nccl_table,
+    ncclx_table,
+    rows_of_decisions,
+    rows_of_times,
+)
+from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.traffic import Traffic
+
+PROFILE = catalog.load("emulated-2x8")
+NODES = (8, 8)
+SIZES = [1024 << power for power in range(18)]
+
+
+class Parsed(NamedTuple):
+    collective: str
+    low: int
+    behind: int  # the first size that is not meant
+    algorithm: str
+    protocol: str
+
+
+def read_by_nccl(text: str, num_nodes: int, num_ranks: int) -> list[Parsed]:
+    """The rows that the example plugin has for a communicator: lines of 255 characters, 8 to 10 fields, unknown words as defaults."""
+    found = []
+    for line in text.encode().splitlines(keepends=True):
+        for start in range(0, len(line), 255):  # fgets into 256 bytes
+            part = line[start : start + 255].decode()
+            if part[0] in "#\n" or not part.strip("\n"):
+                continue
+            fields = [field.strip(" \t") for field in part.strip("\n").split(",") if field][:10]
+            assert 8 <= len(fields) <= 10, part
+            collective, low, high, algorithm, protocol, channels, nodes, ranks, pipelined, registered = fields
+            assert collective in TUNED.values()
+            assert algorithm in ALGORITHMS
+            assert protocol in PROTOCOLS
+            assert (int(channels), int(pipelined), int(registered)) == (-1, -1, -1)
+            if int(nodes) in (-1, num_nodes) and int(ranks) in (-1, num_ranks):
+                found.append(Parsed(collective, int(low), int(high) + 1, algorithm, protocol))
+    return found
+
+
+def read_by_ncclx(text: str, num_nodes: int, num_local: int) -> list[Parsed]:
+    """The rows that NCCLX has for a communicator: commas in brackets part nothing, all numbers whole, no empty range."""
+    found = []
+    for line in text.splitlines():
+        if not line.strip() or line.strip().startswith("#"):
+            continue
+        fields = [field.strip() for field in re.split(r",(?![^\[(]*[\])])", line)]
+        assert 7 <= len(fields) <= 8, line
+        match = re.fullmatch(r"\[(\d+),(\d+)\)", fields[1])
+        assert match is not None
+        low, behind = map(int, match.groups())
+        assert low <= behind
+        assert fields[0] in TUNED.values()
+        assert fields[2] in ALGORITHMS
+        assert fields[3] in PROTOCOLS
+        assert int(fields[4]) == -1
+        assert int(fields[7]) == 0
+        if (int(fields[5]), int(fields[6])) == (num_nodes, num_local):
+            found.append(Parsed(fields[0], low, behind, fields[2], fields[3]))
+    return found
+
+
+def choice(rows: Sequence[Parsed], collective: str, size: int) -> tuple[str, str] | None:
+    """The first row that matches wins; None where NCCL chooses."""
+    for row in rows:
+        if row.collective == TUNED[collective] and row.low <= size < row.behind:
+            return row.algorithm, row.protocol
+    return None
+
+
+@pytest.fixture(scope="module")
+def decisions() -> list[Decision]:
+    return [choose(Traffic.on_nodes(collective, size, NODES), PROFILE) for collective in TUNED for size in SIZES]
+
+
+def test_a_table_chooses_at_each_size_what_was_decided(decisions: list[Decision]) -> None:
+    rows, untold = rows_of_decisions(decisions)
+    by_nccl = read_by_nccl(nccl_table(rows, ["x" * 400, "two\nlines"]), 2, 16)
+    by_ncclx = read_by_ncclx(ncclx_table(rows), 2, 8)
+    told = 0
+    for each in decisions:
+        size, collective = each.traffic.logical_bytes, each.traffic.collective
+        two_level = each.plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED)
+        expected = ("tree", "simple") if two_level and collective == "all_reduce" else None
+        assert choice(by_nccl, collective, size) == expected
+        assert choice(by_ncclx, collective, size // 16) == expected
+        told += expected is not None
+    others = [each for each in decisions if each.plan.strategy is not Strategy.FLAT]
+    assert told > 5
+    assert len(untold) == len(others) - told
+    assert read_by_nccl(nccl_table(rows), 4, 32) == []
+
+
+def test_measured_times_choose_the_fastest_and_go_through_both_tables() -> None:
+    sizes = [3000, 8192, 65536, 1 << 20, 1 << 26]
+    times = {
+        ("tree", "ll"): dict(zip(sizes, (10.0, 12.0, 60.0, 700.0, 4e4), strict=True)),
+        ("ring", "ll128"): dict(zip(sizes, (20.0, 21.0, 30.0, 150.0, 3e3), strict=True)),
+        ("nvls_tree", "simple"): dict(zip([*sizes, 7], (30.0, 31.0, 40.0, 100.0, 2e3, 1.0), strict=True)),
+    }
+    rows = rows_of_times("all_reduce", times, NODES)
+    assert [(row.min_bytes, row.max_bytes, row.algorithm) for row in rows] == [
+        (3000, 65535, "tree"),
+        (65536, (1 << 20) - 1, "ring"),
+        (1 << 20, 1 << 26, "nvls_tree"),
+    ]
+    by_nccl, by_ncclx = read_by_nccl(nccl_table(rows), 2, 16), read_by_ncclx(ncclx_table(rows), 2, 8)
+    for size in sizes:
+        best = min(times, key=lambda way, at=size: times[way][at])  # type: ignore[misc]
+        assert choice(by_nccl, "all_reduce", size) == best
+        assert choice(by_ncclx, "all_reduce", size // 16) == best
+    for size in (2999, (1 << 26) + 16):
+        assert choice(by_nccl, "all_reduce", size) is None
+        assert choice(by_ncclx, "all_reduce", size // 16) == (
+            None if size > 3000 else ("tree", "ll")
+        )  # one unit of a rank
+
+
+def test_what_a_tuner_cannot_be_told_is_refused() -> None:
+    exchange = choose(Traffic.on_nodes("all_to_all_v", 1 << 20, NODES), PROFILE)
+    with pytest.raises(UsageError, match="never about all_to_all_v"):
+        rows_of_decisions([exchange])
+    with pytest.raises(UsageError, match="got none and none"):
+        rows_of_times("all_reduce", {("", ""): {8: 1.0}}, NODES)
+    with pytest.raises(UsageError, match="none in common"):
+        rows_of_times("all_reduce", {("ring", "ll"): {8: 1.0}, ("tree", "ll"): {16: 1.0}}, NODES)
+    with pytest.raises(UsageError, match="uneven"):
+        ncclx_table([TunerRow("all_reduce", 1, 2, "ring", "ll", 2, 3)])
+
+
+def test_the_command_takes_a_profile_or_runs_of_nccl_tests(tmp_path: Path) -> None:
+    found = CliRunner().invoke(main, ["profiles", "tuner", "emulated-2x8"])
+    assert found.exit_code == 0, found.output
+    assert [row.algorithm for row in read_by_nccl(found.stdout, 2, 16)] == ["tree"]
+    assert "have no counterpart in NCCL" in found.stderr
+    files = []
+    for algorithm, time_us in (("Ring", 50.0), ("Tree", 30.0)):
+        content = {
+            "args": ["all_reduce_perf"],
+            "env": [f"NCCL_ALGO={algorithm}", "NCCL_PROTO=LL"],
+            "devices": [{"hostname": f"n{rank // 8}", "group": 0} for rank in range(16)],
+            "results": [{"size": 4096, "out_of_place": {"time": time_us}}],
+        }
+        files.append(tmp_path / f"{algorithm}.json")
+        files[-1].write_text(json.dumps(content))
+    output = tmp_path / "table.csv"
+    call = ["profiles", "tuner", *map(str, files), "--format", "ncclx", "--output", str(output)]
+    assert CliRunner().invoke(main, call).exit_code == 0
+    assert read_by_ncclx(output.read_text(), 2, 8) == [Parsed("allreduce", 256, 257, "tree", "ll")]
+    refused = CliRunner().invoke(main, ["profiles", "tuner", "h100-eos-2x8"])
+    assert refused.exit_code == 2
+    assert "import its times first" in refused.stderr
