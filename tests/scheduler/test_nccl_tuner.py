@@ -1,4 +1,4 @@
-"""NCCL's tuner tables: what a plan is to NCCL, and the same choice at each size when the table is read by the rules of its readers.
+"""NCCL's tuner tables: what a plan is to NCCL, and the same choice at each size when its readers' rules are followed.
 
 The two readers here follow plugins/tuner/example/plugin.c of NCCL 2.30 and comms/ncclx/meta/tuner of torchcomms.
 """
@@ -45,7 +45,7 @@ class Parsed(NamedTuple):
 
 
 def read_by_nccl(text: str, num_nodes: int, num_ranks: int) -> list[Parsed]:
-    """The rows that the example plugin has for a communicator: lines of 255 characters, 8 to 10 fields, unknown words as defaults."""
+    """The rows that the example plugin has for a communicator: lines of 255 characters, 8 to 10 fields."""
     found = []
     for line in text.encode().splitlines(keepends=True):
         for start in range(0, len(line), 255):  # fgets into 256 bytes
