@@ -17,7 +17,7 @@ from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, fill
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.traffic import SlowPair, Traffic
 
-__all__ = ["LEAST_GAIN", "SplitRows", "distinct_nodes", "exchange_over"]
+__all__ = ["LEAST_GAIN", "SplitRows", "distinct_nodes", "exchange_over", "is_one_of_two"]
 
 _MOST_KEPT = 256
 LEAST_GAIN = 0.1
@@ -113,3 +113,8 @@ def exchange_over(
     if not traffic.is_uniform:
         raise PlanError(f"{traffic}: rails need as many ranks of the group on every node")
     return Plan(traffic, Strategy.HIERARCHICAL, 1, Gather.WHOLE, (_LEGS[span].step(Cut(traffic)),))
+
+
+def is_one_of_two(plan: Plan) -> bool:
+    """Whether ``plan`` is one of the two exchanges of tokens that go in two levels (:func:`exchange_over`)."""
+    return any(isinstance(step.leg, ExchangeRows) for step in plan.steps)

@@ -18,6 +18,7 @@ from commlayer.cli.mapping_output import (
 )
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
+from commlayer.cli.simulator_exports import simulator_export
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
@@ -45,13 +46,22 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw the course of forward and backward (.svg, .png, .pdf).")
 @click.option("--trace", type=OUTPUT_FILE, help="Write that course for Chrome or Perfetto.")
-@click.option("--export", "trainer", type=EXPORT, help="Print the mapping's configuration for a trainer instead.")
+@click.option(
+    "--export",
+    "trainer",
+    type=EXPORT,
+    help="Print the mapping's configuration for a trainer instead, or what a simulator reads.",
+)
+@click.option(
+    "--output", "-o", "folder", type=click.Path(file_okay=False, path_type=Path), help="The folder of --export chakra."
+)
 @json_option
 def estimate_command(
     report: Path | None,
     picture: Path | None,
     trace: Path | None,
     trainer: str | None,
+    folder: Path | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -66,8 +76,12 @@ def estimate_command(
     """
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
-    found = request.estimator().estimate(setup)
-    exported = first_export(trainer, request.job, [setup], request.software)[1] if trainer else None
+    estimator = request.estimator()
+    found = estimator.estimate(setup)
+    exported = None
+    if trainer is not None:
+        make = simulator_export(trainer, estimator, folder)
+        exported = first_export(trainer, request.job, [setup], request.software, make)[1]
     if trace is not None:
         from commlayer.drawing.step_course import step_trace
 

@@ -19,7 +19,7 @@ from commlayer.readers.cluster_files import resolve as resolve_cluster
 from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.exports import TRAINERS
+from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
@@ -55,7 +55,7 @@ __all__ = [
     "space_options",
 ]
 
-EXPORT = click.Choice(TRAINERS)
+EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _DEGREES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -85,14 +85,20 @@ def export_dict(exported: Export | None) -> dict[str, Any] | None:
     return {"trainer": exported.trainer, "values": exported.values, "notes": list(exported.notes)}
 
 
-def first_export(trainer: str, job: Job, setups: Sequence[Setup], software: Software = MEGATRON) -> tuple[int, Export]:
+def first_export(
+    trainer: str,
+    job: Job,
+    setups: Sequence[Setup],
+    software: Software = MEGATRON,
+    make: Callable[[Setup], Export] | None = None,
+) -> tuple[int, Export]:
     """Find the first of ``setups`` that ``trainer`` can run, as that software was planned, and its place.
 
     Raises UsageError where it can run none.
     """
     refusal: UsageError | None = None
     for place, setup in enumerate(setups):
-        exported = _export(trainer, job, setup, software)
+        exported = _export(make or (lambda setup: export(trainer, job, setup, software)), setup)
         if isinstance(exported, Export):
             return place, exported
         refusal = refusal or exported
@@ -100,9 +106,9 @@ def first_export(trainer: str, job: Job, setups: Sequence[Setup], software: Soft
     raise UsageError(f"{refusal}{others}: narrow the search to what it can run")
 
 
-def _export(trainer: str, job: Job, setup: Setup, software: Software) -> Export | UsageError:
+def _export(make: Callable[[Setup], Export], setup: Setup) -> Export | UsageError:
     try:
-        return export(trainer, job, setup, software)
+        return make(setup)
     except UsageError as error:
         return error
 

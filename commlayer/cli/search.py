@@ -12,6 +12,7 @@ from commlayer.cli.mapping_output import estimate_dict, export_dict, first_expor
 from commlayer.cli.option_types import COUNT, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
+from commlayer.cli.simulator_exports import simulator_export
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
@@ -25,7 +26,7 @@ from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
-from commlayer.scheduler.mapping.software import Software
+from commlayer.scheduler.mapping.simulate import Estimator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,15 @@ MARGIN = 0.05
 )
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
-@click.option("--export", "trainer", type=EXPORT, help="Print the best mapping's configuration for a trainer instead.")
+@click.option(
+    "--export",
+    "trainer",
+    type=EXPORT,
+    help="Print the best mapping's configuration for a trainer instead, or what a simulator reads.",
+)
+@click.option(
+    "--output", "-o", "folder", type=click.Path(file_okay=False, path_type=Path), help="The folder of --export chakra."
+)
 @json_option
 def search_command(
     top: int,
@@ -59,6 +68,7 @@ def search_command(
     report: Path | None,
     picture: Path | None,
     trainer: str | None,
+    folder: Path | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -81,7 +91,7 @@ def search_command(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
     reasons = explain(result)
-    exported = _export(trainer, result, request.software)
+    exported = _export(trainer, result, estimator, folder)
     if picture is not None:
         draw(picture, _figure(result))
     if report is not None:
@@ -99,13 +109,19 @@ def search_command(
         _show(result, reasons)
 
 
-def _export(trainer: str | None, result: SearchResult, software: Software) -> Export | None:
+def _export(trainer: str | None, result: SearchResult, estimator: Estimator, folder: Path | None) -> Export | None:
     if trainer is None:
         return None
     candidates = [*result.ranked, *other_bests(result).values()]
-    place, exported = first_export(trainer, result.job, [estimate.setup for estimate in candidates], software)
+    place, exported = first_export(
+        trainer,
+        result.job,
+        [estimate.setup for estimate in candidates],
+        estimator.software,
+        simulator_export(trainer, estimator, folder),
+    )
     chosen = candidates[place]
-    which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} can run"
+    which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} takes"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""
     echo(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
     return exported

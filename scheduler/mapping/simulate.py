@@ -132,6 +132,15 @@ class Estimator:
                 total += self._exposed(ask, setup, stage, is_bound=True).us
         return total
 
+    def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
+        """What a layer computes and sends for a micro-batch, forward and backward."""
+        return self._programs(setup, is_moe)
+
+    def ends_us(self, setup: Setup) -> tuple[float, float, float]:
+        """Time the head of a micro-batch, forward and backward, and the optimizer of a step, µs."""
+        head = head_work(self._job(setup), setup, self.compute)
+        return head.forward, head.backward, self._optimizer_us(setup)
+
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
         """The step of ``setup``. ``detail``: with its traffic and its forecasts, which take longer than its time.
 

@@ -1,0 +1,58 @@
+"""A mapping's step as the input of a simulator: Chakra execution traces, and SimAI's workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.exports import SIMULATORS, Export
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.simulate import Estimator
+
+__all__ = ["simulator_export"]
+
+
+def simulator_export(kind: str, estimator: Estimator, folder: Path | None) -> Callable[[Setup], Export] | None:
+    """Return what writes a mapping for the simulator ``kind``; None where it is a trainer.
+
+    ``folder``: where the files of Chakra go. Raises UsageError: a folder that is missing, or that no file goes into.
+    """
+    if (kind == "chakra") is (folder is None):
+        raise UsageError(
+            "--export chakra writes a file for a rank of each stage: name a folder with --output"
+            if folder is None
+            else f"--output: {kind} goes to stdout, only --export chakra has files"
+        )
+    if kind not in SIMULATORS:
+        return None
+    return lambda setup: _simai(estimator, setup) if folder is None else _chakra(estimator, setup, folder)
+
+
+def _chakra(estimator: Estimator, setup: Setup, folder: Path) -> Export:
+    from commlayer.scheduler.mapping.rank_graph import rank_graph, stage_ranks
+    from commlayer.traces.chakra import write_chakra
+
+    graphs = {rank: rank_graph(estimator, setup, stage) for stage, rank in enumerate(stage_ranks(setup))}
+    written = [str(path) for path in write_chakra(folder, graphs)]
+    notes = [
+        f"one rank of each of {setup.pp} stages: the others of a stage do as much, in groups of their own",
+        "times of calls are the simulator's: only what is computed has a duration",
+    ]
+    return Export("chakra", {"files": written}, "\n".join(written), (*notes, *_kernels(estimator)))
+
+
+def _simai(estimator: Estimator, setup: Setup) -> Export:
+    from commlayer.scheduler.mapping.simai_workload import simai_workload
+
+    note = "a row's collective runs when its computation has ended: what the estimate hides behind computation is not hidden here"
+    return Export("simai", {}, simai_workload(estimator, setup).rstrip("\n"), (note, *_kernels(estimator)))
+
+
+def _kernels(estimator: Estimator) -> tuple[str, ...]:
+    kernels = estimator.software.kernels
+    return (
+        ()
+        if kernels is None
+        else (f"what {kernels.name} sends is written as one all_to_all: simulators have no word for it",)
+    )
