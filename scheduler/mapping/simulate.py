@@ -133,7 +133,7 @@ class Estimator:
         return total
 
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
-        """What a layer computes and sends for a micro-batch, forward and backward."""
+        """Return the programs of a layer for one micro-batch, forward and backward."""
         return self._programs(setup, is_moe)
 
     def ends_us(self, setup: Setup) -> tuple[float, float, float]:
