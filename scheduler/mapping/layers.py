@@ -70,6 +70,8 @@ _PARTS = {
 }
 """The part as which a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
+_LEAST_OF_CHUNKS = 0.9
+"""The part of an exchange's time that its chunks take together at least."""
 Places = dict[str, list[PlannedCall]]
 """The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
@@ -209,6 +211,24 @@ class LayerBuilder:
             at = self._calls(plain, exchanges if levels is None else levels.replaced(exchanges))
             total += self.timed(self._experts(plain, work, at, levels, is_forward=is_forward)).total_us
         return total
+
+    def least_exchange_us(self, setup: Setup) -> float:
+        """Bound the time for which a layer's tokens are on their way to experts and back, forward and backward, µs: of the flat
+        exchange and of that in two levels the shorter one, and a part of it, as chunks may have faster plans than a whole."""
+        passes = (layer_forward(self.job, setup, self.software), layer_backward(self.job, setup, self.software))
+        exchanges = tuple(each for calls in passes for each in calls if each.lane == "ep")
+        if (routes := self._routes(setup)) is not None:
+            return _LEAST_OF_CHUNKS * sum(self.call(setup, each).us for each in routes.replaced(exchanges))
+        found = sum(self.call(setup, each).us for each in exchanges)
+        nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
+        levels = DispatchLevels.of(self.job, setup, self.software, nodes)
+        if levels is not None:
+            with contextlib.suppress(PlanError):  # as in _chosen
+                spans: dict[Span, float] = {}
+                for each in levels.replaced(exchanges):
+                    spans[each.over] = spans.get(each.over, 0.0) + self.call(setup, each).us
+                found = min(found, max(spans.values()))
+        return _LEAST_OF_CHUNKS * found
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""

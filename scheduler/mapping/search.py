@@ -2,7 +2,8 @@
 
 Best first, with bounds (A*; Land and Doig's branch and bound). A heap holds what may still be the fastest, by a time below
 which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble;
-then the setups of a family by closer bounds, those that fit in memory; then setups by their estimate. What comes out with an
+then, for each dispatch, by what their layers send too; then the setups of a family by closer bounds, those that fit in memory;
+then setups by their estimate. What comes out with an
 estimate is final: everything else takes at least as long. A setup that recomputes more is asked for only where the same with
 less does not fit, or is final (but with ZeRO 3). So the answer is that of a brute force whenever the estimator keeps its word
 (:class:`Estimates`). Ties go to the simpler setup.
@@ -18,7 +19,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
@@ -41,7 +42,7 @@ from commlayer.scheduler.mapping.space import (
 
 __all__ = ["CLOSEST", "MOST_GPUS", "SAME", "Estimates", "Fit", "SearchResult", "renames", "search", "smallest_fit"]
 
-CLOSEST = 3
+CLOSEST = 4
 """The last level of bounds."""
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
@@ -77,8 +78,8 @@ class Estimates(Protocol):
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """Bound the step's time from below. Level 0: also that of every setup that has another dispatch, recomputes more or
-        shards less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to
-        find (or the same again)."""
+        shards less by ZeRO, and is else the same. Levels 1 and 2: that of every one that recomputes more or shards less. Levels 3
+        to :data:`CLOSEST`: that of ``setup``. Each is closer and slower to find (or the same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -211,16 +212,16 @@ def _distinct(frontier: _Frontier, top: int) -> tuple[list[StepEstimate], dict[S
     return ranked, variants
 
 
-@dataclass(order=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """On the heap. ``stage``: the level of the bound that ``time_us`` is, or beyond all of them for an estimate. At one time
-    what is not yet estimated comes first: it may turn out to be simpler."""
+    what is not yet estimated comes first: it may turn out to be simpler. No two have the same ``tie`` at one stage, so that
+    comparing ends there."""
 
     time_us: float
     stage: int
     tie: tuple[Any, ...]
-    folded: bool = field(compare=False)
-    item: Family | Setup | StepEstimate = field(compare=False)
+    folded: bool
+    item: Family | Setup | StepEstimate
 
 
 class _Frontier:
@@ -263,6 +264,11 @@ class _Frontier:
                 yield entry.item
             elif isinstance(entry.item, Setup):
                 self._look_closer(entry, entry.item)
+            elif entry.stage == 0:
+                for each in entry.item.by_dispatch():
+                    self._put_back(entry.time_us, each, 1)
+            elif entry.stage == 1:
+                self._put_back(entry.time_us, entry.item, 2)
             else:
                 self._open(entry.time_us, entry.item)
         if taken < top:
@@ -286,6 +292,11 @@ class _Frontier:
         heapq.heapify(self._heap)
         return found
 
+    def _put_back(self, bound_us: float, family: Family, level: int) -> None:
+        """With a bound that knows what its layers send: most families are never opened."""
+        bound = max(bound_us, self._estimator.bound_us(family.lead(), level))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), family.folded, family))
+
     def _open(self, bound_us: float, family: Family) -> None:
         least = family.recompute[0]
         for setup in family.members():
@@ -295,7 +306,7 @@ class _Frontier:
     def _admit(self, bound_us: float, setup: Setup) -> None:
         """Where it fits; else the same with more recomputation."""
         if self._fits(setup):
-            self._push(bound_us, setup, 1)
+            self._push(bound_us, setup, 3)
         else:
             self._recompute_more(bound_us, setup)
 

@@ -115,18 +115,22 @@ class Estimator:
     def bound_us(self, setup: Setup, level: int = 0) -> float:
         """A time that :meth:`estimate` is never below, µs.
 
-        ``level``: 0 of computation and bubble; 1 also of what computation cannot hide of gradients and weights; 2 also of all
-        calls that layers and ends make; 3 with gradients and weights sent when they are ready, nothing in each other's way. Each
-        takes longer to find than the one before. For setups that :meth:`estimate` would take: nothing is checked.
+        ``level``: 0 of computation and bubble; 1 of layers that take as long as tokens are on their way to experts, where
+        computation takes less; 2 of all calls that layers and ends make, but for those of ZeRO 2 and 3; 3 of these too, and of
+        what passes cannot hide of gradients and weights; 4 with gradients and weights sent when they are ready, nothing in each
+        other's way. Each takes longer to find than the one before. For setups that :meth:`estimate` would take: nothing is
+        checked.
         """
-        calls = level >= 2
         stages = self._stages(setup)
-        total = self._least_pipeline_us(setup, stages, calls) + self._optimizer_us(setup)
-        if calls:
+        total = self._optimizer_us(setup)
+        if level <= 2 and setup.zero > 1:
+            setup = replace(setup, zero=1)
+        total += self._least_pipeline_us(setup, stages, level)
+        if level >= 2:
             total += self._sending_us(setup)
-        if level in (1, 2):
-            total += self._least_exposed_us(setup, calls)
-        elif level > 2:
+        if level == 3:
+            total += self._least_exposed_us(setup)
+        elif level > 3:
             stage = self._stages(setup)[0]
             for ask in (exposed_gradients, exposed_parameters):
                 total += self._exposed(ask, setup, stage, is_bound=True).us
@@ -352,13 +356,9 @@ class Estimator:
         key = ("boundary", setup.pp, setup.tp, setup.cp, setup.micro_batch)
         return _kept(self._known, key, lambda: boundary_us(self._builder(setup), setup))
 
-    def _least_exposed_us(self, setup: Setup, calls: bool) -> float:
+    def _least_exposed_us(self, setup: Setup) -> float:
         """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
-        but for one layer (the one before the first gradients, or behind the last weights).
-
-        Without ``calls`` the passes are of computation alone. That is a bound too: with each µs that calls add to a layer's pass
-        what is exposed has one less for every micro-batch that hides it, and the step one more for every micro-batch.
-        """
+        but for one layer (the one before the first gradients, or behind the last weights)."""
         stage = self._stages(setup)[0]
         degrees = (
             setup.tp,
@@ -377,34 +377,42 @@ class Estimator:
         for place, side in (("gradients", 1), ("parameters", 0)):
             us, hides = least[place]
             if us and hides:
-                layers = {is_moe: self._pass_us(setup, is_moe, side, calls) for is_moe in set(stage.kinds)}
+                layers = {
+                    is_moe: self._layer_times(setup, is_moe, is_bound=True)[side].total_us
+                    for is_moe in set(stage.kinds)
+                }
                 plain = sum(layers[is_moe] for is_moe in stage.kinds) - max(layers.values())
                 us = max(0.0, us - plain * (1 + passing(self._builder(setup), setup)))
             total += us
         return total
 
-    def _pass_us(self, setup: Setup, is_moe: bool, side: int, calls: bool) -> float:
-        """The time of one layer: forward (side 0) or backward (1)."""
-        if calls:
-            return self._layer_times(setup, is_moe, is_bound=True)[side].total_us
-        return self._computed_us(setup, is_moe)[side]
+    def _exchanged_us(self, setup: Setup) -> float:
+        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ in that."""
+        if setup.ep * setup.etp == 1:
+            return 0.0
+        tokens = (setup.micro_batch * self.job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
+        key = (
+            "exchanged",
+            *tokens,
+            setup.etp,
+            setup.dispatch,
+            *map(setup.layout, ("ep", "etp_ep")),
+            self._job(setup).imbalance,
+        )
+        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
+        return _kept(self._known, key, lambda: self._builder(setup).least_exchange_us(plain))
 
-    def _computed_us(self, setup: Setup, is_moe: bool) -> tuple[float, float, float]:
-        """Time one layer without its calls: forward, backward, both."""
+    def _computed_us(self, setup: Setup, is_moe: bool) -> float:
+        """Time one layer without its calls, forward and backward."""
         degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
-        def times() -> tuple[float, float, float]:
-            work = self._work(setup, is_moe)
-            both = work.step_us(setup.recompute)
-            return work.forward, both - work.forward, both
+        return _kept(self._known, key, lambda: self._work(setup, is_moe).step_us(setup.recompute))
 
-        return _kept(self._known, key, times)
-
-    def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], calls: bool) -> float:
-        """Bound the time of all micro-batches; without ``calls`` of computation alone."""
-        count = setup.micro_batches(self.job)
-        alone = [self._stage_us(setup, stage, calls) for stage in stages]
+    def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], level: int) -> float:
+        """Bound the time of all micro-batches, as :meth:`bound_us` says."""
+        count, calls = setup.micro_batches(self.job), level >= 2
+        alone = [self._stage_us(setup, stage, level) for stage in stages]
         if not setup.is_merged:
             return count * max(alone) + _bubble_us(alone, stages, setup)
         merged = alone
@@ -414,16 +422,18 @@ class Estimator:
         ranks = [times[place] for place in self._places_of_ranks(setup, stages)]
         return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
 
-    def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
-        """The time of one micro-batch through ``stage``; without ``calls`` of computation alone."""
+    def _stage_us(self, setup: Setup, stage: Stage, level: int) -> float:
+        """Bound the time of one micro-batch through ``stage``, as :meth:`bound_us` says."""
         total = 0.0
         for is_moe, number in stage.numbers:
-            if calls:
+            if level >= 2:
                 both = sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
             else:
-                both = self._computed_us(setup, is_moe)[2]
+                both = self._computed_us(setup, is_moe)
+                if level and is_moe:
+                    both = max(both, self._exchanged_us(setup))
             total += number * both
-        if calls:
+        if level >= 2:
             return total + self._ends(setup, stage).total_us
         return total + (self._head_us(setup) if setup.has_head(stage.number) else 0.0)
 

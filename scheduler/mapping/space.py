@@ -138,6 +138,10 @@ class Family(NamedTuple):
         """How many setups."""
         return len(self.recompute) * len(self.dispatch) * len(self.zero)
 
+    def by_dispatch(self) -> Iterator[Family]:
+        """The families that have one dispatch each."""
+        return (self._replace(dispatch=(dispatch,)) for dispatch in self.dispatch)
+
     def lead(self) -> Setup:
         """The one with the least recomputation and the highest ZeRO stage: none of them computes less."""
         return self._setup(self.recompute[0], self.dispatch[0], max(self.zero))

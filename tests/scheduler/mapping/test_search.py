@@ -75,14 +75,16 @@ class Fake:
         family = replace(setup, recompute="none", dispatch="all_to_all", zero=3)
         least = replace(setup, recompute="none")
         times = [100 + self._least("family", family)]
-        for level in range(CLOSEST + 1):
+        for level in (1, 2):
+            times.append(times[-1] + self._least("dispatch", level, replace(family, dispatch=setup.dispatch)))
+        for level in range(3, CLOSEST + 2):
             times.append(times[-1] + self._least(level, least))
         words = RECOMPUTE
         steps = words[1 : words.index(setup.recompute) + 1]
         more = sum(self._least("more", replace(setup, recompute=word)) for word in steps)
         if setup.zero == 3:  # recomputation may help: gathers hide behind it
             more = random.Random(f"{self.seed} zero {setup}").uniform(0, 0.1)
-            return [times[0], *(time + more for time in times[1:])]  # the first stands for the whole family
+            return [*times[:3], *(time + more for time in times[3:])]  # the first three stand for the whole family
         return [time + more for time in times]
 
     def memory(self, setup: Setup) -> Memory:
@@ -436,6 +438,9 @@ def test_the_real_estimator_is_searched_as_by_brute_force(
             most = 3 if setup.schedule == "1f1b" or setup.pp == 1 else 1
             lead = replace(less, dispatch="all_to_all", zero=most)
             assert estimator.bound_us(lead, 0) <= found.step_us * (1 + 1e-9), setup
+            for level in (1, 2):
+                of_family = estimator.bound_us(replace(lead, dispatch=setup.dispatch), level)
+                assert of_family <= found.step_us * (1 + 1e-9), (level, setup)
             every.append(found)
     assert {found.setup.schedule for found in every} == set(schedule)
     every.sort(key=lambda found: (found.step_us, simplicity(found.setup)))

@@ -23,7 +23,7 @@ from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.recomputation import MODULES
-from commlayer.scheduler.mapping.search import search
+from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     COMMLAYER,
@@ -102,9 +102,9 @@ def test_parts_add_up_and_bounds_are_never_above(model: str, software: Software,
     of = estimator(model, software=software)
     found = estimated(of, setup)
     assert sum(found.parts.values()) == pytest.approx(found.step_us, rel=1e-9)
-    bounds = [of.bound_us(setup, level) for level in (0, 1, 2, 3)]
+    bounds = [of.bound_us(setup, level) for level in range(CLOSEST + 1)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(bounds))
-    assert bounds[3] <= found.step_us * (1 + 1e-9)
+    assert bounds[-1] <= found.step_us * (1 + 1e-9)
     assert 0 < found.mfu < 1
     assert sum(found.exposed_us.values()) < found.step_us
 

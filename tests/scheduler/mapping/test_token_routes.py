@@ -16,6 +16,7 @@ from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.search import CLOSEST
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, DISPATCHERS, MEGATRON, with_dispatcher, with_overlap
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
@@ -142,7 +143,7 @@ def test_a_step_by_kernels(kernels: object) -> None:
     ranks = distinct_nodes(QWEN.experts, 16, QWEN.top_k)
     assert plans["dispatch"].logical_bytes == round(4096 * ranks * QWEN.hidden * 2)
     assert [note for note in found.notes if note.startswith(f"{name}: a token crosses to 1 of 1 other nodes")]
-    for level in range(4):
+    for level in range(CLOSEST + 1):
         assert estimator.bound_us(SETUP, level) <= found.step_us * (1 + 1e-9)
 
 
