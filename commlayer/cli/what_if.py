@@ -113,7 +113,7 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
     kind, pair = _NAMES[given["vary"]], given["pair"]
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     plain = (Alternative(name="", software=request.software),)
-    ways = [replace(way, space=_narrowed(space, pair, way)) for way in (ALTERNATIVES[pair] if pair else plain)]
+    ways = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
     found = _estimated(request, variation, ways, given["hold"])
     _check_some(found)
     crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
@@ -158,10 +158,12 @@ def _check_some(found: dict[str, WhatIf]) -> None:
         raise UsageError("no value can be estimated\n" + "\n".join(notes))
 
 
-def _narrowed(space: Space, pair: str | None, way: Alternative) -> Space:
-    """The part that the command line leaves of the space, with the way's own choice."""
+def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative) -> Alternative:
+    """The way within what the command line leaves of the space, and by its software, but for what the way differs in."""
     name = _CHOICES.get(pair or "")
-    return replace(space, **{name: getattr(way.space, name)}) if name else space
+    if not name:
+        return replace(way, space=space)
+    return replace(way, space=replace(space, **{name: getattr(way.space, name)}), software=request.software)
 
 
 def _crossing(request: Request, variation: Variation, ways: Sequence[Alternative]) -> Crossover | None:

@@ -124,9 +124,6 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
         f"sequence={job.sequence} is no multiple of 2 x cp={cp}": job.sequence % halves > 0,
         f"the {job.sequence // cp} tokens of a cp rank are no multiple of tp={tp}": job.sequence // cp % tp > 0,
         f"it has no {setup.schedule}: choose the schedule 1f1b or 1f1b-overlap": is_dual(setup.schedule),
-        "it merges passes for an exchange by all_to_all: choose that dispatch": (
-            setup.schedule == "1f1b-overlap" and setup.dispatch == "all_gather"
-        ),
         f"chunks need micro-batches in whole rounds: {micro_batches} is no multiple of pp={setup.pp}": (
             setup.vpp > 1 and micro_batches % setup.pp > 0
         ),

@@ -140,6 +140,8 @@ class Setup:
         why = unfit(self.schedule, self.pp, self.vpp)
         if self.schedule == "1f1b-overlap" and self.ep == 1:
             why = why or "there is no exchange of tokens to hide, got ep=1: take 1f1b"
+        if self.schedule == "1f1b-overlap" and self.dispatch == "all_gather":
+            why = why or "it hides an exchange by all_to_all, got dispatch=all_gather: set all_to_all"
         if self.recompute == "full":
             why = why or "its merged layers cannot be computed again as a whole: set recompute to selective or none"
         if self.zero > 1 and self.pp > 1:

@@ -25,7 +25,7 @@ from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import recompute_order
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
@@ -381,11 +381,17 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
             yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
         elif values and all(job.gpus % value for value in values):
             yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
+    if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
+        yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or selective"
+    if space.pp and space.vpp:
+        pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
+        if all(pairs):
+            yield f"schedule {_or(space.schedule)}: {pairs[0]}"
     if space.pp and min(space.pp) > model.layers:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 
 
-def _or(values: tuple[int, ...]) -> str:
+def _or(values: tuple[object, ...]) -> str:
     return " or ".join(map(str, values))
 
 

@@ -21,7 +21,8 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
 - A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
-  nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange to hide.
+  nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange by
+  all_to_all to hide.
 - a recipe of FP8 only where the GPU has it (mapping/precisions.py).
 """
 
@@ -195,6 +196,10 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                 if schedule == "1f1b-overlap" and ep == 1:
                     continue  # which has no exchange to hide
                 sent = dispatches if ep * etp > 1 else dispatches[:1]
+                if schedule == "1f1b-overlap":
+                    sent = tuple(word for word in sent if word != "all_gather")
+                if not sent:
+                    continue
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
                 for recompute in ways:
                     words = _ways(schedule, pp, recompute, zeros)

@@ -336,6 +336,29 @@ def test_what_if_compares_two_ways(tmp_path: Path) -> None:
     assert [point["value"] for point in found["ways"][0]["points"]] == [16, 32]
 
 
+def test_what_if_compares_ways_by_the_software_that_was_asked_for() -> None:
+    options = (
+        "--tp",
+        "2",
+        "--pp",
+        "1",
+        "--ep",
+        "8",
+        "--micro-batch",
+        "1",
+        "--recompute",
+        "none",
+        "--software",
+        "megatron",
+    )
+    vary = ("--vary", "inter-factor", "--values", "1,2", "--compare", "schedule")
+    ways = call_json("what-if", *JOB[:5], "64", *JOB[6:], *options, *vary)["ways"]
+    assert [way["software"] for way in ways] == ["megatron", "megatron"]
+    merged = [way["points"][0]["estimate"]["mapping"] for way in ways]
+    assert "1f1b-overlap" not in merged[0]
+    assert "1f1b-overlap" in merged[1]
+
+
 def test_what_if_says_why_a_value_has_no_mapping() -> None:
     (way,) = call_json("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16")["ways"]
     few, enough = way["points"]

@@ -282,6 +282,7 @@ def test_dualpipe_has_two_copies_of_what_a_stage_has_and_its_v_has_not() -> None
     [
         ({"pp": 4}, "vpp of at least 2"),
         ({"ep": 1}, "no exchange of tokens to hide"),
+        ({"dispatch": "all_gather"}, "set all_to_all"),
         ({"pp": 4, "vpp": 2, "recompute": "full"}, "cannot be computed again as a whole"),
         ({"pp": 4, "vpp": 2, "zero": 3}, "set zero to 0 or 1"),
         ({"pp": 4, "vpp": 2, "schedule": "dualpipe"}, "expected vpp=1"),
