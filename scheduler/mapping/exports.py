@@ -1,8 +1,8 @@
-"""A mapping as the configuration of a trainer: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON.
+"""A mapping as the configuration of a trainer: Megatron-LM's flags, torchtitan's options, DeepSpeed's JSON.
 
 A trainer that cannot run a mapping says so (UsageError) rather than run another one. What it does slightly differently, or wants
 told in the program, is in the notes. Sources: Megatron-LM, see :mod:`commlayer.scheduler.mapping.exports_megatron`; torchtitan
-v0.2.2, torchtitan/config/job_config.py and distributed/parallel_dims.py; DeepSpeed 0.19, docs/_pages/config-json.md,
+0.3, torchtitan/config/configs.py, trainer.py and distributed/parallel_dims.py; DeepSpeed 0.19, docs/_pages/config-json.md,
 module_inject/auto_ep_config.py, auto_ep_folding.py and tp_shard.py, runtime/sequence_parallel/ulysses_sp.py,
 runtime/pipe/engine.py.
 """
@@ -61,14 +61,14 @@ def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON) 
         notes += (
             f"tokens go by {trainer}'s own all_to_all in this configuration: {software.kernels.name} is to be added by hand",
         )
-    return Export(trainer, config, json.dumps(config, indent=2) if trainer == "deepspeed" else _toml(config), notes)
+    return Export(trainer, config, json.dumps(config, indent=2) if trainer == "deepspeed" else _options(config), notes)
 
 
 # torchtitan
 
 
 def torchtitan(job: Job, setup: Setup) -> Section:
-    """Sections training, parallelism, activation_checkpoint and quantize of a job's TOML; ``[model]`` and the rest are yours.
+    """Sections training, parallelism and activation_checkpoint of its configuration; the model and the rest are yours.
 
     Raises as :func:`export`.
     """
@@ -92,12 +92,13 @@ def torchtitan(job: Job, setup: Setup) -> Section:
             "context_parallel_degree": setup.cp,
             "pipeline_parallel_degree": setup.pp,
             "expert_parallel_degree": setup.ep,
-            "expert_tensor_parallel_degree": setup.etp,
         },
         "activation_checkpoint": {"mode": setup.recompute},
     }
-    if setup.recompute == "selective":
-        config["activation_checkpoint"]["selective_ac_option"] = "op"
+    if setup.pp > 1 or setup.ep > 1:
+        config["training"]["disable_cuda_graphs"] = (
+            True  # its graphs know no pipeline, and no exchange that asks the host
+        )
     if setup.pp > 1:
         config["parallelism"] |= {
             "pipeline_parallel_schedule": _torchtitan_schedule(setup),
@@ -107,9 +108,6 @@ def torchtitan(job: Job, setup: Setup) -> Section:
         }
         if setup.vpp not in _DEFAULT_CHUNKS:
             config["parallelism"]["pipeline_parallel_layers_per_stage"] = _layers_per_stage(job, setup)
-    if setup.precision != "bf16":
-        config["quantize.linear.float8"] = {"filter_fqns": ["output", "router.gate"]}
-        config["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
     return config
 
 
@@ -139,7 +137,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"sequence={job.sequence} is no multiple of tp · 2 · cp = {divisor}": job.sequence % divisor > 0,
         "it has no Ulysses attention: choose attention tensor": setup.attention == "ulysses" and setup.tp > 1,
         "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
-        f"expert_tensor_parallel_degree is 1 or tp={setup.tp}": setup.ep > 1 and setup.etp not in (1, setup.tp),
+        f"it has no expert tensor parallelism beside ep={setup.ep}: set etp=1": setup.ep > 1 and setup.etp > 1,
         f"without ep the experts have tp={setup.tp} as all else": setup.ep == 1 and setup.etp != setup.tp,
         "its ep ranks are neighbours, an unfolded ep lies beyond cp: fold": (
             not setup.folded
@@ -165,7 +163,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
 
 def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
     notes = [
-        "of v0.2.2, which reads TOML; later versions take the same degrees in Python, and expert tensor parallelism 1 only"
+        "options of torchtitan 0.3, behind --module and --config; activation_checkpoint: is a choice, and stays the last one"
     ]
     if setup.zero == 1 and setup.dp > 1:
         notes.append(
@@ -180,7 +178,7 @@ def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
             "selective means there: keep matrix products and what was exchanged; here it is MegaScale-MoE's (A.2)"
         )
     if setup.precision != "bf16":
-        notes.append("FP8 needs torchao, and its converters in model.converters")
+        notes.append("FP8 is the program's: Float8LinearConverter, Float8GroupedExpertsConverter and torchao")
     return tuple(notes)
 
 
@@ -276,9 +274,12 @@ def _lines(flags: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _toml(config: Section) -> str:
-    """Sections of plain values: JSON's spelling of text, numbers, truth and lists is TOML's."""
-    blocks = []
-    for name, values in config.items():
-        blocks.append("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]))
-    return "\n\n".join(blocks)
+def _options(config: Section) -> str:
+    """Options of a command line, one a line, and torchtitan's choice of what is computed again, which comes behind them."""
+    options = [
+        f"--{name}.{key}" if value is True else f"--{name}.{key} {shlex.quote(str(value))}"
+        for name, values in config.items()
+        if name != "activation_checkpoint"
+        for key, value in values.items()
+    ]
+    return "\n".join([*options, f"activation_checkpoint:{config['activation_checkpoint']['mode']}"])

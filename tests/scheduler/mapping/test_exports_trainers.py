@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -224,7 +225,6 @@ def test_torchtitan_has_every_degree() -> None:
     degrees = found["parallelism"]
     assert degrees["tensor_parallel_degree"] == 2
     assert degrees["expert_parallel_degree"] == 8
-    assert degrees["expert_tensor_parallel_degree"] == 1
     assert degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert degrees["pipeline_parallel_layers_per_stage"] == 1
     product = degrees["data_parallel_shard_degree"] * degrees["data_parallel_replicate_degree"]
@@ -233,19 +233,53 @@ def test_torchtitan_has_every_degree() -> None:
     assert found["training"]["local_batch_size"] == 256 // BEST.dp
 
 
-def test_torchtitan_file_is_toml() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    exported = export("torchtitan", JOB, replace(BEST, precision="fp8", recompute="selective"))
-    read = tomllib.loads(exported.text)
-    assert read["quantize"]["grouped_mm"]["float8"] == {"fqns": ["experts"]}
-    assert read["parallelism"]["data_parallel_shard_degree"] == BEST.dp
-    assert any("ZeRO 1" in note for note in exported.notes)
+_PARSE_TITAN = """
+import json, sys
+from torchtitan.config import ConfigManager
+found = []
+for arguments in json.load(sys.stdin):
+    config = ConfigManager().parse_args(["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel", *arguments])
+    policy = config.activation_checkpoint
+    found.append({
+        "training": {name: getattr(config.training, name) for name in config.training.__slots__},
+        "parallelism": {name: getattr(config.parallelism, name) for name in config.parallelism.__slots__},
+        "activation_checkpoint": "none" if policy is None else type(policy).__qualname__,
+    })
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    ParallelDims.from_config(config.parallelism, world_size=128)
+print("PARSED " + json.dumps(found, default=str))
+"""
+_POLICIES = {"none": "none", "selective": "SelectiveAC.Config", "full": "FullAC.Config"}
+
+
+def test_torchtitan_parses_its_options() -> None:
+    """The configuration manager of the installed torchtitan takes them, and its dimensions fill the GPUs."""
+    pytest.importorskip("torchtitan")
+    setups = [
+        BEST,
+        Setup(gpus=128, tp=2, cp=2, ep=8, pp=4, vpp=2, recompute="full"),
+        Setup(gpus=128, ep=8, zero=3, recompute="selective", precision="fp8"),
+        Setup(gpus=128, tp=4, ep=4, pp=8, zero=0),
+        Setup(gpus=128, tp=2, ep=8, pp=8, schedule="dualpipev"),
+    ]
+    exported = [export("torchtitan", JOB, setup) for setup in setups]
+    given = [[word for line in each.text.splitlines() for word in shlex.split(line)] for each in exported]
+    answered = _python({**os.environ}, _PARSE_TITAN, json.dumps(given))
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    line = next(line for line in answered.stdout.splitlines() if line.startswith("PARSED "))
+    for each, read in zip(exported, json.loads(line.removeprefix("PARSED ")), strict=True):
+        assert isinstance(each.values, dict)
+        for section in ("training", "parallelism"):
+            assert read[section] | each.values[section] == read[section]
+        assert read["activation_checkpoint"] == _POLICIES[each.values["activation_checkpoint"]["mode"]]
+    assert any("ZeRO 1" in note for note in exported[0].notes)
+    assert any("Float8" in note for note in exported[2].notes)
 
 
 @pytest.mark.parametrize(
     ("setup", "reason"),
     [
-        (Setup(gpus=128, tp=4, etp=2, ep=4, pp=8), "expert_tensor_parallel_degree is 1 or tp=4"),
+        (Setup(gpus=128, tp=4, etp=2, ep=4, pp=8), "no expert tensor parallelism beside ep=4"),
         (Setup(gpus=128, tp=4, ep=4, pp=8, attention="ulysses"), "no Ulysses"),
         (Setup(gpus=128, ep=8, pp=8, dispatch="all_gather"), "all_to_all"),
         (Setup(gpus=128, cp=2, ep=8, pp=8, folded=False), "ep ranks are neighbours"),
@@ -266,6 +300,50 @@ def test_deepspeed_batch_adds_up() -> None:
     assert found["expert_parallel"]["autoep_size"] == 8
     assert found["tensor_parallel"]["autotp_size"] == 2
     assert json.loads(export("deepspeed", JOB, setup).text) == found
+
+
+_PARSE_DEEPSPEED = """
+import json, sys
+from deepspeed.runtime import config as runtime
+runtime.dist.get_rank = lambda: 0  # no processes: it asks nothing else of them
+
+class Mpu:
+    def __init__(self, size): self.size = size
+    def get_data_parallel_world_size(self): return self.size
+
+found = []
+for size, config in json.load(sys.stdin):
+    read = runtime.DeepSpeedConfig(config, mpu=Mpu(size))
+    found.append({
+        "train_batch_size": read.train_batch_size,
+        "train_micro_batch_size_per_gpu": read.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": read.gradient_accumulation_steps,
+        "stage": read.zero_config.stage,
+        "bf16": read.bfloat16_config.enabled,
+    })
+print("PARSED " + json.dumps(found))
+"""
+
+
+def test_deepspeed_reads_its_configuration() -> None:
+    """The configuration class of the installed DeepSpeed takes it: it refuses batches that do not add up, and unknown values."""
+    pytest.importorskip("deepspeed")
+    setups = [
+        Setup(gpus=128, tp=2, ep=8, micro_batch=2, zero=2),
+        Setup(gpus=128, ep=8, pp=8),
+        Setup(gpus=128, tp=4, ep=8, attention="ulysses", zero=3, recompute="full"),
+    ]
+    configs = [json.loads(export("deepspeed", JOB, setup).text) for setup in setups]
+    sizes = [setup.dp for setup in setups]
+    answered = _python({**os.environ}, _PARSE_DEEPSPEED, json.dumps(list(zip(sizes, configs, strict=True))))
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    line = next(line for line in answered.stdout.splitlines() if line.startswith("PARSED "))
+    for setup, config, read in zip(setups, configs, json.loads(line.removeprefix("PARSED ")), strict=True):
+        batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        assert {name: read[name] for name in batch} == {name: config[name] for name in batch}
+        assert (read["stage"], read["bf16"]) == (setup.zero, True)
+    wrong = {**configs[0], "gradient_accumulation_steps": 7}
+    assert _python({**os.environ}, _PARSE_DEEPSPEED, json.dumps([(sizes[0], wrong)])).returncode != 0
 
 
 @pytest.mark.parametrize(
