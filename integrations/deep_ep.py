@@ -278,7 +278,8 @@ class DeepEPBuffer:
         if wrong is not None:
             self._tokens.refuse(wrong)  # the others wait in their dispatch
         targets = _targets(is_token_in_rank, min(topk_idx.shape[1], self.group_size))
-        prepared = self._tokens.prepare(targets, like=x)
+        # Callers are functions of autograd, inside which it is off: the tokens themselves say whether a gradient comes back.
+        prepared = self._tokens.prepare(targets, like=x, needs_gradient=x.requires_grad)
         say_first("deep_ep", self._first_words)
         way = _Way(prepared, num_tokens_per_expert.numel() // self.group_size)
         experts, weights = self._choices(topk_idx, topk_weights, way)

@@ -94,7 +94,7 @@ class Offer:
             hidden = self.like.shape[-1]
             dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
         head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
-        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
+        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient, 0]
         head += [_number_of_neighbours(grid)]
         reached = torch.zeros(grid.num_reached, dtype=torch.int64)
         reached[: len(seen.reached)] = seen.reached

@@ -144,6 +144,7 @@ class TokenDispatcher:
         like: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
         experts: Experts | None = None,
+        needs_gradient: bool | None = None,
     ) -> DispatchHandle:
         """Exchange counts, and decide how these tokens go; collective over EP × ETP.
 
@@ -153,12 +154,15 @@ class TokenDispatcher:
             like: the tokens [T, H]: to predict times, to see that ranks agree on H and dtype, and whether they need a gradient.
             weights: [T, K], for the same reasons.
             experts: what will work on them: needed to choose chunks by its times, which the first call measures.
+            needs_gradient: whether a backward pass will go the way back; None: as autograd says of what is given here.
 
         Raises TensorError for indices of another shape, dtype or range, weights that are NaN or infinite, and more choices of an
         expert than its capacity: here; and DisagreementError on the other ranks, before a token moves.
         """
         try:
-            offer = self._offer(indices, capacity, like, weights, experts)
+            if needs_gradient is None:
+                needs_gradient = torch.is_grad_enabled() and any(map(_needs_gradient, (like, weights, experts)))
+            offer = self._offer(indices, capacity, like, weights, experts, needs_gradient)
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)
         agree_on_experts(self.grid)
@@ -187,6 +191,7 @@ class TokenDispatcher:
         like: torch.Tensor | None,
         weights: torch.Tensor | None,
         experts: Experts | None,
+        needs_gradient: bool,
     ) -> Offer:
         on_device = (
             weights is not None and not weights.is_cpu
@@ -194,7 +199,6 @@ class TokenDispatcher:
         self._check_weights(weights, *indices.shape[:2], is_sound=on_device)
         is_elsewhere = like is not None and not like.is_cpu
         way = number_of((*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere))
-        needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
         if self.slots is not None:
             indices = self.slots.slots_of(indices)
         return Offer(indices, capacity, like, way, needs_gradient, weights=weights if on_device else None)

@@ -175,3 +175,28 @@ def test_a_handle_takes_as_many_tokens_as_it_was_made_for() -> None:
     handle = deep_ep._Way(SimpleNamespace(num_tokens=3), 2)  # type: ignore[arg-type]
     with pytest.raises(TensorError, match=r"tokens \[2, 4\] are to go the way of a handle of 3 tokens"):
         buffer(2).dispatch(torch.ones(2, 4), handle=handle)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_dispatch_is_priced_with_the_gradient_that_comes_back(trains: bool) -> None:
+    """Asked inside a function of autograd, as Megatron asks, where no gradient is recorded."""
+    asked: list[bool] = []
+
+    def prepare(*_: object, needs_gradient: bool, **__: object) -> None:
+        asked.append(needs_gradient)
+        raise InterruptedError
+
+    made = buffer(2)
+    made._tokens.prepare = prepare
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            choices, weights, in_rank = torch.zeros(3, 2).long(), torch.ones(3, 2), torch.ones(3, 2).bool()
+            counts = torch.zeros(4, dtype=torch.int32)
+            made.dispatch(x, None, None, None, in_rank, counts, choices, weights)
+            return x
+
+    with pytest.raises(InterruptedError):
+        Dispatch.apply(torch.ones(3, 4, requires_grad=trains))  # type: ignore[no-untyped-call]
+    assert asked == [trains]

@@ -27,6 +27,7 @@ DROPPING = {"moe_expert_capacity_factor": 0.75}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 WHOLLY_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 EVEN = {"moe_token_dispatcher_type": "allgather"}
 """The stock dispatcher that Gloo can run where experts are sharded: the other one's reduce_scatter has uneven parts."""
 FLAT = (
@@ -48,6 +49,12 @@ FLAT = (
     Case("recomputed", options=RECOMPUTED),
     Case("flex, by deep_ep", deep_ep=True, steps=20),
     Case("flex, by deep_ep, dropped by probability", deep_ep=True, options=DROPPING),
+    Case("flex, by deep_ep, tensor parallel", (2, 4, 1), deep_ep=True),
+    Case("flex, by deep_ep, sharded experts", (2, 2, 2), EVEN, deep_ep=True, tolerance=1e-6),
+    Case("flex, by deep_ep, of BF16", options=BF16 | {"moe_router_dtype": "fp32"}, deep_ep=True),
+    Case("flex, by deep_ep, recomputed", options=RECOMPUTED, deep_ep=True),
+    Case("flex, by deep_ep, all recomputed", options=WHOLLY_RECOMPUTED | DROPPING, deep_ep=True),
+    Case("of BF16", options=BF16),
     Case("shared experts beside", options=SHARED, tolerance=1e-6),
     Case("in chunks", chunks=4, steps=20, tolerance=1e-6),
     Case("in chunks, shared experts beside the first", (2, 4, 1), SHARED, chunks=(1, 3, 3, 1), tolerance=1e-6),
@@ -66,6 +73,7 @@ TWO_NODES = (
     Case("gathered", kind="all_gather", tolerance=1e-6),
     Case("auto, with gradients of experts", kind="auto", tolerance=1e-6, options=DROPPING),
     Case("flex, by deep_ep in two levels", (1, 8, 1), kind="two_level", tolerance=1e-6, steps=20, deep_ep=True),
+    Case("flex, by deep_ep by price", (1, 8, 1), kind="auto", tolerance=1e-6, deep_ep=True, size=Size(top_k=4)),
     Case("two nodes in chunks", (1, 8, 1), chunks=(1, 3, 3, 1), tolerance=1e-6, steps=20, size=Size(top_k=4)),
     Case("in BF16", layout=(1, 8, 1), wire="bf16!", tolerance=1e-2),
 )

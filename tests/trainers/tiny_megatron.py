@@ -171,6 +171,8 @@ def build(case: Case, *, planned: bool) -> Any:
         case.size.sequence,
         share_embeddings_and_output_weights=False,
     )
+    if config.bf16:
+        model.bfloat16()  # as Megatron's Float16Module has it
     if planned and not case.by_spec and not case.by_name and not flex:
         assert plan(model) is model
     for layer in layers_with_experts(model):

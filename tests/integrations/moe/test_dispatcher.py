@@ -240,6 +240,16 @@ def test_identity_returns_every_bit(top_k: int, dtype: torch.dtype) -> None:
         assert torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 
+def test_a_gradient_that_autograd_does_not_see_may_be_told() -> None:
+    dispatcher, indices = TokenDispatcher(2, ep=alone()), torch.zeros(3, 1, dtype=torch.int64)
+    x = torch.ones(3, HIDDEN, requires_grad=True)
+    with torch.no_grad():
+        assert not dispatcher.prepare(indices, like=x).needs_gradient
+        assert dispatcher.prepare(indices, like=x, needs_gradient=True).needs_gradient
+    assert dispatcher.prepare(indices, like=x).needs_gradient
+    assert not dispatcher.prepare(indices, like=x, needs_gradient=False).needs_gradient
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5])
 def test_sums_are_the_references_bit_for_bit(top_k: int) -> None:
     generator = torch.Generator().manual_seed(top_k)
