@@ -15,6 +15,7 @@ from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.precisions import PRECISIONS
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import Estimates, search
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -75,7 +76,7 @@ class Variation:
         inter_gbps, intra_gbps: of each GPU, one direction, 1e9 B/s. inter_factor, intra_factor: times what the cluster has
             (0.5: half its rate). Efficiencies and latencies stay.
         gpu: the GPU of the cluster of that name, with the links of this one.
-        precision: ``bf16`` or ``fp8``. sequence, global_batch: of the job.
+        precision: a recipe (:data:`~commlayer.scheduler.mapping.precisions.PRECISIONS`). sequence, global_batch: of the job.
         top_k: experts for each token. split: every expert into so many of which tokens take as many times more, with as many
             active parameters: fine-grained experts (DeepSeekMoE, arXiv:2401.06066).
         skew: the exponent of experts' popularity, which is then Zipf's, in place of the job's; 0: even, 1: as words are.
@@ -346,7 +347,7 @@ def _check(kind: VariationKind, value: Value) -> None:
     elif kind == "skew":
         sound, expected = type(value) in (int, float) and 0 <= float(value) < float("inf"), "an exponent of at least 0"
     elif kind == "precision":
-        sound, expected = value in ("bf16", "fp8"), "bf16 or fp8"
+        sound, expected = value in PRECISIONS, f"one of {', '.join(PRECISIONS)}"
     else:
         sound, expected = isinstance(value, str), "the name of a cluster that has it"
     if not sound:

@@ -176,7 +176,7 @@ def test_experts_split_only_where_their_width_does() -> None:
         ("gpus", (1.5,), "gpus: expected a whole number"),
         ("inter_gbps", (-1.0,), "inter_gbps: expected a positive number"),
         ("inter_gbps", (True,), "inter_gbps: expected a positive number"),
-        ("precision", ("fp4",), "precision: expected bf16 or fp8"),
+        ("precision", ("fp4",), "precision: expected one of bf16, fp8, fp8-delayed"),
         ("gpu", (8,), "gpu: expected the name of a cluster"),
     ],
 )
