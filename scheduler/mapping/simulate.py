@@ -412,7 +412,11 @@ class Estimator:
     def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`bound_us` says."""
         count, calls = setup.micro_batches(self.job), level >= 2
-        alone = [self._stage_us(setup, stage, level) for stage in stages]
+        sparse = self._least_layer_us(setup, True, level) if any(stage.sparse for stage in stages) else 0.0
+        dense = self._least_layer_us(setup, False, level) if any(stage.dense for stage in stages) else 0.0
+        alone = [
+            stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
+        ]
         if not setup.is_merged:
             return count * max(alone) + _bubble_us(alone, stages, setup)
         merged = alone
@@ -422,20 +426,19 @@ class Estimator:
         ranks = [times[place] for place in self._places_of_ranks(setup, stages)]
         return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
 
-    def _stage_us(self, setup: Setup, stage: Stage, level: int) -> float:
-        """Bound the time of one micro-batch through ``stage``, as :meth:`bound_us` says."""
-        total = 0.0
-        for is_moe, number in stage.numbers:
-            if level >= 2:
-                both = sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
-            else:
-                both = self._computed_us(setup, is_moe)
-                if level and is_moe:
-                    both = max(both, self._exchanged_us(setup))
-            total += number * both
+    def _least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        """Bound the time of one layer, forward and backward, as :meth:`bound_us` says."""
         if level >= 2:
-            return total + self._ends(setup, stage).total_us
-        return total + (self._head_us(setup) if setup.has_head(stage.number) else 0.0)
+            forward, backward = self._layer_times(setup, is_moe, is_bound=True)
+            return forward.total_us + backward.total_us
+        computed = self._computed_us(setup, is_moe)
+        return max(computed, self._exchanged_us(setup)) if level and is_moe else computed
+
+    def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
+        """Bound the time of what a stage has beside its layers, in the same way."""
+        if level >= 2:
+            return self._ends(setup, stage).total_us
+        return self._head_us(setup) if setup.has_head(stage.number) else 0.0
 
     def _head_us(self, setup: Setup) -> float:
         key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision)
