@@ -109,6 +109,12 @@ class LayerWork:
         """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
         return self.projections.weight_gradient + self.out.weight_gradient
 
+    @property
+    def beside_us(self) -> float:
+        """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
+        beside = (self.permute, self.experts, self.expert_memory, self.unpermute, self.shared)
+        return sum(each.forward + each.backward for each in beside)
+
     def remade(self, recompute: str) -> float:
         """The time of what a way of recomputation computes again, µs. ``selective`` (MegaScale-MoE, A.2): norms, the order of
         experts, SwiGLU."""

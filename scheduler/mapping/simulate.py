@@ -432,7 +432,12 @@ class Estimator:
             forward, backward = self._layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us
         computed = self._computed_us(setup, is_moe)
-        return max(computed, self._exchanged_us(setup)) if level and is_moe else computed
+        if not level or not is_moe:
+            return computed
+        exchanged = self._exchanged_us(setup)
+        # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
+        alone = 0.0 if setup.is_merged else computed - self._work(setup, True).beside_us
+        return max(computed, alone + exchanged)
 
     def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
         """Bound the time of what a stage has beside its layers, in the same way."""
