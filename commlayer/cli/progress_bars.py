@@ -22,12 +22,12 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
+def progress_of(title: str) -> Iterator[Callable[[float, int], None]]:
     """Yield a function that is told how much is done and of how much, as often as it likes."""
     shown = 0.0
     with _bar(title, None, says_done=False) as update:
 
-        def show(done: int, total: int) -> None:
+        def show(done: float, total: int) -> None:
             nonlocal shown
             now = monotonic()
             if now - shown >= _UPDATES_S or done >= total:
@@ -44,7 +44,7 @@ _UPDATES_S = 0.1
 def _bar(title: str, total: int | None, *, says_done: bool) -> Iterator[Callable[..., None]]:
     """A function that changes the bar as rich's ``Progress.update`` does; one that does nothing where no bar is shown.
 
-    ``says_done``: behind the bar stands what was just done, as it comes; else the caller says when to draw.
+    It is drawn at once, and its clock runs whatever the caller says. ``says_done``: behind the bar stands what was just done.
     """
     if not is_first() or not sys.stderr.isatty():
         yield lambda **_: None
@@ -55,5 +55,5 @@ def _bar(title: str, total: int | None, *, says_done: bool) -> Iterator[Callable
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     if says_done:
         columns.append(TextColumn("{task.fields[done]}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=says_done) as bar:
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=True) as bar:
         yield partial(bar.update, bar.add_task(title, total=total, done=""))

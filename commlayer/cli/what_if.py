@@ -134,7 +134,8 @@ def _estimated(request: Request, variation: Variation, ways: Sequence[Alternativ
         setup = None
         if hold:
             estimator = request.make(request.job, request.cluster, way.software)
-            setup = search(request.job, estimator, way.space, top=1).best.setup
+            with progress_of(f"searching {way.name}".strip()) as progress:
+                setup = search(request.job, estimator, way.space, top=1, progress=progress).best.setup
         with progress_of(way.name or "estimating") as progress:
             found[way.name] = estimate_all(
                 request.job,

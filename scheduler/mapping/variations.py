@@ -59,7 +59,7 @@ KINDS: tuple[str, ...] = get_args(VariationKind)
 Value = float | int | str
 FindCluster = Callable[[str], Cluster]
 MakeEstimates = Callable[[Job, Cluster, Software], Estimates]
-Progress = Callable[[int, int], None]
+Progress = Callable[[float, int], None]
 
 _REAL = ("inter_gbps", "inter_factor", "intra_gbps", "intra_factor")
 _WHOLE = ("gpus", "domain", "top_k", "split", "sequence", "global_batch")
@@ -175,7 +175,7 @@ def what_if(
     Args:
         make: an estimator of a job; :class:`commlayer.scheduler.mapping.simulate.Estimator` unless given.
         named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
-        progress: called with points done and points in all.
+        progress: called with points done, the part that is searched of the one under way among them, and points in all.
 
     Raises:
         UsageError: a value that the cluster cannot have (links of a measured one). Where a point is not valid or does not
@@ -183,11 +183,16 @@ def what_if(
     """
     _check_links(cluster, variation.kind)
     way = Alternative(name="", setup=setup, space=space or Space(), software=software)
-    points = []
-    for index, value in enumerate(variation.values):
-        points.append(_point(job, cluster, variation.kind, value, way, make, named))
+    points: list[WhatIfPoint] = []
+
+    def tell(done: int, of: int) -> None:
         if progress:
-            progress(index + 1, len(variation.values))
+            progress(len(points) + done / of, len(variation.values))
+
+    for value in variation.values:
+        tell(0, 1)
+        points.append(_point(job, cluster, variation.kind, value, way, make, named, tell))
+    tell(0, 1)
     return WhatIf(
         variation=variation,
         job=job,
@@ -309,22 +314,29 @@ def _point(
     way: Alternative,
     make: MakeEstimates | None,
     named: FindCluster = clusters.load,
+    progress: Callable[[int, int], None] | None = None,
 ) -> WhatIfPoint:
     try:
         job, cluster = vary(job, cluster, kind, value, named)
-        estimate, note = _estimate(job, cluster, kind, value, way, make or Estimator)
+        estimate, note = _estimate(job, cluster, kind, value, way, make or Estimator, progress)
     except UsageError as error:
         estimate, note = None, str(error)
     return WhatIfPoint(value=value, job=job, cluster=cluster.name, estimate=estimate, note=note)
 
 
 def _estimate(
-    job: Job, cluster: Cluster, kind: VariationKind, value: Value, way: Alternative, make: MakeEstimates
+    job: Job,
+    cluster: Cluster,
+    kind: VariationKind,
+    value: Value,
+    way: Alternative,
+    make: MakeEstimates,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[StepEstimate | None, str]:
     estimator = make(job, cluster, way.software)
     if way.setup is None:
         changes: dict[str, Any] = {"precision": (value,)} if kind == "precision" else {}
-        return search(job, estimator, replace(way.space, **changes), top=1).best, ""
+        return search(job, estimator, replace(way.space, **changes), top=1, progress=progress).best, ""
     changes = {"precision": value} if kind == "precision" else {}
     setup = replace(way.setup, gpus=job.gpus, **changes)
     needed = estimator.memory(setup)

@@ -201,7 +201,7 @@ def test_one_setup_runs_at_every_value() -> None:
 
 
 def test_the_best_of_a_space_runs_at_every_value() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[float, int]] = []
     space = Space(tp=(1,), cp=(1, 2), pp=(1,))
     found = what_if(
         JOB,
@@ -216,7 +216,9 @@ def test_the_best_of_a_space_runs_at_every_value() -> None:
     assert fast is not None
     assert (slow.setup.folded, fast.setup.folded) == (True, False)
     assert slow.step_us > fast.step_us
-    assert seen == [(1, 2), (2, 2)]
+    assert [seen[0], seen[-1]] == [(0, 2), (2, 2)]  # from before the first point is searched
+    assert seen == sorted(seen)
+    assert len([done for done, _ in seen if 0 < done < 1]) > 1
     assert found.fastest is found.points[1]
 
 
