@@ -474,3 +474,92 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
         assert wanted in flags
     plain = " ".join(megatron(job, replace(setup, precision="bf16", recompute="none")))
     assert not any(word in plain for word in ("fp8", "recompute", "dtype", "offload", "precision-aware"))
+
+
+# Megatron-Core's own configuration classes, which is what the installed package has of it
+
+_CONFIGURE = """
+import ast, dataclasses, json, sys
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+OTHER_NAMES = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+OF_ARGUMENTS = {  # what pretrain_gpt.py takes for itself, and no configuration of Megatron-Core has
+    "untie_embeddings_and_output_weights", "position_embedding_type", "vocab_size", "micro_batch_size", "global_batch_size",
+    "seq_length", "max_position_embeddings", "group_query_attention", "num_layers_per_virtual_pipeline_stage",
+    "use_megatron_fsdp", "ckpt_format",
+}
+
+def value(words):
+    if not words:
+        return True
+    found = []
+    for word in words:
+        try:
+            found.append(ast.literal_eval(word))
+        except (ValueError, SyntaxError):
+            found.append(eval(word) if word.startswith("([") else word)
+    return found if len(found) > 1 else found[0]
+
+def fields(kind):
+    return {field.name for field in dataclasses.fields(kind)}
+
+def configure(arguments):
+    given, name = {}, ""
+    for word in arguments:
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            given[name] = []
+        else:
+            given[name].append(word)
+    values = {OTHER_NAMES.get(name, name): value(words) for name, words in given.items()}
+    if values.pop("disable_bias_linear", False):
+        values["add_bias_linear"] = False
+    if "fp8_format" in values:
+        values["fp8"] = values.pop("fp8_format")
+    if "recompute_modules" in values:
+        values["recompute_modules"] = given["recompute_modules"]
+    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    left = set(values)
+    for each in (kind, DistributedDataParallelConfig, OptimizerConfig):
+        own = {name: known for name, known in values.items() if name in fields(each)}
+        if each is kind:
+            own.setdefault("pipeline_dtype", __import__("torch").bfloat16)
+            stages = values.get("num_layers_per_virtual_pipeline_stage")
+            if stages:
+                own["virtual_pipeline_model_parallel_size"] = own["num_layers"] // stages // own["pipeline_model_parallel_size"]
+        each(**own)
+        left -= set(own)
+    unknown = left - OF_ARGUMENTS
+    if unknown:
+        raise ValueError(f"no configuration of Megatron-Core has {sorted(unknown)}")
+
+found = []
+for arguments in json.load(sys.stdin):
+    try:
+        configure(arguments)
+        found.append("")
+    except Exception as error:
+        found.append(str(error) or type(error).__name__)
+print("CONFIGURED " + json.dumps(found))
+"""
+
+
+def test_megatron_core_takes_the_flags_as_its_configuration() -> None:
+    """The installed megatron-core's configurations of the model, of data parallelism and of the optimizer, with their checks."""
+    pytest.importorskip("megatron.core")
+    latent = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=2048, sequence=4096)
+    cases = [(JOB, setup) for setup in _SETUPS if setup.precision == "bf16"] + [  # FP8 asks Transformer Engine
+        (latent, Setup(gpus=256, ep=16, pp=16, recompute="selective")),
+        (latent, Setup(gpus=256, ep=16, pp=8, vpp=2, recompute="full")),
+    ]
+    flags = [megatron(job, setup) for job, setup in cases]
+    broken = [[*flags[0], "--no-such-flag", "1"], [*flags[0], "--num-attention-heads", "47"]]
+    answered = _python({**os.environ}, _CONFIGURE, json.dumps([*flags, *broken]))
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    line = next(line for line in answered.stdout.splitlines() if line.startswith("CONFIGURED "))
+    *errors, unknown, uneven = json.loads(line.removeprefix("CONFIGURED "))
+    assert errors == [""] * len(cases)
+    assert "no_such_flag" in unknown
+    assert "47" in uneven
