@@ -77,11 +77,9 @@ def estimate_command(
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
     estimator = request.estimator()
+    make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)
-    exported = None
-    if trainer is not None:
-        make = simulator_export(trainer, estimator, folder)
-        exported = first_export(trainer, request.job, [setup], request.software, make)[1]
+    exported = first_export(trainer, request.job, [setup], request.software, make)[1] if trainer else None
     if trace is not None:
         from commlayer.drawing.step_course import step_trace
 

@@ -176,6 +176,8 @@ def _is_nccl_file(source: str) -> bool:
 
 
 def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tuple[list[TunerRow], list[str]]:
+    if begin < 1:
+        raise UsageError(f"--begin: expected at least 1 byte, got {begin}")
     if end < begin:
         raise UsageError(f"--end: expected at least --begin, {format_bytes(begin)}, got {format_bytes(end)}")
     sizes = [begin << power for power in range((end // begin).bit_length())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ from commlayer.drawing.mapping_cells import (
 )
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
+from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
-from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import Software
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,12 +88,13 @@ def search_command(
     request = read_request(given)
     space = read_space(given)
     estimator = request.estimator()
+    make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:
         result = search_mappings(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
     reasons = explain(result)
-    exported = _export(trainer, result, estimator, folder)
+    exported = _export(trainer, result, request.software, make)
     if picture is not None:
         draw(picture, _figure(result))
     if report is not None:
@@ -109,17 +112,13 @@ def search_command(
         _show(result, reasons)
 
 
-def _export(trainer: str | None, result: SearchResult, estimator: Estimator, folder: Path | None) -> Export | None:
+def _export(
+    trainer: str | None, result: SearchResult, software: Software, make: Callable[[Setup], Export] | None
+) -> Export | None:
     if trainer is None:
         return None
     candidates = [*result.ranked, *other_bests(result).values()]
-    place, exported = first_export(
-        trainer,
-        result.job,
-        [estimate.setup for estimate in candidates],
-        estimator.software,
-        simulator_export(trainer, estimator, folder),
-    )
+    place, exported = first_export(trainer, result.job, [each.setup for each in candidates], software, make)
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} takes"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""

@@ -13,17 +13,15 @@ from commlayer.scheduler.mapping.simulate import Estimator
 __all__ = ["simulator_export"]
 
 
-def simulator_export(kind: str, estimator: Estimator, folder: Path | None) -> Callable[[Setup], Export] | None:
-    """Return what writes a mapping for the simulator ``kind``; None where it is a trainer.
+def simulator_export(kind: str | None, estimator: Estimator, folder: Path | None) -> Callable[[Setup], Export] | None:
+    """Return what writes a mapping for the simulator ``kind``; None where it is a trainer, or nobody.
 
     ``folder``: where the files of Chakra go. Raises UsageError: a folder that is missing, or that no file goes into.
     """
-    if (kind == "chakra") is (folder is None):
-        raise UsageError(
-            "--export chakra writes a file for a rank of each stage: name a folder with --output"
-            if folder is None
-            else f"--output: {kind} goes to stdout, only --export chakra has files"
-        )
+    if kind == "chakra" and folder is None:
+        raise UsageError("--export chakra writes a file for a rank of each stage: name a folder with --output")
+    if kind != "chakra" and folder is not None:
+        raise UsageError("--output: only --export chakra has files, all else goes to stdout")
     if kind not in SIMULATORS:
         return None
     return lambda setup: _simai(estimator, setup) if folder is None else _chakra(estimator, setup, folder)
@@ -46,7 +44,8 @@ def _simai(estimator: Estimator, setup: Setup) -> Export:
     from commlayer.scheduler.mapping.simai_workload import simai_workload
 
     note = "a row's collective runs when its computation has ended: what the estimate hides behind computation is not hidden here"
-    return Export("simai", {}, simai_workload(estimator, setup).rstrip("\n"), (note, *_kernels(estimator)))
+    text = simai_workload(estimator, setup).rstrip("\n")
+    return Export("simai", {"workload": text.splitlines()}, text, (note, *_kernels(estimator)))
 
 
 def _kernels(estimator: Estimator) -> tuple[str, ...]:

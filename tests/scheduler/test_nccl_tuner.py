@@ -173,6 +173,8 @@ def test_the_command_takes_a_profile_or_runs_of_nccl_tests(tmp_path: Path) -> No
     call = ["profiles", "tuner", *map(str, files), "--format", "ncclx", "--output", str(output)]
     assert CliRunner().invoke(main, call).exit_code == 0
     assert read_by_ncclx(output.read_text(), 2, 8) == [Parsed("allreduce", 256, 257, "tree", "ll")]
+    for sizes in (("-b", "0"), ("-b", "8KiB", "-e", "4KiB")):
+        assert CliRunner().invoke(main, ["profiles", "tuner", "emulated-2x8", *sizes]).exit_code == 2
     refused = CliRunner().invoke(main, ["profiles", "tuner", "h100-eos-2x8"])
     assert refused.exit_code == 2
     assert "import its times first" in refused.stderr

@@ -260,4 +260,6 @@ def test_the_command_names_its_files_and_asks_for_a_folder(tmp_path: Path) -> No
     found = CliRunner().invoke(main, [*call, "--output", str(tmp_path / "new")])
     assert found.exit_code == 0, found.output
     assert [Path(line).name for line in found.stdout.splitlines()] == ["rank.0.et", "rank.8.et", "comm_groups.json"]
+    assert CliRunner().invoke(main, ["search", *call[1:]]).exit_code == 2
+    assert CliRunner().invoke(main, [*call[:-2], "--output", str(tmp_path)]).exit_code == 2
     assert CliRunner().invoke(main, [*call[:-1], "megatron", "--output", str(tmp_path)]).exit_code == 2
