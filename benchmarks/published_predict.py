@@ -94,7 +94,7 @@ def predict(row: Published) -> Outcome:
         estimate = estimator.estimate(setup, detail=False)
     except CommlayerError as error:
         return Outcome(row, reason=str(error))
-    kind = kind_of(job, setup, cluster, software, estimate.step_us * (1 - estimate.bubble))
+    kind = kind_of(job, setup, estimator.cluster, software, estimate.step_us * (1 - estimate.bubble))
     return Outcome(row, _tokens(row, job), estimate, kind, left_out=(*left_out, *more))
 
 
