@@ -27,6 +27,7 @@ def job_dict(job: Job) -> dict[str, Any]:
         "global_batch": job.global_batch,
         "sequence": job.sequence,
         "tokens": job.tokens,
+        "mtp_layers": job.model.mtp_layers,
         "capacity_factor": job.capacity_factor,
         "imbalance": job.imbalance,
         "most_popular_expert": None if job.loads is None else rounded(max(job.loads.shares), 6),

@@ -145,7 +145,7 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     if same:
         echo(f"all mappings: {same}")
     if "recompute" in "".join(names):
-        echo("selective, full: of activations, what is computed again")
+        echo("selective, full, or modules: of activations, what is computed again")
     echo()
     for reason in reasons:
         echo(reason)

@@ -230,7 +230,7 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
     """
     held(model, setup, software)
     if why := unfit_modules(setup.recompute, is_latent=model.latent is not None, precision="", is_merged=False):
-        raise UsageError(f"recompute {setup.recompute}: {why}: {model.name} has no such part")
+        raise UsageError(f"recompute {setup.recompute} of {model.name}: {why}")
     if model.linear is not None and setup.cp > 1:
         raise UsageError(
             f"cp={setup.cp}: {model.name} has layers of linear attention, which are planned without it: take cp=1"

@@ -458,7 +458,10 @@ def test_modules_that_cannot_be_made_again_are_refused(given: dict[str, Any], me
 
 def test_a_model_without_latent_attention_has_no_projections_up() -> None:
     job = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096)
-    with pytest.raises(UsageError, match="which the model does not have: mixtral-8x7b has no such part"):
+    with pytest.raises(
+        UsageError,
+        match="mla_up_proj of mixtral-8x7b: mla_up_proj is of latent attention, which the model does not have",
+    ):
         Estimator(job, EOS, MEGATRON, efficiency=1).estimate(Setup(gpus=8, recompute="mla_up_proj"))
 
 
