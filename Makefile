@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-deaths bench-sites bench-trainers papers published clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -122,6 +122,12 @@ bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the 
 
 bench-placement: $(READY)  ## placing experts: how long a solution takes, and what it is predicted to gain; writes a dated document
 	$(RUN) benchmarks/placement.py $(ARGS)
+
+bench-placement-steps: $(READY)  ## steps under skewed routing, experts in order, by EPLB's placement and ours, with emulated accelerators; writes a dated document
+	$(RUN) benchmarks/placement_steps.py $(ARGS)
+
+bench-placement-faults: $(READY)  ## ranks killed while experts move, in 100 jobs: who hears of it, and whether the checkpoint before it loads
+	$(RUN) benchmarks/placement_faults.py $(ARGS)
 
 bench-deaths: $(READY)  ## ranks killed at random moments of 300 jobs: when, and how, the others hear of it
 	$(RUN) benchmarks/deaths.py $(ARGS)

@@ -30,8 +30,8 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import ExpertMigration, Optimizer, StagePlaces, moved_bytes
 from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.expert_work import measured_work
 from commlayer.integrations.moe.layer import MoELayer
-from commlayer.integrations.moe.measuring import Measurements
 from commlayer.integrations.moe.observed_loads import ObservedLoads
 from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers
@@ -190,7 +190,8 @@ class ExpertPlacer:
 
     def _begin_round(self) -> None:
         if self._work is None and not self._works:
-            self._works = [self._measured_work(layer) for layer in self._layers]
+            micro_batches = self._loads.micro_batches
+            self._works = [measured_work(layer, self._optimizers, micro_batches) for layer in self._layers]
         summed = self._loads.round()
         self._round = _Summing(summed, dist.all_reduce(summed, group=self._group.group, async_op=True))
 
@@ -255,25 +256,6 @@ class ExpertPlacer:
                 )
             self._prices[work] = PlacementPrices(profile, work)
         return self._prices[work]
-
-    def _measured_work(self, layer: MoELayer) -> ExpertWork:
-        """What an expert of ``layer`` costs: its time is measured here, by all ranks together."""
-        experts, grid = layer.experts, layer.dispatcher.grid
-        weight = experts.w_gate
-        tokens = weight.new_empty(0, experts.hidden)
-        times = Measurements(grid).experts(experts, _ROWS_MEASURED, tokens)
-        slope = (times.times_us[-1] - times.times_us[0]) / max(1, times.rows[-1] - times.rows[0])
-        each = max(0.0, times.times_us[0] - slope * times.rows[0]) / experts.count
-        gradient_bytes = sum(parameter.nbytes for parameter in experts.parameters()) // experts.count
-        return ExpertWork(
-            row_bytes=experts.hidden * weight.element_size(),
-            row_us=max(slope, 0.0),
-            expert_us=each,
-            weight_bytes=gradient_bytes,
-            gradient_bytes=gradient_bytes,
-            state_bytes=max(0, moved_bytes(layer, self._optimizers) - gradient_bytes),
-            micro_batches=self._loads.micro_batches,
-        )
 
     # Migrations
 
@@ -342,10 +324,6 @@ class ExpertPlacer:
         timeout_s = Settings.from_environment().timeout_s
         peers = Peers.of(self._group.group)
         return from_first(_Nodes(mine), _Nodes, peers, timeout_s, "to make an ExpertPlacer").of_ranks
-
-
-_ROWS_MEASURED = 1024
-"""The rows on which experts are measured: as many as their times grow in proportion from, on most devices."""
 
 
 class _Summing:
