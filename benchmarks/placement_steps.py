@@ -56,7 +56,7 @@ from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPr
 from commlayer.scheduler.placement.placing import PlacementRoom, place_layer
 
 INTER, SCALE = "400gbit", 1000.0
-_CLUSTERS = {"2x4": (4, 2048), "2x8": (8, 1024)}
+_CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
 """Ranks of each of two nodes, and tokens of each rank."""
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
@@ -305,13 +305,13 @@ def measure(cluster: str, loads: Sequence[str], number: int, budget_s: float, ke
 
 
 def popularity_of(load: str, shape: Shape) -> list[float]:
-    if load == "even":
-        return [1.0] * shape.num_experts
+    """The popularity of each expert; which of them is the most popular is drawn, for routers know nothing of ranks."""
+    shares = [1.0 / rank if load.startswith("zipf") else 1.0 for rank in range(1, shape.num_experts + 1)]
     if load == "recorded":
         with EmulatedCluster(2, 2) as emulated:
-            found: list[float] = emulated.run(record, shape)[0]
-        return found
-    return [1.0 / rank for rank in range(1, shape.num_experts + 1)]
+            shares = emulated.run(record, shape)[0]
+    random.Random(0).shuffle(shares)
+    return shares
 
 
 def measure_losses() -> dict[str, Any]:
@@ -395,9 +395,10 @@ def document(known: dict[str, str], results: Sequence[Result], compared: dict[st
             "## Losses",
             "",
             f"{compared['steps']} steps on 2 × 2 ranks, {compared['migrations']} migrations of all layers, a checkpoint in the "
-            f"middle and a new start from it: the same bits as with experts in order: "
-            f"{'yes' if compared['equal_bits'] else 'NO'}. Going on on 3 ranks from that checkpoint the loss differs by {compared['largest_other']:.1e} of itself at most (from "
-            f"{compared['first_loss']:.3f} to {compared['last_loss']:.3f}).",
+            "middle and a new start from it: the same bits as with experts in order: "
+            f"{'yes' if compared['equal_bits'] else 'NO'}. Going on on 3 ranks from that checkpoint the loss differs by "
+            f"{compared['largest_other']:.1e} of itself at most (from {compared['first_loss']:.3f} to "
+            f"{compared['last_loss']:.3f}).",
         ]
     return "\n".join(lines) + "\n"
 

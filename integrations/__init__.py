@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.attention import ParallelAttention
     from commlayer.integrations.block import MoETransformerLayer
     from commlayer.integrations.buckets import GradientBuckets
+    from commlayer.integrations.clipping import clip_gradients
     from commlayer.integrations.context_parallel import merge_sequence, split_sequence
     from commlayer.integrations.ddp import all_reduce_hook, plan_ddp
     from commlayer.integrations.deepspeed import plan_deepspeed_moe
@@ -67,6 +68,7 @@ __all__ = [
     "TokenDispatcher",
     "TrainingState",
     "all_reduce_hook",
+    "clip_gradients",
     "mark_experts",
     "mark_replicated",
     "merge_sequence",
