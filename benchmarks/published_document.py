@@ -216,7 +216,7 @@ def _far(found: Sequence[Outcome]) -> str:
     if not far:
         return "No row is farther off than 30 %."
     lines = [(each.row.key, percent(each.error, signed=True), _why(each)) for each in far]
-    return "### Farther off than 30 %\n\n" + table(("row", "error", "why, as far as it is known"), lines)
+    return "### Farther off than 30 %\n\n" + table(("row", "error", "our reading of why"), lines)
 
 
 def _why(each: Outcome) -> str:
