@@ -100,10 +100,15 @@ def _cards(result: BenchResult) -> str:
             f"{largest.chosen.ratio:.3f}",
             f"of flat's time at {format_bytes(largest.logical_bytes)}{_limit_words(largest)}",
         ),
-        (f"{median(errors):.0%}", "prediction error of the chosen plans, median")
+        (f"{median(errors):.0%}", f"error of the chosen plans' predicted times, median of {len(errors)} sizes")
         if errors
         else ("–", "no predictions"),
-        (f"{median(to_best):.2f}", "chosen / best measured plan, median") if to_best else ("–", "no plans were run"),
+        (
+            f"{median(to_best):.2f}",
+            f"chosen / best measured plan, median of {len(to_best)} sizes, at most {max(to_best):.2f}",
+        )
+        if to_best
+        else ("–", "no plans were run"),
         ("bit-equal", "every result, to torch's")
         if num_wrong == 0
         else (str(num_wrong), "bytes not equal to torch's, the most on any rank"),

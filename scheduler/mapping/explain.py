@@ -83,8 +83,8 @@ def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
         key=lambda found: (-abs(found[0]), found[1]),
     )
     least = _LEAST * slower.step_us
-    saves = [f"{_ms(us)} of {_words(name)}" for us, name in differences if us > least][:_SHOWN]
-    costs = [f"{_ms(-us)} of {_words(name)}" for us, name in differences if us < -least][:_SHOWN]
+    saves = [f"{_ms(us)} on {_words(name)}" for us, name in differences if us > least][:_SHOWN]
+    costs = [f"{_ms(-us)} on {_words(name)}" for us, name in differences if us < -least][:_SHOWN]
     change = _changes(faster.setup, slower.setup)
     gain = (
         f"it is {saved_us / slower.step_us:.1%} ({_ms(saved_us)}) faster"
@@ -93,9 +93,9 @@ def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
     )
     said = f"{slower.setup} ({_ms(slower.step_us)}), {gain}"
     if saves:
-        said += f": {change} saves {_and(saves)}" + (f", and costs {_and(costs)}" if costs else "")
+        said += f": with {change} a step spends less: {_and(saves)}" + (f"; and more: {_and(costs)}" if costs else "")
     elif costs:
-        said += f": {change} costs {_and(costs)}, and small savings make up for it"
+        said += f": with {change} a step spends more: {_and(costs)}, and small savings make up for it"
     else:
         said += f": {change}; no part of the step differs by {_LEAST:.1%}"
     return f"{said}."
