@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import runpy
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
@@ -36,6 +34,7 @@ from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.planning import DISPATCH_KINDS
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.run_as_main import run_as_main
 
 __all__ = ["DeepEPBuffer", "DeepEPConfig", "EventHandle", "EventOverlap", "install_deep_ep"]
 
@@ -374,17 +373,11 @@ def _wait_for(event: EventOverlap | None) -> None:
 
 def _run_program() -> None:
     """Run the program that the command line names, with the name ``deep_ep`` in place."""
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m commlayer.integrations.deep_ep PROGRAM.py [its arguments]")
     assert __spec__ is not None  # of a module that is run by -m
     named: Any = importlib.import_module(__spec__.name)  # this file's copy is called __main__
     named.install_deep_ep()
-    sys.argv = sys.argv[1:]
-    if not getattr(
-        sys.flags, "safe_path", False
-    ):  # as python PROGRAM.py has it: -m has put the working directory there
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    usage = "usage: python -m commlayer.integrations.deep_ep PROGRAM.py, or -m MODULE, and its arguments"
+    run_as_main(sys.argv[1:], usage)
 
 
 if __name__ == "__main__":
