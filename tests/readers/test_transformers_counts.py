@@ -25,10 +25,6 @@ _NOT_THERE = {
 """Types that transformers has under another name, or not at all."""
 
 
-def _whole(low: int, high: int, step: int = 1) -> st.SearchStrategy[int]:
-    return st.integers(low, high).map(lambda value: value * step)
-
-
 @st.composite
 def _attention(draw: st.DrawFn) -> dict[str, Any]:
     layers = draw(st.integers(1, 5))
