@@ -72,6 +72,8 @@ def rank_graph(estimator: Estimator, setup: Setup, stage: int) -> list[RankNode]
     setup.check(estimator.job)
     if setup.schedule != "1f1b":
         raise UsageError(f"a graph has whole passes, in the order of 1f1b: got the schedule {setup.schedule}")
+    if modules := estimator.job.model.mtp_layers:
+        raise UsageError(f"a graph has no modules of multi-token prediction: got {modules}; set mtp to 0")
     if setup.cp > 1 and setup.attention == "tensor":
         raise UsageError(
             f"a graph has no ring of context parallelism: got cp={setup.cp}; set cp=1, or put what it does into tp"

@@ -61,6 +61,7 @@ def simai_workload(estimator: Estimator, setup: Setup) -> str:
     refusals = {
         f"context parallelism, cp={setup.cp}": setup.cp > 1,
         f"split experts, etp={setup.etp}": setup.etp > 1,
+        f"multi-token prediction, mtp={job.model.mtp_layers}": job.model.mtp_layers > 0,
         f"the schedule {setup.schedule}": setup.schedule != "1f1b",
         f"layers that send their own gradients, zero={setup.zero}": setup.zero > 1,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from commlayer.cli.main import main
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.rank_graph import rank_graph
 from commlayer.scheduler.mapping.simai_workload import simai_workload
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON
@@ -128,6 +130,14 @@ def test_a_layer_goes_backward_from_the_last_row_to_the_first() -> None:
 def test_what_it_has_no_words_for_is_refused(setup: Setup, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         simai_workload(Estimator(JOB, CLUSTER, MEGATRON), setup)
+
+
+def test_modules_of_multi_token_prediction_are_refused() -> None:
+    job = replace(JOB, model=replace(JOB.model, mtp_layers=1))
+    with pytest.raises(UsageError, match="multi-token prediction, mtp=1"):
+        simai_workload(Estimator(job, CLUSTER, MEGATRON), SETUP)
+    with pytest.raises(UsageError, match="set mtp to 0"):
+        rank_graph(Estimator(job, CLUSTER, MEGATRON), SETUP, 0)
 
 
 def test_groups_of_tp_and_dp_ranks_are_refused() -> None:
