@@ -9,6 +9,7 @@ from typing import Any
 
 from papers_text import percent, prose, table
 from published_data import Published
+from published_launches import section as launches_section
 from published_predict import Outcome, order_pairs
 
 from commlayer.scheduler.mapping.result import kind_words
@@ -84,11 +85,12 @@ def document(
         prose(_ROWS),
         _rows(found, first),
         _far(found),
+        launches_section(found, _FAR),
         _order(outcomes),
         _without(outcomes, held if first is None else ()),
         _assumptions(outcomes),
     ]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
 _ROWS = """
@@ -223,7 +225,7 @@ def _why(each: Outcome) -> str:
     row, slow = each.row, each.error is not None and each.error > 0
     reasons = [row.doubt] if row.doubt else []
     if slow and each.kind is not None and each.kind.short:
-        reasons.append("short layers: kernels that hosts launch, which are not modelled")
+        reasons.append("short layers: what hosts add is not modelled (see below for launches)")
     elif slow and row.dispatcher == "nccl" and row.graph in ("none", "router") and row.system not in ("h100", "h800"):
         reasons.append("an exchange for which the host waits on a fast GPU: hosts are not modelled")
     if slow and row.model.startswith("gpt-oss"):
