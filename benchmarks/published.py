@@ -39,7 +39,7 @@ Written by `make published`. A row: its key in docs/published.md or docs/papers.
 1; its kind, as the fields of :class:`commlayer.scheduler.mapping.validity.CaseKind`.
 """
 
-ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, bool, str, int]], ...] = '''
+ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, bool, str, str, int, int]], ...] = '''
 
 
 def main() -> None:

@@ -52,12 +52,14 @@ _READ = """
 ## How to read an estimate
 
 A case is of a kind: the GPUs' generation, the precision, where experts lie (alone, inside an NVLink domain, between domains),
-what carries tokens to them, what hides the exchange, whether a layer takes a micro-batch less than 12 ms, and whether weights are
-sharded. An estimate is *checked* where at least
-three published runs are of its kind, *interpolated* where that many of its generation differ from it in one thing, else
-*unchecked*. Its interval is what the errors of the nearest runs span, but for a tenth at each end; of fewer than nine runs of
-a kind the nearest others are taken in. The runs are correlated (one group's benchmarks, one software in several releases), so
-that a new kind of case may lie outside more often than that.
+what carries tokens to them, what hides the exchange, whether a layer takes a micro-batch less than 12 ms, and whether weights
+are sharded. An estimate is *checked* where at least three published runs are of its kind, one of them of a like model
+(attention of the same kind, at most three times as many parameters or as few), *interpolated* where that many of its
+generation differ from it in one thing, else *unchecked*. Its interval is what the errors of the nine nearest runs span, and of
+those that are as near as the last of them, but for a tenth at each end (of all runs of its kind, where none is of a like
+model); runs of the same model count as nearer, those of an unlike one as farther. How much each difference counts was chosen
+among some hundred choices on these very rows, so that the shares below flatter it a little. The runs are correlated (one
+group's benchmarks, one software in several releases), so that a new kind of case may lie outside more often than that.
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
-from commlayer.scheduler.mapping.validity import CaseKind, Validity
+from commlayer.scheduler.mapping.validity import LEAST, CaseKind, Validity
 
 __all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory", "describe_validity", "kind_words"]
 
@@ -138,9 +138,10 @@ def describe_validity(estimate: StepEstimate) -> list[str]:
     kind, tokens = kind_words(validity.kind), estimate.job.tokens
     if not validity.nearest:
         return [f"unchecked: no published run is known to compare it with ({kind})"]
+    others = "none of a model like it" if validity.num_kind >= LEAST else "others near it"
     words = {
         "checked": f"{validity.num_kind} published runs are of its kind ({kind})",
-        "interpolated": f"{validity.num_kind or 'no'} published runs are of its kind ({kind}), others near it",
+        "interpolated": f"{validity.num_kind or 'no'} published runs are of its kind ({kind}), {others}",
         "unchecked": f"no published run is of its kind or near it ({kind})",
     }
     said = (

@@ -4,14 +4,18 @@ A case is of a kind (:class:`CaseKind`): GPUs' generation, precision, where expe
 hides the exchange. Published runs were predicted once (docs/published.md), and their errors are shipped
 (:mod:`commlayer.scheduler.mapping.checked_rows`). An estimate is
 
-- ``checked`` where at least :data:`LEAST` published runs are of its kind,
+- ``checked`` where at least :data:`LEAST` published runs are of its kind, one of them of a like model: with the same kind of
+  attention, and at most :data:`SIZES_ALIKE` times as large or as small,
 - ``interpolated`` where that many differ from it in one thing only, but for the generation,
 - ``unchecked`` else.
 
-The interval is that of the errors of the runs that are nearest, at least :data:`NEAREST` of them: what lies outside of a tenth of
-them at each end, counted as in conformal prediction (Vovk, Gammerman, Shafer: Algorithmic Learning in a Random World, 2005), so
-that the next run of the kind lies inside with a probability of :data:`COVERAGE` if it comes from the same place. Rejected: a
-normal distribution, whose ends a few far misses decide.
+The interval is that of the errors of the :data:`NEAREST` runs, and of those that are as near as the last of them; of all runs
+of its kind where none is of a like model; and of all there are where an estimate is unchecked. Runs of the same model come
+first among those that differ as much. A tenth at each end lies outside, counted as in conformal prediction (Vovk, Gammerman,
+Shafer: Algorithmic Learning in a Random World, 2005), so that the next run lies inside with a probability of :data:`COVERAGE`
+if it comes from the same place. Rejected: a normal distribution, whose ends a few far misses decide; and all runs of a kind,
+of whatever model, whose intervals were 1.8 times as wide (median of what is checked). How much each difference counts was
+chosen on the runs themselves, so that leaving one out at a time holds what is promised (docs/published.md).
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
+from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.checked_rows import ROWS
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import Software
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "LEAST",
     "NEAREST",
     "SHORT_LAYER_US",
+    "SIZES_ALIKE",
     "CaseKind",
     "CheckedRow",
     "Validity",
@@ -48,6 +55,8 @@ COVERAGE = 0.8
 """The share of runs of its kind that an interval is meant to hold."""
 LEAST = 3
 """The number of runs that make a kind a checked one."""
+SIZES_ALIKE = 3.0
+"""The ratio of two models' parameters up to which they are alike, with attention of one kind."""
 NEAREST = 9
 """The fewest errors that an interval is made of: of fewer, the lowest and the highest would hold less than COVERAGE."""
 SHORT_LAYER_US = 12_000.0
@@ -60,14 +69,14 @@ _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell
 _WEIGHTS = {
     "generation": 4.0,
     "experts": 3.0,
-    "precision": 2.0,
-    "dispatcher": 2.0,
-    "overlap": 2.0,
-    "short": 2.0,
+    "dispatcher": 3.0,
+    "precision": 1.0,
+    "overlap": 1.0,
+    "short": 1.0,
     "sharded": 1.0,
 }
-_FAMILY, _SCALE, _MOST_SCALE = 1.0, 0.25, 4.0
-"""What another model counts, and each doubling of the GPUs, up to so many."""
+_FAMILY, _UNLIKE, _SCALE, _MOST_SCALE = 1.0, 1.0, 0.25, 4.0
+"""What another model counts, what it does more where it is not alike, and each doubling of the GPUs, up to so many."""
 
 
 class CaseKind(NamedTuple):
@@ -77,7 +86,8 @@ class CaseKind(NamedTuple):
     ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside (an
     NVLink domain) or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other micro-batches' passes).
     ``short``: whether a layer's passes are (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights.
-    ``family``: the model.
+    ``family``: the model. ``attention``: its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any
+    layer is). ``billions``: its parameters, rounded, at least 1.
     """
 
     generation: str
@@ -88,6 +98,8 @@ class CaseKind(NamedTuple):
     short: bool
     sharded: bool
     family: str
+    attention: str
+    billions: int
     gpus: int
 
 
@@ -140,6 +152,8 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
         short=layer_us < SHORT_LAYER_US,
         sharded=setup.zero == 3,
         family=job.model.family or job.model.name,
+        attention=_attention(job.model),
+        billions=max(1, round(parameters.count(job.model).total / 1e9)),
         gpus=setup.gpus,
     )
 
@@ -155,9 +169,10 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
     known = checked_rows() if rows is None else rows
     near = sorted(known, key=lambda row: (_distance(kind, row.kind), row.key))
     same = [row for row in near if not _differences(kind, row.kind)]
-    alike = [row for row in near if _is_alike(kind, row.kind)]
-    word: Word = "checked" if len(same) >= LEAST else "interpolated" if len(alike) >= LEAST else "unchecked"
-    used = _used(near, len(same), len(alike), word)
+    is_known = any(_are_models_alike(kind, row.kind) for row in same)
+    alike = sum(_is_alike(kind, row.kind) for row in near)
+    word: Word = "checked" if is_known and len(same) >= LEAST else "interpolated" if alike >= LEAST else "unchecked"
+    used = near if word == "unchecked" else _nearest(kind, near, NEAREST if is_known else max(NEAREST, len(same)))
     low, high = _interval([row.error for row in used])
     return Validity(
         word=word,
@@ -170,13 +185,10 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
     )
 
 
-def _used(near: Sequence[CheckedRow], same: int, alike: int, word: Word) -> Sequence[CheckedRow]:
-    """The rows of the kind, or these and those alike, and where they are too few the nearest beside them. What is unchecked may
-    be as far off as any row."""
-    if word == "unchecked":
-        return near
-    wanted = max(NEAREST, same if word == "checked" else alike)
-    return near[:wanted]
+def _nearest(kind: CaseKind, near: Sequence[CheckedRow], wanted: int) -> Sequence[CheckedRow]:
+    """The first that are ``wanted``, and those that are as near as the last of them: names decide nothing."""
+    far = _distance(kind, near[:wanted][-1].kind)
+    return [row for row in near if _distance(kind, row.kind) <= far]
 
 
 def _interval(errors: Sequence[float]) -> tuple[float, float]:
@@ -198,7 +210,21 @@ def _differences(one: CaseKind, other: CaseKind) -> set[str]:
 def _distance(one: CaseKind, other: CaseKind) -> float:
     apart = sum(_WEIGHTS[name] for name in _differences(one, other))
     scale = min(abs(math.log2(one.gpus / other.gpus)), _MOST_SCALE)
-    return apart + _FAMILY * (one.family != other.family) + _SCALE * scale
+    model = _FAMILY * (one.family != other.family) + _UNLIKE * (not _are_models_alike(one, other))
+    return apart + model + _SCALE * scale
+
+
+def _are_models_alike(one: CaseKind, other: CaseKind) -> bool:
+    sizes = sorted((one.billions, other.billions))
+    return one.attention == other.attention and sizes[1] <= SIZES_ALIKE * sizes[0]
+
+
+def _attention(model: ModelShape) -> str:
+    if model.linear is not None:
+        return "linear"
+    if model.window is not None:
+        return "windows"
+    return "mla" if model.latent is not None else "gqa"
 
 
 def _overlap(setup: Setup, software: Software) -> str:

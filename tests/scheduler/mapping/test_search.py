@@ -327,7 +327,7 @@ def test_a_margin_of_the_memory_stays_free() -> None:
 
 def test_the_best_is_equal_to_those_whose_intervals_meet_its_own() -> None:
     job = job_of(4)
-    kind = CaseKind("hopper", "bf16", "nccl", "inside", "none", False, False, "small", 4)
+    kind = CaseKind("hopper", "bf16", "nccl", "inside", "none", False, False, "small", "gqa", 1, 4)
     close = Validity(word="checked", kind=kind, low=-0.05, high=0.05, num_rows=9, num_kind=9, nearest=())
     ranked = [replace(estimate_of(job, Setup(gpus=4), us), validity=close) for us in (1000.0, 1050.0, 1200.0)]
     result = replace(search(job, Flat(job, NODE, seed=0, fits=1.0)), ranked=tuple(ranked))

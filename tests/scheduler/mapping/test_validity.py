@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, with_dispa
 from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CaseKind, CheckedRow, assess, checked_rows, kind_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, False, "deepseek-v3", 1024)
+KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, False, "deepseek-v3", "mla", 671, 1024)
 JOB = Job(model=catalog.load("deepseek-v3"), gpus=1024, global_batch=8192, sequence=4096)
 
 
@@ -32,16 +33,39 @@ def test_the_word_says_how_near_the_published_runs_are() -> None:
     assert assess(KIND, rows(three, dispatcher="nccl")).word == "interpolated"
     assert assess(KIND, rows(three, dispatcher="nccl", precision="fp8")).word == "unchecked"
     assert assess(KIND, rows(three, generation="blackwell")).word == "unchecked"
-    assert assess(KIND, rows(three, family="mixtral-8x7b", gpus=16)).word == "checked"  # a model or a size is no kind
+    assert assess(KIND, rows(three, family="kimi-k2", billions=1026, gpus=16)).word == "checked"  # a model is no kind
+
+
+def test_a_checked_kind_has_a_run_of_a_like_model() -> None:
+    three = [0.1, -0.1, 0.2]
+    assert assess(KIND, rows(three, attention="gqa")).word == "interpolated"
+    assert assess(KIND, rows(three, billions=223)).word == "interpolated"
+    assert assess(KIND, rows(three, billions=224)).word == "checked"
+    assert assess(KIND, [*rows(three, attention="gqa"), *rows([0.0])]).word == "checked"
+    spread = [row for index in range(20) for row in rows([index / 100], attention="gqa", gpus=1024 + 8 * index)]
+    assert assess(KIND, spread).num_rows == 20  # all of its kind, where none is of a like model
+    assert assess(KIND, [*rows([0.0]), *spread]).num_rows == NEAREST
+
+
+def test_runs_of_the_same_model_come_first() -> None:
+    """Of its kind or not far from it, they make the interval that as many runs of other models would widen."""
+    mine = rows([0.01 * index for index in range(5)]) + rows([-0.01 * index for index in range(5)], precision="fp8")
+    others = rows([0.5, 0.6, 0.7], family="mixtral-8x7b", attention="gqa", billions=47)
+    found = assess(KIND, others + mine)
+    assert (found.word, found.low, found.high) == ("checked", -0.04, 0.04)
+    assert not {row.kind.family for row in found.nearest} - {KIND.family}
 
 
 def test_the_interval_is_that_of_the_nearest_errors() -> None:
     far = [CheckedRow("far", KIND._replace(generation="ampere"), 5.0)]
-    found = assess(KIND, rows([index / 100 for index in range(20)]) + far)
+    near = rows([index / 100 for index in range(20)])  # all as near: names decide nothing
+    found = assess(KIND, near + far)
     assert (found.low, found.high, found.num_rows) == (0.01, 0.18, 20)  # a tenth of 21 outside, at each end
     assert found.interval(100.0) == (101.0, 118.0)
+    nearer = assess(KIND, near[:NEAREST] + rows([4.0], gpus=512) + far)
+    assert (nearer.low, nearer.high, nearer.num_rows) == (0.0, 0.08, NEAREST)
     few = assess(KIND, rows([0.0, 0.1, 0.2]) + far * 9)
-    assert few.num_rows == NEAREST
+    assert few.num_rows == 12  # the nine farthest are as far
     assert few.high == 5.0
     assert [row.key for row in few.nearest] == ["row 0", "row 1", "row 2"]
 
@@ -68,9 +92,15 @@ def test_intervals_hold_what_they_promise() -> None:
 def test_kinds_follow_from_the_cluster_and_the_software() -> None:
     setup = Setup(gpus=1024, tp=2, pp=8, ep=64, vpp=4, precision="fp8")
     kind = kind_of(JOB, setup, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"), 40e6)
-    assert kind == CaseKind("hopper", "fp8", "deepep", "between", "none", False, False, "deepseek-v3", 1024)
+    assert kind == CaseKind("hopper", "fp8", "deepep", "between", "none", False, False, "deepseek-v3", "mla", 671, 1024)
     inside = kind_of(JOB, Setup(gpus=1024, ep=8, zero=3), clusters.load("a100"), COMMLAYER, 1e6)
-    assert inside == CaseKind("ampere", "bf16", "chunks", "inside", "chunks", True, True, "deepseek-v3", 1024)
+    assert inside == CaseKind(
+        "ampere", "bf16", "chunks", "inside", "chunks", True, True, "deepseek-v3", "mla", 671, 1024
+    )
+    chunked = replace(JOB, model=catalog.load("llama4-maverick"))
+    assert kind_of(chunked, Setup(gpus=1024), clusters.load("a100"), MEGATRON, 1e6)[7:10] == (
+        *("llama4-maverick", "windows", 401),
+    )
     assert kind_of(JOB, Setup(gpus=1024), clusters.load("gb200-nvl72"), MEGATRON, 40e6)[:4] == (
         *("blackwell", "bf16", "nccl", "alone"),
     )
