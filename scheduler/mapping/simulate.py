@@ -346,6 +346,7 @@ class Estimator:
             setup.has_embedding(stage.number),
             setup.has_head(stage.number),
             *degrees,
+            setup.schedule,
             setup.precision,
             setup.zero,
             setup.attention,
@@ -368,6 +369,7 @@ class Estimator:
             setup.etp,
             setup.folded,
             setup.attention,
+            setup.precision,
             setup.zero,
             setup.copies,
         )
@@ -471,7 +473,11 @@ class Estimator:
             software, far = self.software, self.software.offloaded_optimizer * share
             moved = (share - far) * software.adam_moved_bytes + kept * software.gradient_bytes + cast
             # gradients to the host, and weights back; its own Adam is not in it (see the notes)
-            sent = far * (software.gradient_bytes + software.parameter_bytes) / (self.cluster.gpu.host_gbps * 1e3)
+            sent = (
+                far
+                * (software.gradient_bytes + software.gathered_weight_bytes(setup.precision))
+                / (self.cluster.gpu.host_gbps * 1e3)
+            )
             return self.compute.memory_us(moved) + sent
 
         degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule)

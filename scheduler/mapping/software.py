@@ -118,6 +118,10 @@ class Software:
         both moments are read and written, and a BF16 weight is written."""
         return 2 * self.gradient_bytes + 2 * self.adam_bytes + 2
 
+    def gathered_weight_bytes(self, precision: str) -> int:
+        """Bytes of a weight that data parallelism gathers, where products are in ``precision``: in BF16 none is kept in FP8."""
+        return 1 if self.keeps_fp8_weights and precision != "bf16" else self.parameter_bytes
+
     def row_bytes(self, hidden: int, *, to_experts: bool = False) -> int:
         """Bytes of a token that travels. ``to_experts``: on its way to them; a gradient is too, in the backward pass."""
         if to_experts and self.dispatch_precision == "fp8":
@@ -206,7 +210,6 @@ def with_optimizer(
         main_weight_bytes=STATE_BYTES[main_params_dtype],
         moment_bytes=(STATE_BYTES[exp_avg_dtype], STATE_BYTES[exp_avg_sq_dtype]),
         keeps_fp8_weights=fp8_param_gather,
-        parameter_bytes=1 if fp8_param_gather else software.parameter_bytes,
         offloaded_optimizer=optimizer_offload_fraction,
     )
 

@@ -334,7 +334,7 @@ def _parameters(
     if setup.zero < 3:
         return ()
     held = layer_parameters(job.model, setup, software, moe)
-    found = [_gathered_weights(axis, count, software) for axis, count in held.items()]
+    found = [_gathered_weights(axis, count, setup, software) for axis, count in held.items()]
     return _kept(setup, *(map(_again, found) if again else found))
 
 
@@ -346,8 +346,8 @@ def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[S
     return _kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items()))
 
 
-def _gathered_weights(axis: str, elements: int, software: Software, count: int = 1) -> StepCollective:
-    size = elements * software.parameter_bytes
+def _gathered_weights(axis: str, elements: int, setup: Setup, software: Software, count: int = 1) -> StepCollective:
+    size = elements * software.gathered_weight_bytes(setup.precision)
     return StepCollective(f"{axis}_parameters", axis, "dp", "all_gather", size, "parameters", count)
 
 
@@ -464,7 +464,10 @@ def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     parts = (
         (("gradients", size), ("parameters", 0))
         if not setup.zero
-        else (("gradients", size // 2), ("parameters", round(elements * software.parameter_bytes) // 2))
+        else (
+            ("gradients", size // 2),
+            ("parameters", round(elements * software.gathered_weight_bytes(setup.precision)) // 2),
+        )
     )
     return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts]
 
@@ -492,7 +495,7 @@ def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> 
     for axis, elements in totals.items():
         row = axis_size(setup, axis) * _SHARD_ELEMENTS
         whole = -(-elements // row) * row
-        found += [_scattered_sum(axis, whole, software), _gathered_weights(axis, whole, software)]
+        found += [_scattered_sum(axis, whole, software), _gathered_weights(axis, whole, setup, software)]
     return found
 
 
@@ -508,7 +511,9 @@ def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[S
         if setup.zero == 1 or is_end:
             found.append(_scattered_sum(axis, elements, software, count * (1 if setup.zero == 1 else sent)))
         if setup.zero <= 2 or is_end:
-            found.append(_gathered_weights(axis, elements, software, count * (1 if setup.zero <= 2 else 2 * sent)))
+            found.append(
+                _gathered_weights(axis, elements, setup, software, count * (1 if setup.zero <= 2 else 2 * sent))
+            )
     return found
 
 

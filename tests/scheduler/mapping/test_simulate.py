@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
+from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import MODULES
 from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -32,9 +33,11 @@ from commlayer.scheduler.mapping.software import (
     Software,
     with_dispatcher,
     with_fp8_activations,
+    with_optimizer,
 )
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.space import setups as all_setups
+from commlayer.scheduler.mapping.step_collectives import step_exchanges
 
 EOS = clusters.load("h100-eos")
 MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")
@@ -152,6 +155,24 @@ def test_what_was_asked_before_changes_no_answer(model: str, software: Software,
     estimated(used, replace(setup, pp=other.pp, cp=other.cp, zero=other.zero) if _divides(setup, other) else other)
     fresh = estimated(Estimator(job, EOS, software, efficiency=0.8), setup)
     assert estimated(used, setup).parts == pytest.approx(fresh.parts, rel=1e-12)
+
+
+def test_one_direction_is_not_timed_as_two() -> None:
+    job = estimator("mixtral-8x22b").job
+    used, setup = Estimator(job, EOS, MEGATRON, efficiency=0.8), Setup(gpus=64, pp=4, ep=8, schedule="dualpipev")
+    used.estimate(replace(setup, schedule="dualpipe"), detail=False)
+    fresh = Estimator(job, EOS, MEGATRON, efficiency=0.8).estimate(setup, detail=False)
+    assert used.estimate(setup, detail=False).parts == fresh.parts
+
+
+def test_weights_are_gathered_in_a_byte_where_products_run_in_fp8() -> None:
+    job, alone = estimator("mixtral-8x22b").job, with_optimizer(MEGATRON, fp8_param_gather=True)
+
+    def sent(software: Software, precision: Precision) -> int:
+        exchanges = step_exchanges(job, Setup(gpus=64, ep=8, precision=precision), software)
+        return sum(each.logical_bytes * each.count for each in exchanges if each.place == "parameters")
+
+    assert sent(alone, "bf16") == sent(MEGATRON, "bf16") == sent(MEGATRON, "fp8") == 2 * sent(alone, "fp8")
 
 
 def _divides(setup: Setup, other: Setup) -> bool:
