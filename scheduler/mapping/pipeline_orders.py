@@ -92,12 +92,7 @@ def order(
             "micro-batch or pp, or set vpp to 1"
         )
     total = micro_batches * chunks
-    if chunks == 1:
-        warm = ranks - rank - 1
-    elif micro_batches == ranks and schedule == "1f1b":
-        warm = total
-    else:
-        warm = (ranks - rank - 1) * 2 + (chunks - 1) * ranks
+    warm = ranks - rank - 1 if chunks == 1 else (ranks - rank - 1) * 2 + (chunks - 1) * ranks
     is_merged = schedule == "1f1b-overlap"
     warm = min(warm + is_merged, total)
     forward = [_place(k, ranks, chunks) for k in range(total)]

@@ -101,17 +101,15 @@ def _reasons(schedule: PipelineSchedule, ranks: int, chunks: int, micro_batches:
 def in_flight_chunks(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int, chunks: int) -> float:
     """Chunks whose activations ``rank`` holds at once, at most, as they are when a task ends.
 
-    1F1B: p − rank. Interleaved: (p − rank − 1) · 2 + (v − 1) · p + 1; all, where the micro-batches are as many as ranks. Merged,
-    as many: one forward task more is done before, and what a merged task adds it frees. DualPipe and its V: one more than the
-    stages of a direction (README of deepseek-ai/DualPipe).
+    1F1B: p − rank. Interleaved: (p − rank − 1) · 2 + (v − 1) · p + 1. Merged, as many: one forward task more is done before,
+    and what a merged task adds it frees. DualPipe and its V: one more than the stages of a direction (deepseek-ai/DualPipe's
+    README).
     """
     total = float(passes(schedule, micro_batches) * (2 if is_dual(schedule) else chunks))
     if is_dual(schedule):
         return min(num_chunks(schedule, ranks, chunks) + 1.0, total)
     if chunks == 1:
         return min(float(ranks - rank), total)
-    if micro_batches == ranks:
-        return total
     return min((ranks - rank - 1) * 2.0 + (chunks - 1) * ranks + 1, total)
 
 
