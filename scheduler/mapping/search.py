@@ -27,7 +27,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, unfit
 from commlayer.scheduler.mapping.precisions import why_not
-from commlayer.scheduler.mapping.recomputation import recompute_order
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import (
@@ -452,12 +452,13 @@ def _leanest(space: Space) -> Space:
     """``space`` without what never takes less memory than what is left."""
     schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
     recompute = recompute_ways(schedule, space.recompute) or space.recompute
+    most = max(recompute, key=recompute_order)  # of sets of modules nobody knows which takes less
     return replace(
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
         vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
         schedule=(schedule,),
-        recompute=(max(recompute, key=recompute_order),),
+        recompute=(most,) if most in RECOMPUTE[1:] else recompute,
         zero=(max(space.zero),),
     )
 

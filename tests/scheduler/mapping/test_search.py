@@ -496,6 +496,17 @@ def test_the_smallest_fit_is_the_same_with_every_choice_left_open() -> None:
     assert fit.memory.total == pytest.approx(least)
 
 
+def test_the_smallest_fit_is_by_the_modules_that_keep_least() -> None:
+    job = Job(model=replace(catalog.load("mixtral-8x7b"), layers=8), gpus=1, global_batch=32, sequence=4096)
+    space, cluster = Space(recompute=("moe", "moe_act"), micro_batch=(1,)), clusters.load("h100-eos")
+    fit = smallest_fit(job, cluster, space, memory_limit=30e9)
+    assert fit is not None
+    asked = replace(job, gpus=fit.gpus)
+    least = min(memory.estimate(asked, setup, software=COMMLAYER).total for setup in setups(asked, cluster, space))
+    assert fit.setup.recompute == "moe"
+    assert fit.memory.total == pytest.approx(least)
+
+
 def test_some_models_fit_nowhere() -> None:
     job = Job(model=catalog.load("deepseek-v3"), gpus=8, global_batch=8, sequence=4096)
     assert smallest_fit(job, clusters.load("h100-eos"), Space(pp=(1,), ep=(1,)), memory_limit=1e9, most_gpus=64) is None
