@@ -76,10 +76,13 @@ def estimate_command(
     """
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
+    request.check_precisions([setup.precision])
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)
-    exported = first_export(trainer, request.job, [setup], request.software, make)[1] if trainer else None
+    exported = (
+        first_export(trainer, request.job, [setup], request.software, make, request.cluster.gpu)[1] if trainer else None
+    )
     if trace is not None:
         from commlayer.drawing.step_course import step_trace
 

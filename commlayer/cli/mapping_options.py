@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -209,11 +210,12 @@ setup_options = in_order(
 
 @dataclass(frozen=True)
 class Request:
-    """The job, cluster and software that a command is asked about."""
+    """The job, cluster and software that a command is asked about. ``changed``: other software with what was asked of this."""
 
     job: Job
     cluster: Cluster
     software: Software
+    changed: Callable[[Software], Software]
     efficiency: float | None = None
 
     def estimator(self) -> Estimator:
@@ -223,13 +225,24 @@ class Request:
         """Make the request for a variation of the job or the cluster."""
         return Estimator(job, cluster, software, efficiency=self.efficiency)
 
+    def check_precisions(self, precisions: Iterable[str]) -> None:
+        """Whether any of ``precisions`` goes with what is asked of the software. Raises UsageError where none does."""
+        if self.software.keeps_fp8_weights and all(word == "bf16" for word in precisions):
+            raise UsageError(
+                "--fp8-param-gather: weights are kept in FP8 where products run in it: add --precision, such as fp8, or leave "
+                "it out"
+            )
+
 
 def read_request(given: dict[str, Any]) -> Request:
     """Take what :func:`job_options` gave out of ``given``, and return the request.
 
-    Raises UsageError: an unknown model or cluster, with close names; a number that cannot be.
+    Raises UsageError: an unknown model or cluster, with close names; a number that cannot be; options of which one would be
+    ignored.
     """
     model, modules = resolve_model(given.pop("model_name")), given.pop("mtp")
+    if given["routing"] is not None and given["imbalance"] != 1:
+        raise UsageError("--imbalance follows from --routing: give one of them")
     job = Job(
         model=model if modules is None else replace(model, mtp_layers=modules),
         gpus=given.pop("gpus"),
@@ -240,17 +253,30 @@ def read_request(given: dict[str, Any]) -> Request:
         loads=_loads(given.pop("routing")),
     )
     cluster = read_cluster(given, job)
-    runs = software(given.pop("software_name"))
+    name, changed = given.pop("software_name"), _software_changes(given, job)
+    return Request(job, cluster, changed(software(name)), changed, given.pop("efficiency"))
+
+
+def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], Software]:
+    """Take out of ``given`` what is asked of the software, whichever it is, and return what makes it so."""
     state = {name: given.pop(name) for name in _STATE}
-    if any(value not in (None, False) for value in state.values()):
-        runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
-    if given.pop("activation_func_fp8_input_store"):
-        runs = with_fp8_activations(runs)
-    if (dispatcher := given.pop("dispatcher")) is not None:
-        runs = with_dispatcher(runs, dispatcher)
+    keeps_fp8, dispatcher = given.pop("activation_func_fp8_input_store"), given.pop("dispatcher")
     precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")
-    runs = with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)
-    return Request(job, cluster, runs, given.pop("efficiency"))
+    if is_beside and not job.model.shared_width:
+        raise UsageError(f"--shared-expert-overlap: {job.model.name} has no shared experts")
+    if keeps_fp8 and not job.model.gated:
+        raise UsageError(f"--activation-func-fp8-input-store is of SwiGLU, which {job.model.name} does not have")
+
+    def changed(runs: Software) -> Software:
+        if any(value not in (None, False) for value in state.values()):
+            runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
+        if keeps_fp8:
+            runs = with_fp8_activations(runs)
+        if dispatcher is not None:
+            runs = with_dispatcher(runs, dispatcher)
+        return with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)
+
+    return changed
 
 
 def _loads(routing: Path | None) -> Loads | None:

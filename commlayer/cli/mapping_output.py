@@ -10,6 +10,7 @@ from commlayer.cli.tables import echo, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.exports import Export, export
+from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import MEGATRON, Software
@@ -92,6 +93,7 @@ def first_export(
     setups: Sequence[Setup],
     software: Software = MEGATRON,
     make: Callable[[Setup], Export] | None = None,
+    gpu: Gpu | None = None,
 ) -> tuple[int, Export]:
     """Find the first of ``setups`` that ``trainer`` can run, as that software was planned, and its place.
 
@@ -99,12 +101,14 @@ def first_export(
     """
     refusal: UsageError | None = None
     for place, setup in enumerate(setups):
-        exported = _export(make or (lambda setup: export(trainer, job, setup, software)), setup)
+        exported = _export(make or (lambda setup: export(trainer, job, setup, software, gpu)), setup)
         if isinstance(exported, Export):
             return place, exported
         refusal = refusal or exported
-    others = f" (nor any of {len(setups) - 1} others that were looked at)" if len(setups) > 1 else ""
-    raise UsageError(f"{refusal}{others}: narrow the search to what it can run")
+    if len(setups) == 1:
+        raise UsageError(str(refusal))
+    others = f"(nor any of {len(setups) - 1} others that were looked at)"
+    raise UsageError(f"{refusal} {others}: narrow the search to what it can run")
 
 
 def _export(make: Callable[[Setup], Export], setup: Setup) -> Export | UsageError:

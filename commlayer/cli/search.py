@@ -28,7 +28,6 @@ from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
-from commlayer.scheduler.mapping.software import Software
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,6 +86,7 @@ def search_command(
     """
     request = read_request(given)
     space = read_space(given)
+    request.check_precisions(space.precision)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:
@@ -94,7 +94,7 @@ def search_command(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
     reasons = explain(result)
-    exported = _export(trainer, result, request.software, make)
+    exported = _export(trainer, result, request, make)
     if picture is not None:
         draw(picture, _figure(result))
     if report is not None:
@@ -113,12 +113,13 @@ def search_command(
 
 
 def _export(
-    trainer: str | None, result: SearchResult, software: Software, make: Callable[[Setup], Export] | None
+    trainer: str | None, result: SearchResult, request: Request, make: Callable[[Setup], Export] | None
 ) -> Export | None:
     if trainer is None:
         return None
     candidates = [*result.ranked, *other_bests(result).values()]
-    place, exported = first_export(trainer, result.job, [each.setup for each in candidates], software, make)
+    setups = [each.setup for each in candidates]
+    place, exported = first_export(trainer, result.job, setups, request.software, make, request.cluster.gpu)
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} takes"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""

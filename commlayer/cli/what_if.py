@@ -111,6 +111,8 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
     """
     request, space = read_request(given), read_space(given)
     kind, pair = _NAMES[given["vary"]], given["pair"]
+    if kind != "precision":
+        request.check_precisions(space.precision)
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     plain = (Alternative(name="", software=request.software),)
     ways = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
@@ -160,10 +162,11 @@ def _check_some(found: dict[str, WhatIf]) -> None:
 
 
 def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative) -> Alternative:
-    """The way within what the command line leaves of the space, and by its software, but for what the way differs in."""
+    """The way within what the command line leaves of the space, and with what it asks of software, but for what the way differs
+    in."""
     name = _CHOICES.get(pair or "")
     if not name:
-        return replace(way, space=space)
+        return replace(way, space=space, software=request.changed(way.software) if pair else request.software)
     return replace(way, space=replace(space, **{name: getattr(way.space, name)}), software=request.software)
 
 

@@ -19,7 +19,9 @@ from typing import Any
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes, refuse
 from commlayer.scheduler.mapping.folded import offsets
+from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.precisions import recipe_of
 from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
 
@@ -42,8 +44,9 @@ class Export:
     notes: tuple[str, ...] = ()
 
 
-def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON) -> Export:
-    """``setup`` for ``trainer``. ``software``: what was planned with, of which dispatch and overlap count.
+def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON, gpu: Gpu | None = None) -> Export:
+    """``setup`` for ``trainer``. ``software``: what was planned with, of which dispatch, overlap and the optimizer's state count.
+    ``gpu``: which says what recipe the word fp8 means; None: a Hopper's.
 
     Raises:
         UsageError: an unknown trainer, or a mapping that it cannot run: says what stands in the way and what to change.
@@ -51,6 +54,13 @@ def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON) 
     """
     if trainer not in TRAINERS:
         raise UsageError(f"export: expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {trainer!r}")
+    if (
+        gpu is not None
+        and setup.precision == "fp8"
+        and (recipe := recipe_of("fp8", gpu)) is not None
+        and recipe.remakes
+    ):
+        setup = replace(setup, precision=recipe.name)  # type: ignore[arg-type]  # whose name is a precision
     if trainer == "megatron":
         flags = megatron(job, setup, software)
         return Export(trainer, flags, _lines(flags), megatron_notes(job, setup, software))
@@ -61,7 +71,24 @@ def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON) 
         notes += (
             f"tokens go by {trainer}'s own all_to_all in this configuration: {software.kernels.name} is to be added by hand",
         )
+    if left := _left_out(setup, software):
+        notes += (f"this configuration leaves out {', '.join(left)}, as planned with: add them, or plan without",)
     return Export(trainer, config, json.dumps(config, indent=2) if trainer == "deepspeed" else _options(config), notes)
+
+
+def _left_out(setup: Setup, software: Software) -> list[str]:
+    """What was asked of the software and is no part of a mapping."""
+    is_exchanged = setup.ep * setup.etp > 1
+    options = {
+        "gradients in BF16": software.gradient_bytes != MEGATRON.gradient_bytes,
+        "an optimizer's state in less than FP32": software.adam_bytes != MEGATRON.adam_bytes,
+        f"{software.offloaded_optimizer:.0%} of that state in the host's memory": software.offloaded_optimizer > 0,
+        "weights in FP8 alone": software.keeps_fp8_weights and setup.precision != "bf16",
+        "SwiGLU's input kept in FP8": software.keeps_fp8_activations,
+        "rows sent to experts in FP8": software.dispatch_precision == "fp8" and is_exchanged,
+        "shared experts beside the exchange": software.overlaps_shared and is_exchanged,
+    }
+    return [words for words, is_asked in options.items() if is_asked]
 
 
 # torchtitan

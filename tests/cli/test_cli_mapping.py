@@ -359,6 +359,25 @@ def test_what_if_compares_ways_by_the_software_that_was_asked_for() -> None:
     assert "1f1b-overlap" in merged[1]
 
 
+def test_what_if_compares_software_with_what_was_asked_of_it() -> None:
+    options = ("--vary", "inter-gbps", "--values", "25,50", "--compare", "software", "--dispatcher", "deepep")
+    ways = call_json("what-if", *JOB, *FEW, "--tp", "2", "--folded", *options)["ways"]
+    assert [way["software"] for way in ways] == ["commlayer, deepep dispatcher", "megatron, deepep dispatcher"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--fp8-param-gather",), "add --precision, such as fp8"),
+        (("--shared-expert-overlap", "--software", "megatron"), "mixtral-8x7b has no shared experts"),
+        (("--imbalance", "1.5", "--routing", "."), "--imbalance follows from --routing"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(options: tuple[str, ...], message: str) -> None:
+    for command in (("estimate", *JOB, "--ep", "8"), ("search", *JOB, *FEW)):
+        assert message in call(*command, *options, status=2).stderr
+
+
 def test_what_if_says_why_a_value_has_no_mapping() -> None:
     (way,) = call_json("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16")["ways"]
     few, enough = way["points"]

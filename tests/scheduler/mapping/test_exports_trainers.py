@@ -17,6 +17,7 @@ import pytest
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
+from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import (
     MEGATRON,
@@ -129,6 +130,21 @@ def test_kernels_of_a_dispatch_have_their_flags_or_a_note() -> None:
     plain, noted = (export("deepspeed", JOB, Setup(gpus=128, ep=8), software) for software in (MEGATRON, DEEPEP))
     assert (noted.text, len(noted.notes)) == (plain.text, len(plain.notes) + 1)
     assert "deepep is to be added by hand" in noted.notes[-1]
+
+
+def test_what_a_configuration_leaves_out_is_noted() -> None:
+    planned = with_optimizer(MEGATRON, exp_avg_dtype="bf16", main_grads_dtype="bf16", optimizer_offload_fraction=0.5)
+    for trainer in ("deepspeed", "torchtitan"):
+        note = export(trainer, JOB, Setup(gpus=128, ep=8), planned).notes[-1]
+        for words in ("gradients in BF16", "state in less than FP32", "50% of that state in the host's memory"):
+            assert words in note
+        assert not any("leaves out" in note for note in export(trainer, JOB, Setup(gpus=128, ep=8)).notes)
+
+
+def test_fp8_is_the_recipe_that_it_means_on_the_gpu() -> None:
+    setup = Setup(gpus=128, ep=8, pp=8, precision="fp8")
+    assert "--fp8-format e4m3\n--fp8-recipe mxfp8" in export("megatron", JOB, setup, gpu=GPUS["b200"]).text
+    assert "--fp8-recipe" not in export("megatron", JOB, setup, gpu=GPUS["h100"]).text
 
 
 def test_merged_passes_and_shared_experts_have_their_flags() -> None:
