@@ -26,7 +26,8 @@ def clip_gradients(module: nn.Module, mesh: FoldedMesh | None, max_norm: float) 
     Once a step, when gradients are summed, before the optimizer; collective over all ranks of the job. Whole parameters
     count once, those that tp or etp cuts with all their parts, experts by their numbers: one that lies on several ranks
     counts once, and where it lies does not change a bit. A norm that is NaN or infinite scales nothing: whether to step
-    is the trainer's choice.
+    is the trainer's choice. A :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` sums gradients only in its own
+    step: parameters that it steps cannot be clipped by this.
 
     Args:
         module: what this rank holds of the model.
@@ -41,10 +42,12 @@ def clip_gradients(module: nn.Module, mesh: FoldedMesh | None, max_norm: float) 
     # Where all ranks of tp hold the same tokens, the router and shared experts are whole on each of them.
     held = {id(each) for layer in layers if layer.holders.size > 1 for each in _beside_experts(layer)}
     whole = [*axes["stage"], *(each for each in axes["dp_cp"] if id(each) in held)]
-    total = _over(mesh, "tp", _squares(each for each in axes["dp_cp"] if id(each) not in held)) + _squares(whole)
+    device = next((each.device for of_axis in axes.values() for each in of_axis), torch.device("cpu"))
+    cut = _squares((each for each in axes["dp_cp"] if id(each) not in held), device)
+    total = _over(mesh, "tp", cut) + _squares(whole, device)
     numbered = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
-    others = _squares(parameter for parameter in axes["edp"] if id(parameter) not in numbered)
-    by_expert = [_squares_by_expert(layer) for layer in layers]
+    others = _squares((parameter for parameter in axes["edp"] if id(parameter) not in numbered), device)
+    by_expert = [_squares_by_expert(layer, device) for layer in layers]
     together = _over(mesh, "etp_ep", torch.cat([others.view(1), *by_expert]))
     total = _over(mesh, "pp", total + together.sum())
     norm = total.sqrt()
@@ -62,11 +65,12 @@ def _over(mesh: FoldedMesh | None, axis: str, squares: torch.Tensor) -> torch.Te
     return GroupCommunicator(mesh.group(axis), "pp" if axis == "pp" else "ep").all_reduce(squares.contiguous())
 
 
-def _squares(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
+def _squares(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """The sum of the squares of all gradients, on ``device`` also where there is none: what ranks sum up lies alike on all."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None:
-            total = total.to(parameter.grad.device) + parameter.grad.double().square().sum()
+            total += parameter.grad.double().square().sum().to(device)
     return total
 
 
@@ -74,14 +78,14 @@ def _beside_experts(layer: MoELayer) -> list[nn.Parameter]:
     return [*layer.router.parameters(), *(() if layer.shared is None else layer.shared.parameters())]
 
 
-def _squares_by_expert(layer: MoELayer) -> torch.Tensor:
+def _squares_by_expert(layer: MoELayer, device: torch.device) -> torch.Tensor:
     """[all experts of the layer]: those whose home is here; zero for the others."""
     experts, slots = layer.experts, layer.dispatcher.slots
-    found = torch.zeros(layer.router.config.num_experts, dtype=torch.float64, device=experts.w_gate.device)
+    found = torch.zeros(layer.router.config.num_experts, dtype=torch.float64, device=device)
     for place, expert in enumerate(experts.numbers):
         if expert < 0 or (slots is not None and int(slots.placement.homes[expert]) != slots.rank):
             continue
         for parameter in experts.parameters():
             if parameter.grad is not None:
-                found[expert] += parameter.grad[place].double().square().sum()
+                found[expert] += parameter.grad[place].double().square().sum().to(device)
     return found
