@@ -111,7 +111,7 @@ class ShardedOptimizer:
             self._buffers += made
             inner.append({"params": [buffer.main for buffer in made], **options})
         self.optimizer = optimizer(inner)
-        self._before_step: list[Callable[[], object]] = []
+        self._before_reduction: list[Callable[[], object]] = []
         self.gather_parameters()
 
     @property
@@ -122,8 +122,6 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """Reduce gradients, step the main shard, gather parameters. Raises as collectives do; NonFiniteError for FP8."""
-        for hook in self._before_step:
-            hook()
         self.reduce_gradients()
         self.optimizer.step()
         self.gather_parameters()
@@ -140,6 +138,8 @@ class ShardedOptimizer:
         all models, which stay as they are; one that is missing counts as zero. A part of :meth:`step`, for what comes
         between.
         """
+        for hook in self._before_reduction:
+            hook()
         scale = 1.0 / self._size if self._average else 1.0
         pending = []
         for buffer in self._buffers:
@@ -170,11 +170,11 @@ class ShardedOptimizer:
         """The global ranks over which it shares its work out."""
         return tuple(dist.get_process_group_ranks(self._group))
 
-    def call_before_step(self, hook: Callable[[], object]) -> Callable[[], None]:
-        """Have ``hook`` called at the beginning of every :meth:`step`, before gradients are reduced, until what is returned is
-        called."""
-        self._before_step.append(hook)
-        return lambda: self._before_step.remove(hook)
+    def call_before_reduction(self, hook: Callable[[], object]) -> Callable[[], None]:
+        """Have ``hook`` called whenever gradients are about to be reduced, which every :meth:`step` begins with, until what is
+        returned is called."""
+        self._before_reduction.append(hook)
+        return lambda: self._before_reduction.remove(hook)
 
     def shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         """Find the shard of one of the model's parameters; None where the optimizer does not step it.
@@ -258,16 +258,17 @@ class ShardedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a shard that :meth:`state_dict` gave, and gather the model's parameters.
 
-        Raises UsageError for the shard of another rank, size of group, or model.
+        Raises UsageError for the shard of another rank, size of group, or model, and what the inner optimizer refuses: before
+        anything is changed.
         """
         if state["shard"] != self._shard():
             raise UsageError(
                 f"rank {dist.get_rank()}: the state is of shard {state['shard']}, here it is {self._shard()} (rank and size of "
                 "the group, elements of its buffers): each rank loads what it saved, with the same model and group"
             )
+        self.optimizer.load_state_dict(state["optimizer"])
         for buffer, main in zip(self._buffers, state["main"], strict=True):
             buffer.main.copy_(main)
-        self.optimizer.load_state_dict(state["optimizer"])
         self.gather_parameters()
 
     def _shard(self) -> tuple[int, int, list[int]]:

@@ -131,10 +131,12 @@ class TokenDispatcher:
             self.watch(self.record.add)
         self.decision: DispatchDecision | None = None
 
-    def watch(self, seen: Callable[[ChoiceCounts, ExpertSlots | None], None]) -> None:
-        """Have ``seen`` called with the counts of every call, which all ranks of the group know, and the slots that they are of;
-        None: of experts."""
-        self._watching.append(torch.compiler.disable(seen))
+    def watch(self, seen: Callable[[ChoiceCounts, ExpertSlots | None], None]) -> Callable[[], None]:
+        """Have ``seen`` called with the counts of every call, which all ranks of the group know, and the slots that they are of
+        (None: of experts), until what is returned is called."""
+        watching = torch.compiler.disable(seen)
+        self._watching.append(watching)
+        return lambda: self._watching.remove(watching)
 
     def prepare(
         self,

@@ -111,7 +111,7 @@ class ExpertPlacer:
         self._group = GroupCommunicator(_own_group(mesh), "dp")
         self._places = StagePlaces.of(mesh, self._group)
         self._node_of = self._agreed_nodes()
-        self._loads = ObservedLoads(self._layers, max(every, 1))
+        self._loads = ObservedLoads(self._layers if every else (), max(every, 1))
         self._works: list[ExpertWork] = []
         self._prices: dict[ExpertWork, PlacementPrices] = {}
         self._round: _Summing | _Deciding | None = None
@@ -139,9 +139,10 @@ class ExpertPlacer:
         Raises PeerError and CollectiveTimeoutError as collectives do.
         """
         self._steps += 1
-        self._loads.end_step()
         for layer in self._layers:
             _slots_of(layer).has_summed = False
+        if self._every and not self._is_off:
+            self._loads.end_step()
         if self._migration is not None or self._is_off:
             return
         if self._round is not None:
@@ -177,6 +178,7 @@ class ExpertPlacer:
         for handle in self._handles:
             handle()
         self._handles, self._round, self._migration, self._is_off = [], None, None, True
+        self._loads.close()
 
     def __enter__(self) -> ExpertPlacer:
         return self
@@ -210,6 +212,7 @@ class ExpertPlacer:
         self._round, self._reason = None, under_way.words
         if answer == _FAILED:
             self._is_off = True
+            self._loads.close()
         elif answer == _KEEP:
             self._tell(0, 0)
         else:
@@ -308,11 +311,13 @@ class ExpertPlacer:
         handles: list[Callable[[], object]] = []
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
-                handles.append(optimizer.call_before_step(called))
+                handles.append(optimizer.call_before_reduction(called))
+                inner = optimizer.optimizer
             else:
                 handles.append(optimizer.register_step_pre_hook(called).remove)
-                handles.append(optimizer.register_state_dict_post_hook(_state_in_slots(me)).remove)
-                handles.append(optimizer.register_load_state_dict_pre_hook(_refuse_other_slots(me)).remove)
+                inner = optimizer
+            handles.append(inner.register_state_dict_post_hook(_state_in_slots(me)).remove)
+            handles.append(inner.register_load_state_dict_pre_hook(_refuse_other_slots(me)).remove)
         return handles
 
     def _agreed_nodes(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class _Seen:
         self.num_experts = layer.router.config.num_experts
         self.is_first = layer.dispatcher.grid.all.rank == 0  # the others of the group know the same counts
         self.counts, self.calls = np.zeros(self.num_experts, dtype=np.int64), 0
-        layer.dispatcher.watch(self.add)
+        self.stop = layer.dispatcher.watch(self.add)
 
     def add(self, layout: ChoiceCounts, slots: ExpertSlots | None) -> None:
         if layout.needs_gradient and slots is not None:
@@ -66,6 +66,12 @@ class ObservedLoads:
     def num_steps(self) -> int:
         """The steps that no round has brought yet."""
         return len(self._steps)
+
+    def close(self) -> None:
+        """Look at the layers no more, and forget the steps that no round has brought. Harmless when repeated."""
+        for seen in self._seen:
+            seen.stop()
+        self._seen, self._steps = [], []
 
     def round(self) -> torch.Tensor:
         """Take the sums of what has been seen here, to be added up over ranks: [rows, experts of all layers] int64."""

@@ -21,6 +21,7 @@ from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.observed_loads import ObservedLoads
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import TensorError, UsageError
@@ -110,6 +111,7 @@ def train(
                 )
         if placer is not None and moves:
             assert placer.num_migrations == len(moves)
+            assert placer._loads.num_steps == 0, "nobody decides, and loads are kept for nobody"
             kept = optimizer.state_dict()
             optimizer.load_state_dict(kept)
             kept["expert_slots"][0] = ExpertPlacement.in_order(8, mesh.size("ep"), 3).slots.tolist()
@@ -173,13 +175,21 @@ def sharded(moves: Sequence[int]) -> Found:
         for step in range(STEPS):
             loss = layer(torch.randn(9, 32, generator=generator)).square().sum()
             loss.backward()
-            optimizer.step()
+            optimizer.reduce_gradients()  # step() in its parts, as trainers call them that look at gradients between
+            optimizer.optimizer.step()
+            optimizer.gather_parameters()
             optimizer.zero_grad()
             layer.zero_grad()
             placer.step()
             losses.append(loss.item())
             if step in moves:
                 placer.move_to([random_placement(step, placer.placements[0], fill=False)])
+        kept = optimizer.state_dict()
+        optimizer.load_state_dict(kept)
+        kept["main"] = [torch.zeros_like(main) for main in kept["main"]]
+        kept["optimizer"]["expert_slots"] = [ExpertPlacement.in_order(8, 2, 3).slots.tolist()]
+        with pytest.raises(UsageError, match="TrainingState"):
+            optimizer.load_state_dict(kept)  # of experts in other slots, and nothing is changed
         found = layer.state_dict()
     return losses, {name: tensor.clone() for name, tensor in found.items() if name.startswith("experts.")}
 
@@ -280,6 +290,22 @@ def test_a_layer_on_one_rank_with_slots_is_the_layer() -> None:
         placed.load_state_dict(
             {name: tensor for name, tensor in placed.state_dict().items() if name != "experts.w_gate.3"}
         )
+
+
+def test_loads_that_are_not_looked_at_any_more_take_no_memory() -> None:
+    layer = MoELayer(8, 12, ROUTER, spare_slots=1)
+    loads = ObservedLoads([layer], every=2)
+    for _ in range(2):
+        layer(torch.randn(7, 8))
+        loads.end_step()
+    assert loads.num_steps == 2
+    assert int(loads.round().sum()) == 2 * 7 * ROUTER.top_k
+    layer(torch.randn(7, 8))
+    loads.end_step()
+    for _ in range(2):
+        loads.close()
+        assert loads.num_steps == 0
+    assert not layer.dispatcher._watching
 
 
 def test_a_handle_is_of_one_placement() -> None:
