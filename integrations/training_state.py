@@ -24,6 +24,9 @@ from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["TrainingState"]
 
+_BEGIN_ELSEWHERE = (torch.optim.ASGD, torch.optim.NAdam, torch.optim.Rprop)
+"""Optimizers whose state does not begin with zeros: a product or a rate is in it."""
+
 
 class TrainingState:
     """The state of a model and its optimizers, for ``torch.distributed.checkpoint``, which takes it as it is::
@@ -50,7 +53,7 @@ class TrainingState:
         the tensors themselves; a ShardedOptimizer's are gathered: whole on every rank as long as they are kept.
 
         An optimizer that has made no step gets its state here, of zeros: what is loaded needs a place. Raises UsageError for one
-        whose gradients are there already.
+        whose gradients are there already, or whose state begins with other numbers, as NAdam's does.
         """
         for optimizer in self._optimizers:
             _begin(optimizer)
@@ -69,8 +72,12 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the entries of ``state`` that belong here; it may have more.
 
-        Raises UsageError where one is missing, TensorError where one has another shape: before anything is changed.
+        Raises UsageError where one is missing, and while an ExpertPlacer moves experts; TensorError where one has another shape:
+        before anything is changed.
         """
+        for part in self._model.modules():
+            if isinstance(part, GroupedExperts) and part.slots is not None:
+                part.slots.require_still()
         mine = self.state_dict()
         missing = [name for name in mine if name not in state]
         if missing:
@@ -172,6 +179,11 @@ def _begin(optimizer: Optimizer) -> None:
         return
     if any(parameter.grad is not None for parameter in parameters):
         raise UsageError(f"{who()}an optimizer before its first step, and gradients are there: call zero_grad() first")
+    if isinstance(inner, _BEGIN_ELSEWHERE):
+        raise UsageError(
+            f"{who()}{type(inner).__name__} before its first step: its state does not begin with zeros, and only a step knows it; "
+            "make one first, also where a checkpoint is loaded then"
+        )
     rates: list[Any] = [group["lr"] for group in inner.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

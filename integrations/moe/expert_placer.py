@@ -179,6 +179,7 @@ class ExpertPlacer:
             handle()
         self._handles, self._round, self._migration, self._is_off = [], None, None, True
         self._loads.close()
+        self._note_changing()
 
     def __enter__(self) -> ExpertPlacer:
         return self
@@ -270,6 +271,11 @@ class ExpertPlacer:
         }
         self._reason = reason
         self._migration = ExpertMigration(self._places, self._optimizers, wanted, self._node_of)
+        self._note_changing()
+
+    def _note_changing(self) -> None:
+        for layer in self._layers:
+            _slots_of(layer).are_changing = self.is_moving
 
     def _before_optimizer(self) -> None:
         """Switch, where experts are on their way. Raises UsageError where gradients of copies were forgotten."""
@@ -283,6 +289,7 @@ class ExpertPlacer:
         if migration is None:
             return
         migration.switch()
+        self._note_changing()
         self.num_migrations += 1
         self._tell(migration.num_layers, migration.num_copies)
 
@@ -429,6 +436,8 @@ def _refuse_other_slots(me: weakref.ref[ExpertPlacer]) -> Callable[[Any, dict[st
 
     def hook(_: Any, state: dict[str, Any]) -> None:
         placer = me()
+        for layer in () if placer is None else placer._layers:
+            _slots_of(layer).require_still()
         if placer is not None and _SLOTS in state and state[_SLOTS] != [e.slots.tolist() for e in placer.placements]:
             raise UsageError(
                 f"{who()}the optimizer's state is of experts in other slots than they lie in now: save and load it by "

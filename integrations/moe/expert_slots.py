@@ -40,6 +40,8 @@ class ExpertSlots:
         self.placement, self.rank, self._source = placement, rank, source
         self.has_summed = False
         """Whether gradients of copies were summed in this step."""
+        self.are_changing = False
+        """Whether experts are on their way, to be in other slots from the optimizer's next step on."""
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -55,6 +57,14 @@ class ExpertSlots:
     def here(self) -> tuple[int, ...]:
         """The expert in each slot of this rank; −1: none."""
         return tuple(self.placement.slots[self.rank].tolist())
+
+    def require_still(self) -> None:
+        """Raises UsageError while experts are on their way: those that arrive would write over what is loaded now."""
+        if self.are_changing:
+            raise UsageError(
+                f"{who()}experts are on their way to other slots: load weights and optimizer state after the optimizer's next "
+                "step, or close the ExpertPlacer before, on all ranks"
+            )
 
     def move_to(self, placement: ExpertPlacement) -> None:
         """Take another placement from the next dispatch on. Whoever calls it has moved the weights.

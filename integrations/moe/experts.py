@@ -291,6 +291,8 @@ class GroupedExperts(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
     ) -> None:
         """Takes experts by their numbers too, whether they can be placed here or not; those of other ranks are left alone."""
+        if self.slots is not None:
+            self.slots.require_still()
         names = [name for name, _ in self.named_parameters(recurse=False)]
         of_experts = [key for name in names for key in state_dict if key.startswith(f"{prefix}{name}.")]
         given = {key: value for key, value in state_dict.items() if key not in set(of_experts)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,3 +127,37 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     of_fresh = TrainingState(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9), None)
     with pytest.raises(UsageError, match="gradients are there"):
         of_fresh.state_dict()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam, torch.optim.Rprop])
+def test_an_optimizer_that_begins_with_other_numbers_than_zero_makes_a_step_first(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    layer = MoELayer(8, 12, ROUTER)
+    optimizer: Any = kind(layer.parameters())
+    state = TrainingState(layer, optimizer, None)
+    with pytest.raises(UsageError, match=f"{kind.__name__} before its first step"):
+        state.state_dict()
+    layer(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    state.load_state_dict({name: tensor + 1 for name, tensor in saved.items()})
+    assert all(torch.equal(tensor, saved[name] + 1) for name, tensor in state.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adadelta]
+)
+def test_a_state_that_is_saved_before_the_first_step_is_that_of_a_fresh_optimizer(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    weights = []
+    for is_saved in (False, True):
+        layer = MoELayer(8, 12, ROUTER)
+        optimizer: Any = kind(layer.parameters())
+        if is_saved:
+            TrainingState(layer, optimizer, None).state_dict()
+        layer(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        weights.append(layer.experts.w_up.detach())
+    assert torch.equal(*weights)

@@ -24,6 +24,7 @@ from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.observed_loads import ObservedLoads
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
@@ -109,6 +110,7 @@ def train(
                         for place, before in enumerate(placer.placements)
                     ]
                 )
+                refuse_to_load(model, optimizer, mesh)
         if placer is not None and moves:
             assert placer.num_migrations == len(moves)
             assert placer._loads.num_steps == 0, "nobody decides, and loads are kept for nobody"
@@ -118,6 +120,14 @@ def train(
             with pytest.raises(UsageError, match="TrainingState"):
                 optimizer.load_state_dict(kept)
         return losses, expert_state(model, optimizer)
+
+
+def refuse_to_load(model: MoELanguageModel, optimizer: torch.optim.Optimizer, mesh: FoldedMesh) -> None:
+    """What is loaded while experts are on their way would be written over when they arrive."""
+    whole = TrainingState(model, optimizer, mesh)
+    for part in (model, optimizer, whole):
+        with pytest.raises(UsageError, match="on their way"):
+            part.load_state_dict(part.state_dict())
 
 
 def merged(found: Sequence[Found]) -> tuple[list[float], dict[str, torch.Tensor]]:
