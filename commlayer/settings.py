@@ -49,7 +49,7 @@ class Settings:
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
         connections: over how many connections the parts of a large message go from a rank to one on another node, where a plan
-            sends it (docs/plans.md); None: as many as the profile found to carry most, else one.
+            sends it (docs/plans.md); None: one, or as many as a group's first calls find to be fastest (``plan`` ``tried``).
         stats: ``1`` prints :func:`commlayer.stats` and :func:`commlayer.audit` at exit.
         as_backend: (``COMMLAYER_AS``) ``gloo`` or ``nccl``, the name under which trainers get this backend that accept only
             names they know.
@@ -124,7 +124,7 @@ class Settings:
         if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
             raise SettingsError(
                 f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
-                "unset for what the profile says"
+                "unset for one"
             )
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)

@@ -149,7 +149,7 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         choices, survey = connect.choices(job, device_type), connect.survey(job, device_type)
         group.put_on_device(device_type, on_device, choices, partial(connect.own_of, make), survey)
     if request.stands_alone:
-        group.counters.rank = _rank_in_job()  # which is whose numbers these are
+        group.counters.rank = _rank_in_job()  # statistics are a rank's of its job, not of this group
     if options.lane is not None:
         group.use_lane(options.lane)
     if is_default:

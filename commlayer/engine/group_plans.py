@@ -214,8 +214,8 @@ class Choices:
 
     def _in_turn(self, plan: Plan) -> Plan:
         """The plan whose turn it is among those that contend for calls of about the size of those of ``plan``, the simplest."""
-        traffic = plan.traffic
-        if traffic.is_ordered or traffic.lane:
+        traffic, self._in_contest = plan.traffic, None
+        if traffic.is_ordered or traffic.lane:  # which keeps the order of ranks, or yields to others between its chunks
             return plan
         key = traffic.collective, traffic.logical_bytes.bit_length(), plan.wire
         contest = self._contests.get(key)

@@ -107,11 +107,12 @@ def read_routing(path: StrPath) -> ExpertLoads:
 
 
 def read_routing_folder(folder: StrPath) -> ExpertLoads:
-    """Read the files that the ranks of a job wrote with ``COMMLAYER_ROUTING``, and add them up.
+    """Read the files that the ranks of a job wrote with ``COMMLAYER_ROUTING``, and add them up; where they lie in folders of
+    replicas in there, those of all replicas.
 
     Raises UsageError: no such file in the folder, or files that do not go together.
     """
-    paths = sorted(Path(folder).glob("routing-*.json"))
+    paths = sorted(Path(folder).glob("routing-*.json")) or sorted(Path(folder).glob("*/routing-*.json"))
     if not paths:
         raise UsageError(
             f"{shortened(os.fspath(folder))}: expected files such as routing-00000.json, got none: run the job with "

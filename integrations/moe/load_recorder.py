@@ -113,7 +113,8 @@ _recorders: dict[str, LoadRecorder] = {}
 def layer_record(grid: ExpertGrid, num_experts: int) -> LayerRecord | None:
     """Make the record of a layer with these groups and so many experts; None on ranks that keep none, and unless asked
     for one."""
-    folder = Settings.from_environment().routing
+    settings = Settings.from_environment()
+    folder = settings.in_replica(settings.routing)
     if folder is None or grid.all.rank:
         return None
     if folder not in _recorders:

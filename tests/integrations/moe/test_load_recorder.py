@@ -39,6 +39,17 @@ def test_what_tokens_chose_is_recorded(folder: Path) -> None:
     assert (loads.layers, loads.top_k, loads.stride) == (("layer 0", "layer 1"), 2, 1)
 
 
+def test_replicas_that_write_into_one_folder_are_kept_apart_and_added_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replica in ("east", "west"):
+        monkeypatch.setenv("COMMLAYER_REPLICA", replica)
+        MoELayer(8, 16, RouterConfig(num_experts=4, top_k=2))(torch.randn(10, 8))
+        load_recorder._recorders[str(folder / replica)].write()
+    assert int(read_routing(folder / "west").counts.sum()) == 20
+    assert int(read_routing(folder).counts.sum()) == 40
+
+
 def test_nothing_is_recorded_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMMLAYER_ROUTING", raising=False)
     assert MoELayer(8, 16, RouterConfig(num_experts=4, top_k=2)).dispatcher.record is None
