@@ -181,8 +181,8 @@ def _begin(optimizer: Optimizer) -> None:
         raise UsageError(f"{who()}an optimizer before its first step, and gradients are there: call zero_grad() first")
     if isinstance(inner, _BEGIN_ELSEWHERE):
         raise UsageError(
-            f"{who()}{type(inner).__name__} before its first step: its state does not begin with zeros, and only a step knows it; "
-            "make one first, also where a checkpoint is loaded then"
+            f"{who()}{type(inner).__name__} before its first step: its state does not begin with zeros, and only a step makes "
+            "it; make one first, also where a checkpoint is loaded then"
         )
     rates: list[Any] = [group["lr"] for group in inner.param_groups]
     for parameter in parameters:
