@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def search_command(
 
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
-    for note in dict.fromkeys(note for each in result.ranked for note in each.notes):
+    for note in _notes(result):
         echo(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(result, reasons, request, exported))
@@ -110,6 +110,16 @@ def search_command(
         print_export(exported)
     else:
         _show(result, reasons)
+
+
+def _notes(result: SearchResult) -> Iterator[str]:
+    """The notes of the ranked, each once; before those that are not of all of them stands of which they are."""
+    ranks: dict[str, list[str]] = {}
+    for rank, each in enumerate(result.ranked, start=1):
+        for note in each.notes:
+            ranks.setdefault(note, []).append(str(rank))
+    for note, those in ranks.items():
+        yield note if len(those) == len(result.ranked) else f"of mapping {', '.join(those)}: {note}"
 
 
 def _export(

@@ -116,6 +116,18 @@ def test_what_is_repeated_narrows_the_search(searched: Any) -> None:
     assert folded["best_unfolded"] is None
 
 
+def test_a_note_says_of_which_mappings_it_is() -> None:
+    few = ("--tp", "1", "--cp", "1", "--pp", "2", "--vpp", "1", "--micro-batch", "1", "--recompute", "full", "--folded")
+    notes = call(
+        "search", *JOB, *few, "--ep", "4", "--ep", "8", "--dispatcher", "deepep", "--dispatch", "all_to_all"
+    ).stderr
+    assert len(re.findall(r"^note: of mapping [12]: deepep: a token ", notes, re.MULTILINE)) == 2
+    one = call(
+        "search", *JOB, *few, "--ep", "8", "--dispatcher", "deepep", "--dispatch", "all_to_all", "--top", "1"
+    ).stderr
+    assert re.search(r"^note: deepep: a token ", one, re.MULTILINE)
+
+
 def test_more_options_are_never_worse(searched: Any) -> None:
     wider = call_json("search", *JOB, *FEW, "--recompute", "selective", "--top", "1")
     assert wider["mappings"][0]["step_us"] <= searched["mappings"][0]["step_us"]
