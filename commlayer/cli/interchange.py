@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, json_option
 from commlayer.cli.tables import echo, print_json
@@ -64,7 +65,10 @@ def import_command(
         profile.save(output, new_only=not force)
     except FileExistsError as error:
         raise UsageError(f"{output}: there is such a file already: choose another, or --force to replace it") from error
-    read = [f"{each.collective} of {each.ranks} ranks, {len(each.times_us)} sizes" for each in runs]
+    read = [
+        f"{each.collective} of {each.key[2] if each.key else each.ranks} ranks, {len(each.times_us)} sizes"
+        for each in runs
+    ]
     if as_json:
         print_json(
             {
@@ -141,6 +145,9 @@ def tuner_command(
     if len(sources) == 1 and not _is_nccl_file(sources[0]):
         rows, comments = _of_profile(catalog.load_profile(sources[0]), group, begin, end)
     else:
+        asked = click.get_current_context().get_parameter_source
+        if any(asked(option) is ParameterSource.COMMANDLINE for option in ("group", "begin", "end")):
+            raise UsageError("--group, --begin and --end are of a profile's decisions: files have times of their own")
         rows, comments = _of_runs(sources)
     text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)
     for comment in comments[1:]:

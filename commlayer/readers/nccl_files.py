@@ -49,6 +49,7 @@ _DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device"
 _STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
 _MARK = "commlayer "
 """What begins the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
+_KINDS = ("measured", "emulated", "published", "paper")
 _FIRST_COLUMNS = 5
 """Size, count, type, redop and root, before the time out of place."""
 
@@ -60,6 +61,7 @@ class NcclRun:
     Attributes:
         collective: nccl-tests' name without ``_perf``. key, holdout_error: of the profile's curve that was written as a run.
         nodes: ranks on each node. times_us: by S in bytes, of one call.
+        kind: of the profile whose curve was written as a run; of what a tool measured, ``measured``.
         algorithm, protocol: where NCCL_ALGO and NCCL_PROTO asked for one; else empty.
         source: the file, and what wrote it.
     """
@@ -72,6 +74,7 @@ class NcclRun:
     protocol: str = ""
     key: tuple[str, str, int] | None = None
     holdout_error: float | None = None
+    kind: str = "measured"
 
     @property
     def ranks(self) -> int:
@@ -180,6 +183,7 @@ def _of_json(
         f"nccl-tests' JSON {os.path.basename(where)}",
         environment.get("NCCL_ALGO", "").lower(),
         environment.get("NCCL_PROTO", "").lower(),
+        kind=_kind(content, where),
     )
     found = []
     given = content.get("holdout_error")
@@ -189,6 +193,14 @@ def _of_json(
         test = key[0] if key else collective or _program(program, where)
         found.append(replace(base, collective=test, times_us=times, key=key, holdout_error=holdout_error))
     return found, []
+
+
+def _kind(content: Mapping[str, Any], where: str) -> str:
+    """The kind of the profile that was written as nccl-tests' JSON; measured, where a tool wrote it."""
+    kind = content.get("profile_kind", "measured")
+    if kind not in _KINDS:
+        raise ProfileError(f"{where}: profile_kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    return str(kind)
 
 
 def _key(name: str) -> tuple[str, str, int] | None:
@@ -284,12 +296,14 @@ def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = N
     if not curves:
         raise ProfileError("expected times of a collective that plans are priced by, got none")
     known = {(curve.collective, str(curve.link), curve.group_size): curve for curve in base.curves} if base else {}
-    said = source or f"times of NCCL from {', '.join(dict.fromkeys(run.source for run in runs))}"
+    kind = next((run.kind for run in runs if run.kind != "measured"), "measured")
+    origin = "times of NCCL" if kind == "measured" else f"times that are {kind}, NOT measured on hardware,"
+    said = source or f"{origin} from {', '.join(dict.fromkeys(run.source for run in runs))}"
     if base:
         said += f"; all else from {base.name}: {base.source}"
     return Profile.create(
         name=name,
-        kind="measured",
+        kind=kind,
         source=said,
         topology=shape,
         peaks=base.peaks if base else _peaks(curves.values()),
@@ -385,6 +399,7 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
             "devices": devices,
             "results": results,
             "holdout_error": curve.holdout_error,
+            "profile_kind": profile.kind,
         }
         found[f"{name}.json"] = json.dumps(content, indent=1) + "\n"
     return found

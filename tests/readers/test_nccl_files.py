@@ -224,6 +224,13 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     written = ["profiles", "export", "emulated-2x4", "--output", str(folder)]
     assert CliRunner().invoke(main, written).exit_code == 0
+    files = [str(path) for path in sorted(folder.glob("all_*_2.json"))]
+    back = CliRunner().invoke(main, ["profiles", "import", *files, "--output", str(tmp_path / "back.json")])
+    assert {line.split(",")[0].split(" of ")[1] for line in back.output.splitlines() if " sizes" in line} == {"2 ranks"}
+    again = read_profile(tmp_path / "back.json")
+    assert again.kind == "emulated"
+    assert "NOT measured" in again.source
+    assert "of a profile's decisions" in CliRunner().invoke(main, ["profiles", "tuner", *files, "--end", "1MiB"]).output
     assert "--force" in CliRunner().invoke(main, written).output
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
