@@ -81,8 +81,8 @@ _CONFIRM_S, _LAPSE_S = 0.5, 5.0
 """How long after links were seen to be slower they are measured again, at the earliest and at the latest: work that keeps a
 processor busy comes and goes."""
 _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
-"""The part of the time of as many more calls as have been made that trials may take where prices are wrong; within these bounds,
-µs."""
+"""The part of the time of as many more calls as have been made that trials may take where prices are wrong; they wait until that
+is the least with which plans can be compared, and take no more than the most, µs."""
 
 
 class GroupWatch:
@@ -112,6 +112,7 @@ class GroupWatch:
         self._pace: deque[tuple[int, float]] = deque([(0, time.monotonic())])
         self._calls_per_s = 0.0
         self._num_tried = self._num_missed = 0
+        self._owes_trials = False  # prices are wrong, and calls have not taken long enough for trials yet
         self._has_doubted = False  # trials were begun at the latest appointment
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
         self._found: tuple[LinkRates, bool] | None = None
@@ -298,6 +299,9 @@ class GroupWatch:
         if self._asked_for:
             self._settle(now_s)
             return
+        if self._owes_trials and self._trials_us >= _LEAST_TRIED_US:
+            self._try_plans()
+            return
         slowdown = self._drift.change()
         if slowdown is None or now_s < self._quiet_until_s:
             return
@@ -338,6 +342,7 @@ class GroupWatch:
         if has_changed:
             self._drift.begin_anew()
             self._quiet_until_s, self._pause_s, self._num_tried = now_s, _FIRST_PAUSE_S, 0
+            self._owes_trials = False
             self._compared = self._ledger.numbered
             self._happened(f"{found}: plans are made anew", is_said=True)
             return
@@ -345,15 +350,23 @@ class GroupWatch:
         is_of_prices = self._drift.is_of_prices and may_try
         self._pause(now_s)
         if is_of_prices:
-            self._num_tried += 1
-            budget_us = _TRIED * self._call_us * self._appointments.calls
-            self._appoint(_TRY, min(max(budget_us, _LEAST_TRIED_US), _MOST_TRIED_US))
-            self._happened(
-                "links between nodes have not changed, but calls do not take what was promised: plans are tried",
-                is_said=True,
-            )
+            self._owes_trials = True
         else:
             self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
+
+    @property
+    def _trials_us(self) -> float:
+        """What trials may take now."""
+        return min(_TRIED * self._call_us * self._appointments.calls, _MOST_TRIED_US)
+
+    def _try_plans(self) -> None:
+        self._owes_trials = False
+        self._num_tried += 1
+        self._appoint(_TRY, self._trials_us)
+        self._happened(
+            "links between nodes have not changed, but calls do not take what was promised: plans are tried",
+            is_said=True,
+        )
 
     def _miss(self, now_s: float) -> None:
         """Take note that the last appointment was called off: a rank had passed its call already, or did not answer."""
