@@ -59,4 +59,5 @@ def test_trials_wait_until_calls_have_taken_long_enough_for_them(looked: Any) ->
     looked._appointments.calls = 1400
     looked._lead(101.0)
     looked._lead(102.0)
-    assert appointed == [("try", pytest.approx(3.5e5))]
+    [(purpose, budget_us)] = appointed
+    assert (purpose, round(budget_us)) == ("try", 350_000)
