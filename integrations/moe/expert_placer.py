@@ -214,6 +214,8 @@ class ExpertPlacer:
         if answer == _FAILED:
             self._is_off = True
             self._loads.close()
+            if not self._group.rank:
+                _print(f"experts stay where they are from now on: {self._reason}")
         elif answer == _KEEP:
             self._tell(0, 0)
         else:
@@ -387,8 +389,7 @@ class _Deciding:
             self._found = decide()
         except Exception as error:  # noqa: BLE001  training goes on without it
             kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
-            _print(f"experts stay where they are from now on: {kind}{error}")
-            self._found = _FAILED, 0, str(error)
+            self._found = _FAILED, 0, f"{kind}{error}"
 
 
 def _check(

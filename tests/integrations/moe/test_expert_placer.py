@@ -17,6 +17,7 @@ from commlayer import stats
 from commlayer.integrations.examples.text import Corpus
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe import expert_placer
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -252,6 +253,38 @@ def test_a_skewed_load_is_seen_and_evened_out(
     assert all(each[1:3] == found[0][1:3] for each in found)
     assert found[0][2] >= 1
     assert any(0 in rank[:2] and rank != [0, 1, -1] for layer in found[0][1] for rank in layer)
+
+
+def without_profile() -> tuple[list[str], int]:
+    """What is printed where the search cannot be made, and how many steps' loads are kept then."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    printed: list[str] = []
+    vars(expert_placer)["_print"] = printed.append
+    with FoldedMesh({"ep": 2}) as mesh:
+        layer = MoELayer(32, 32, ROUTER, mesh=mesh, dispatch="all_to_all", chunks=1, spare_slots=1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
+        work = ExpertWork.of_shape(32, 32, tflops=1e-5, element_bytes=4)
+        with ExpertPlacer(layer, optimizer, mesh, every=2, work=work) as placer:
+            for step in range(40):
+                optimizer.zero_grad()
+                layer(torch.randn(3, 32)).square().sum().backward()
+                optimizer.step()
+                placer.step()
+                if step < 20:
+                    time.sleep(0.01)  # as above
+            assert placer.num_migrations == 0
+            return printed, placer._loads.num_steps
+
+
+def test_a_search_that_fails_is_told_once_and_training_goes_on(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMLAYER_PROFILE", "none")
+    (first, kept), other = emulated_cluster(1, 2).run(without_profile)
+    assert len(first) == 1
+    assert "from now on: no profile of the expert group" in first[0]
+    assert (kept, other) == (0, ([], 0))
 
 
 # Without ranks
