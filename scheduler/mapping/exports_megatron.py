@@ -81,10 +81,18 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
         )
     if setup.zero >= 2:
         notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
-    if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
+    if setup.precision == "fp8-deepgemm":
         notes.append(
-            "the router's scores and bias, and multi-token prediction, do not change the mapping: add their flags"
+            "DeepSeek's own kernels are no option there: the blockwise recipe has their format, and slower products (plan with "
+            "fp8-blockwise to see by how much)"
         )
+    elif _stands_in_for_delayed(setup):
+        notes.append(
+            "the recipe is blockwise there, and not fp8's usual one, delayed, which cannot cast again what is computed again: "
+            "plan with fp8-blockwise or fp8-current to see what it takes"
+        )
+    if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
+        notes.append("the router's scores and bias do not change the mapping: add their flags")
     return tuple(notes)
 
 
@@ -286,11 +294,18 @@ def _precision(setup: Setup) -> Iterator[str]:
         return
     recipe = RECIPES.get(setup.precision)
     name = "blockwise" if setup.precision == "fp8-deepgemm" else recipe.megatron if recipe else ""
-    if not name and (setup.recompute == "selective" or modules_of(setup.recompute) & {"moe_act", "layernorm"}):
-        name = "blockwise"  # delayed scaling, its default, cannot recompute norms and activations
+    if _stands_in_for_delayed(setup):
+        name = "blockwise"
     yield from _flag("fp8-format", "e4m3" if name in ("blockwise", "mxfp8") else "hybrid")
     if name:
         yield from _flag("fp8-recipe", name)
+
+
+def _stands_in_for_delayed(setup: Setup) -> bool:
+    """Whether another recipe is taken than delayed scaling, its default, which cannot recompute norms and activations."""
+    if setup.precision not in ("fp8", "fp8-delayed"):
+        return False
+    return setup.recompute == "selective" or bool(modules_of(setup.recompute) & {"moe_act", "layernorm"})
 
 
 def _state(setup: Setup, software: Software) -> Iterator[str]:

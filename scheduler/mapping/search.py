@@ -25,7 +25,7 @@ from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, unfit
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
@@ -387,6 +387,8 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
         pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
         if all(pairs):
             yield f"schedule {_or(space.schedule)}: {pairs[0]}"
+    if space.pp and min(space.pp) > 1 and min(space.zero) > 1 and all(map(merges, space.schedule)):
+        yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
     if space.pp and min(space.pp) > model.layers:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 

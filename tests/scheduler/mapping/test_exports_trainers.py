@@ -19,6 +19,7 @@ from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.software import (
     MEGATRON,
     with_dispatcher,
@@ -83,6 +84,10 @@ def test_fp8_recomputes_selectively_with_another_recipe_than_the_default() -> No
     found = flags(replace(BEST, recompute="selective", precision="fp8"))
     assert found["--recompute-modules"] == ["layernorm", "moe_act"]
     assert found["--fp8-recipe"] == ["blockwise"]
+    expected: dict[Precision, str] = {"fp8": "recipe is blockwise there", "fp8-deepgemm": "DeepSeek's own kernels"}
+    for precision, words in expected.items():
+        again = replace(BEST, recompute="selective", precision=precision)
+        assert any(words in note for note in export("megatron", JOB, again).notes)
 
 
 def test_ulysses_is_context_parallelism_to_megatron() -> None:

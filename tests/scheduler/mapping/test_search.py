@@ -389,6 +389,10 @@ def test_a_search_refuses_what_it_cannot_do() -> None:
             "pp 8: expected a divisor of the GPUs, 4; pp 8: expected at most as many stages as layers of small, 6",
         ),
         (Space(schedule=("dualpipe",), recompute=("full",)), "dualpipe computes no layer again as a whole"),
+        (
+            Space(schedule=("dualpipe",), pp=(2,), zero=(2, 3)),
+            "sums gradients once a step in a pipeline: allow zero 0 or 1",
+        ),
         (Space(schedule=("1f1b-overlap",), pp=(2, 4), vpp=(1,)), "1f1b-overlap: expected vpp of at least 2 with pp=2"),
         (Space(tp=(4,), cp=(4,)), "the data-parallel degree must divide the batch"),
     ],
