@@ -147,7 +147,8 @@ _place_options = in_order(
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
 @json_option
 def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:
-    """Predict steps of recorded routing: with experts where they are, as EPLB places them, and as commlayer does.
+    """Predict steps of recorded routing: with experts where they are, as EPLB places them, with rows that spill by LLEP's rule, and
+    as commlayer places experts.
 
     \b
       commlayer routing replay routing.json -c h100-eos --shape 2x8 -m deepseek-v3 --tokens 65536 --spare 4GB
@@ -162,13 +163,13 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
     if layer >= loads.num_layers:
         raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
     found = []
-    for way in ("static", "eplb", "place"):
+    for way in ("static", "eplb", "llep", "place"):
         with progress_of(way) as progress:
             found.append(replay_loads(loads, prices, way, every=every, horizon=horizon, room=room, progress=progress))
     if picture is not None:
         from commlayer.drawing.load_figures import loads_figure
 
-        panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (found[0], found[2])}
+        panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (found[0], found[-1])}
         draw(picture, loads_figure(loads, layer, panels))
     if as_json:
         print_json([_as_dict(each, found[0]) for each in found])

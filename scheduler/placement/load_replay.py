@@ -10,14 +10,16 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.eplb import eplb_placement
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.placement.llep import llep_spilled
 from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPrices
 from commlayer.scheduler.placement.placement_search import Spilled
 from commlayer.scheduler.placement.placing import PlacementRoom, place_layer
 
 __all__ = ["REPLAY_WAYS", "LoadReplay", "ReplayWay", "replay_loads"]
 
-ReplayWay = Literal["static", "eplb", "place", "oracle"]
+ReplayWay = Literal["static", "eplb", "llep", "place", "oracle"]
 REPLAY_WAYS: tuple[str, ...] = get_args(ReplayWay)
+_IN_ORDER = ("static", "llep")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def replay_loads(
     Ways:
         static: experts stay in order.
         eplb: every so many steps EPLB's placement of the forecast, whatever it costs.
+        llep: experts stay in order, and in every step rows spill by LLEP's rule and its authors' thresholds, which sees the
+            step's own load (each of its micro-batches as an even part).
         place: every so many steps the decision of :func:`~commlayer.scheduler.placement.placing.place` on the forecast.
         oracle: the same decision on what will really be until the next one.
 
@@ -84,7 +88,7 @@ def replay_loads(
     rows = np.zeros((loads.num_steps, loads.num_layers, prices.num_ranks))
     migration_us, migrations = 0.0, 0
     for step in range(loads.num_steps):
-        if way != "static" and step and step % every == 0:
+        if way not in _IN_ORDER and step and step % every == 0:
             expected = _expected(loads, way, step, every)
             for layer, counts in enumerate(expected):
                 before = placements[layer]
@@ -95,6 +99,8 @@ def replay_loads(
                 migration_us, migrations = migration_us + took_us, migrations + (took_us > 0)
         for layer, placement in enumerate(placements):
             load = LayerLoad(loads.counts[step, layer], loads.top_k)
+            if way == "llep":
+                spilled[layer] = llep_spilled(load.counts / prices.work.micro_batches, placement)
             step_us[step] += prices.layer(load, placement, spilled[layer]).total_us
             rows[step, layer] = prices.totals(load, placement, spilled[layer])[0].rows
         if progress:

@@ -50,12 +50,13 @@ def test_show_says_who_is_popular(file: str, tmp_path: Path) -> None:
     assert "layer 1" in text
 
 
-def test_replay_predicts_three_ways(file: str, tmp_path: Path) -> None:
+def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
     picture = tmp_path / "ranks.svg"
-    static, eplb, ours = call_json("routing", "replay", file, *PLACE, "--every", "5", "--picture", str(picture))
-    assert [each["placement"] for each in (static, eplb, ours)] == ["static", "eplb", "place"]
+    static, eplb, llep, ours = call_json("routing", "replay", file, *PLACE, "--every", "5", "--picture", str(picture))
+    assert [each["placement"] for each in (static, eplb, llep, ours)] == ["static", "eplb", "llep", "place"]
     assert (static["of_static"], static["migrations"]) == (1.0, 0)
     assert ours["of_static"] < min(1.0, eplb["of_static"])
+    assert (llep["migrations"], llep["busiest"] < static["busiest"]) == (0, True)
     assert "ranks, place" in picture.read_text()
     assert "predicted, nothing was run" in call("routing", "replay", file, *PLACE).stdout
 
