@@ -125,11 +125,11 @@ def document(solved: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> st
         "",
         f"64 experts on 2 nodes of 8 ranks, top-6, {TOKENS} tokens a rank, experts of {HIDDEN} × {WIDTH} at",
         f"{TFLOPS:g} TFLOP/s, links as declared of {CLUSTER}; a decision every {EVERY} steps, which has to pay back in as many.",
-        "Nothing was run: all times are predicted, over those of experts that stay in order. LLEP's rule sees each step's own load, has",
-        "its authors' thresholds, and sends weights and their gradients in every step in which rows spill. The last column is what",
-        "a decision by forecast loses against one that knows the future.",
+        "Nothing was run: all times are predicted, over those of experts that stay in order. LLEP's rule sees each step's own",
+        "load, has its authors' thresholds, and sends weights and their gradients in every step in which rows spill. Lost to the",
+        "oracle is what a decision by forecast loses against one that knows the future.",
         "",
-        "| loads | room for replicas | static | EPLB | LLEP | commlayer | oracle | migrations | of the time | lost to the oracle |",
+        "| loads | room for replicas | static | EPLB | LLEP | ours | oracle | migrations | of the time | lost to the oracle |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in replayed:

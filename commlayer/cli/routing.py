@@ -147,8 +147,8 @@ _place_options = in_order(
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
 @json_option
 def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:
-    """Predict steps of recorded routing: with experts where they are, as EPLB places them, with rows that spill by LLEP's rule, and
-    as commlayer places experts.
+    """Predict steps of recorded routing: with experts where they are, as EPLB places them, with rows that spill by LLEP's rule,
+    and as commlayer places experts.
 
     \b
       commlayer routing replay routing.json -c h100-eos --shape 2x8 -m deepseek-v3 --tokens 65536 --spare 4GB

@@ -26,16 +26,17 @@ def balanced_packs(loads: Array, num_packs: int) -> Array:
     if num_packs < 1 or len(loads) % num_packs:
         raise UsageError(f"{len(loads)} items: expected as many for each of {num_packs} packs")
     room = len(loads) // num_packs
-    found = np.empty(len(loads), dtype=np.int64)
+    found = [0] * len(loads)
     lightest = [(0.0, pack) for pack in range(num_packs)]
     held = [0] * num_packs
+    numbers = loads.tolist()  # single entries of an array are slow
     for item in np.argsort(-loads, kind="stable").tolist():
         load, pack = heapq.heappop(lightest)
         found[item] = pack
         held[pack] += 1
         if held[pack] < room:
-            heapq.heappush(lightest, (load + float(loads[item]), pack))
-    return found
+            heapq.heappush(lightest, (load + numbers[item], pack))
+    return np.array(found, dtype=np.int64)
 
 
 def replicated_copies(loads: Array, num_copies: int, most: int) -> Array:

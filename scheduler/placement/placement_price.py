@@ -282,12 +282,15 @@ class PlacementPrices:
             return 0.0
         import numpy as np
 
-        copies = placement.copies[placement.logcnt > 1]
-        of_nodes = copies.reshape(len(copies), self.num_nodes, self.per_node).sum(2)
-        near = np.repeat(of_nodes, self.per_node, axis=1)
+        experts, ranks = placement.held
+        has_more = placement.logcnt[experts] > 1
+        experts, ranks = experts[has_more], ranks[has_more]
+        at = experts * self.num_nodes + self.node_of[ranks]
+        near = np.bincount(at)[at]  # copies on the same node, this one included
+        inside = np.bincount(ranks, near - 1).max()
+        across = np.bincount(ranks, placement.logcnt[experts] - near).max()
         each = self.work.gradient_bytes
-        inside, across = copies * (near - 1), copies * (of_nodes.sum(1)[:, None] - near)
-        return self._most_us(across.sum(0).max() * each, inside.sum(0).max() * each)
+        return self._most_us(across * each, inside * each)
 
     def spill_us(self, spilled: Sequence[tuple[int, int, int, float]]) -> float:
         """Time the weights that go along in a step, and their gradients."""

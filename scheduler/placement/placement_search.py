@@ -9,11 +9,11 @@ priced at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
-from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPrices, Totals
+from commlayer.scheduler.placement.placement_price import LayerLoad, LayerPrice, PlacementPrices, Totals
 
 __all__ = ["Placer", "Spilled", "relabelled"]
 
@@ -31,17 +31,34 @@ _State = TypeVar("_State")
 
 @dataclass(frozen=True)
 class Placer:
-    """The search for one layer: its load, where its experts lie, and over how many steps a migration pays back."""
+    """The search for one layer: its load, where its experts lie, and over how many steps a migration pays back.
+
+    What was priced once is known from then on, because searches begin and end with placements that are candidates, too.
+    """
 
     prices: PlacementPrices
     load: LayerLoad
     before: ExpertPlacement
     horizon: int
+    _steps: dict[tuple[ExpertPlacement, Spilled], LayerPrice] = field(default_factory=dict, init=False, repr=False)
+    _ways_us: dict[ExpertPlacement, float] = field(default_factory=dict, init=False, repr=False)
+
+    def step(self, placement: ExpertPlacement, spilled: Spilled = ()) -> LayerPrice:
+        """The price of a step."""
+        key = placement, spilled
+        if key not in self._steps:
+            self._steps[key] = self.prices.layer(self.load, placement, spilled)
+        return self._steps[key]
+
+    def migration_us(self, placement: ExpertPlacement) -> float:
+        """The price of the way there."""
+        if placement not in self._ways_us:
+            self._ways_us[placement] = self.prices.migration_us(self.before, placement)
+        return self._ways_us[placement]
 
     def total_us(self, placement: ExpertPlacement, spilled: Spilled = ()) -> float:
         """The price of ``horizon`` steps, and of the way there."""
-        step_us = self.prices.layer(self.load, placement, spilled).total_us
-        return self.horizon * step_us + self.prices.migration_us(self.before, placement)
+        return self.horizon * self.step(placement, spilled).total_us + self.migration_us(placement)
 
     def exchanged(self, placement: ExpertPlacement, most: int = 12) -> ExpertPlacement:
         """Exchange experts of the busiest rank, or give some to an empty slot, as long as that pays, ``most`` times at most."""
@@ -74,22 +91,25 @@ class Placer:
         import numpy as np
 
         slots, counts, copies = placement.slots.copy(), self.load.counts, placement.logcnt.copy()
-        holds, rows = placement.copies > 0, (counts / placement.logcnt) @ placement.copies
+        rows_of = np.append(counts / copies, -1.0)  # of a copy; the last one: an empty slot's
+        holds, rows = placement.copies > 0, rows_of[:-1] @ placement.copies
         is_near = self.prices.node_of[None] == self.prices.node_of[placement.homes][:, None]
         room = (slots < 0).sum(1)
         while True:
-            busiest = slots[int(rows.argmax())]
-            busiest = busiest[busiest >= 0]
-            expert = int(busiest[(counts[busiest] / copies[busiest]).argmax()])
+            busy = int(rows.argmax())
+            expert = int(slots[busy, rows_of[slots[busy]].argmax()])
             free = np.where((room > 0) & ~holds[expert], rows, np.inf)
-            far, near = int(free.argmin()), int(np.where(is_near[expert], free, np.inf).argmin())
+            far = near = int(free.argmin())
             each = counts[expert] / (copies[expert] + 1)
-            if not free[far] + each < rows.max():
+            if not free[far] + each < rows[busy]:
                 return
+            if not is_near[expert, far]:
+                near = int(np.where(is_near[expert], free, np.inf).argmin())
             target = near if free[near] < free[far] + each / 2 else far
-            slots[target, int((slots[target] < 0).argmax())] = expert
-            rows[holds[expert]] -= counts[expert] / copies[expert] - each
+            slots[target, (slots[target] < 0).argmax()] = expert
+            rows[holds[expert]] -= rows_of[expert] - each
             rows[target] += each
+            rows_of[expert] = each
             holds[expert, target] = True
             copies[expert] += 1
             room[target] -= 1
@@ -98,9 +118,9 @@ class Placer:
     def spilled(self, placement: ExpertPlacement) -> Spilled:
         """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay."""
         best: Spilled = ()
-        best_us, misses = self.prices.layer(self.load, placement).total_us, 0
+        best_us, misses = self.step(placement).total_us, 0
         for found in _sampled(self._with_spilled(placement)):
-            us = self.prices.layer(self.load, placement, found).total_us
+            us = self.step(placement, found).total_us
             misses += 1
             if us < best_us:
                 best, best_us, misses = found, us, 0
@@ -252,11 +272,13 @@ def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Arr
 
 
 def _matched(common: Array) -> Iterator[tuple[int, int]]:
-    """Pairs of rows and columns, each once, the largest entry first."""
+    """Pairs of rows and columns, each once, the largest entry that is left first; of equal ones the first."""
     import numpy as np
 
-    left = common.astype(np.float64)
-    for _ in range(len(left)):
-        row, column = divmod(int(left.argmax()), len(left))
-        left[row], left[:, column] = -1.0, -1.0
-        yield row, column
+    rows, columns = set(range(common.shape[0])), set(range(common.shape[1]))
+    for entry in np.argsort(-common, axis=None, kind="stable").tolist():
+        row, column = divmod(entry, common.shape[1])
+        if row in rows and column in columns:
+            rows.remove(row)
+            columns.remove(column)
+            yield row, column

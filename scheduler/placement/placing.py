@@ -221,9 +221,8 @@ def _packed(placer: Placer) -> ExpertPlacement:
 def _priced(
     placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = ()
 ) -> PlacementCandidate:
-    step = placer.prices.layer(placer.load, placement, spilled)
-    way_us = placer.prices.migration_us(placer.before, placement)
-    return PlacementCandidate(kind, placement, step, way_us, placer.horizon * step.total_us + way_us, spilled)
+    step, way_us = placer.step(placement, spilled), placer.migration_us(placement)
+    return PlacementCandidate(kind, placement, step, way_us, placer.total_us(placement, spilled), spilled)
 
 
 def _is_sure(each: PlacementCandidate, kept: PlacementCandidate, horizon: int, error: float) -> bool:

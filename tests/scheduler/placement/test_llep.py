@@ -48,9 +48,9 @@ def row_by_row(counts: list[int], rule: LlepRule) -> list[int]:
 
 
 def test_an_example_by_hand() -> None:
-    """16,000 rows, so 4,000 a rank on average, and 4,400 at most. Expert 0 comes first: its rank may still get 1,000 rows of expert 1,
-    so 3,400 stay, and 5,600 are over. The least busy rank is 3, with 1,000: it takes 3,400. Then 2 has 2,000 and takes the other
-    2,200."""
+    """16,000 rows, so 4,000 a rank on average, and 4,400 at most. Expert 0 comes first: its rank may still get 1,000 rows of
+    expert 1, so 3,400 stay, and 5,600 are over. The least busy rank is 3, with 1,000: it takes 3,400. Then 2 has 2,000 and takes
+    the other 2,200."""
     counts = [9000, 1000, 2000, 1000, 1000, 1000, 500, 500]
     spilled = llep_spilled(np.array(counts), FOUR)
     assert [each[:3] for each in spilled] == [(0, 0, 3), (0, 0, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,24 @@ def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> 
     assert spilled.spill_us == pytest.approx(2 * curve.at(size), rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_go_from_every_copy_to_all_others(prices: PlacementPrices, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    slots = np.full((8, 7), -1)
+    slots[:, :4] = np.arange(32).reshape(8, 4)
+    for rank in range(8):
+        slots[rank, 4:] = draw.choice(np.setdiff1d(np.arange(10), slots[rank]), 3, replace=False)
+    placement = ExpertPlacement(slots, 32)
+    pairs = [
+        (source, target)
+        for expert in range(32)
+        for source, target in permutations(np.flatnonzero(placement.copies[expert]), 2)
+    ]
+    sources, targets = np.array(pairs).T
+    messages_us = prices.sent_us(sources, targets, np.full(len(pairs), WORK.gradient_bytes))
+    assert prices.gradients_us(placement) == messages_us > 0
+
+
 def test_migration_sends_weights_and_state_of_every_new_copy(prices: PlacementPrices) -> None:
     before = ExpertPlacement.in_order(8, 8, spare=1)
     replica, home = before.slots.copy(), before.slots.copy()
@@ -126,6 +145,19 @@ def test_relabelling_keeps_who_is_together(prices: PlacementPrices) -> None:
     before = ExpertPlacement.in_order(32, 8)
     again = relabelled(ExpertPlacement(before.slots[[6, 7, 5, 4, 1, 0, 2, 3]], 32), before, prices.node_of)
     assert again.moves_from(before) == ()
+
+
+def test_relabelling_begins_with_the_rank_that_has_most_already() -> None:
+    """As one would by hand: time and again the pair of ranks with most experts in common, the first of equal ones."""
+    before = ExpertPlacement.in_order(64, 8)
+    for seed in range(5):
+        placement = ExpertPlacement(np.random.default_rng(seed).permutation(64).reshape(8, 8), 64)
+        found = relabelled(placement, before, np.zeros(8, dtype=int))
+        common = placement.copies.T @ before.copies
+        for _ in range(8):
+            mine, there = np.unravel_index(common.argmax(), common.shape)
+            assert found.slots[there].tolist() == placement.slots[mine].tolist()
+            common[mine], common[:, there] = -1, -1
 
 
 # The choice
