@@ -256,10 +256,10 @@ def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Arr
     """
     import numpy as np
 
-    ours, theirs = (
-        each.copies.astype(np.float32) for each in (placement, before)
-    )  # products of whole numbers are slow
-    common = ours.T @ theirs  # [its ranks, ranks as they were]
+    theirs = np.vstack(
+        [before.copies, np.zeros((1, before.num_ranks), dtype=np.int64)]
+    )  # the last row: of an empty slot
+    common = theirs[placement.slots].sum(1)  # [its ranks, ranks as they were]
     num_nodes = int(node_of[-1]) + 1
     per_node = len(node_of) // num_nodes
     of_nodes = common.reshape(num_nodes, per_node, num_nodes, per_node).sum((1, 3))
