@@ -2,8 +2,9 @@
 
     make bench-placement
 
-Solutions and EPLB's are timed alternately, also by the time of the processor, which other work on the machine disturbs less. Steps are predicted, by the declared links of a cluster that nobody needs to have; the
-oracle decides by what the loads will be until its next decision, with the same candidates.
+Solutions and EPLB's are timed alternately, also by the time of the processor, which other work on the machine disturbs less.
+Steps are predicted, by the declared links of a cluster that nobody needs to have; the oracle decides by what the loads will be
+until its next decision, with the same candidates.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def document(solved: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> st
         "",
         "## How long a solution takes",
         "",
-        "256 experts on 64 ranks, 8 on each of 8 nodes, Zipf 0.6. One core. Medians, and quartiles in brackets.",
+        "256 experts on 64 ranks, 8 on each of 8 nodes, Zipf 0.6. One core. Medians, and quartiles in brackets. Times of",
+        "the processor are those of an idle machine, more or less; the others also wait for what else runs.",
         "",
         "| what | ms | ms of the processor |",
         "|---|---|---|",

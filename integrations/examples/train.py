@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.errors import CommlayerError, UsageError
 from commlayer.integrations import (
+    ExpertPlacer,
     FoldedMapping,
     FoldedMesh,
     ModelConfig,
@@ -45,7 +46,8 @@ __all__ = ["TrainOptions", "Trained", "main", "train"]
 class TrainOptions:
     """The options of a training run. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of
     a whole step. ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, which hands rounding on more gently: AdamW
-    divides every gradient by its size, the smallest ones too, which are rounding alone.
+    divides every gradient by its size, the smallest ones too, which are rounding alone. ``place_experts``: steps between two
+    decisions where experts lie, of a model with ``spare_slots``; None: they stay in order.
     """
 
     steps: int = 50
@@ -56,18 +58,21 @@ class TrainOptions:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: int = 0
     text: Path | None = None
+    place_experts: int | None = None
 
 
 @dataclass(frozen=True)
 class Trained:
     """The record of a training run. ``losses``: of every step, before its update; the same on all ranks. ``dispatch``:
     how often tokens went which way, in how many chunks, on this rank, and why in the end. ``step_us``: the median step.
+    ``migrations``: how often experts of this rank's stage moved.
     """
 
     losses: list[float]
     dispatch: dict[str, int]
     reason: str
     step_us: float
+    migrations: int
 
 
 def train(
@@ -79,7 +84,7 @@ def train(
     """Train from scratch. Collective over all ranks; ``mesh`` None: on this one. ``say``: told every step's loss.
 
     Raises:
-        UsageError: sizes that do not go together, or with the mesh or the text.
+        UsageError: sizes that do not go together, or with the mesh or the text; experts that shall be placed, and cannot.
     """
     with _said_once():
         model = MoELanguageModel(config, mesh)
@@ -90,18 +95,22 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    with _said_once():
+        placer = _placer(model, optimizer, mesh, options.place_experts)
     losses: list[float] = []
     times: list[float] = []
     dispatch: Counter[str] = Counter()
     reason = ""
     layers = [layer for layer in model.layers.values() if isinstance(layer, MoETransformerLayer)]
-    with progress("training", options.steps) as advance:
+    with placer or nullcontext(), progress("training", options.steps) as advance:
         for step in range(options.steps):
             started, began_ns = time.perf_counter(), time.perf_counter_ns()
             tokens, labels = corpus.batch(step, options.sequence, options.batch)
             optimizer.zero_grad()
             loss = model.train_step(tokens, labels, num_micro_batches=options.micro_batches)
             optimizer.step()
+            if placer is not None:
+                placer.step()
             losses.append(loss.item())
             times.append((time.perf_counter() - started) * 1e6)
             if (recording := recorder()) is not None:
@@ -112,7 +121,18 @@ def train(
                     reason = decision.reason
             say(step, losses[-1])
             advance(f"loss {losses[-1]:.4f}")
-    return Trained(losses, dict(dispatch), reason, statistics.median(times) if times else 0.0)
+    step_us = statistics.median(times) if times else 0.0
+    return Trained(losses, dict(dispatch), reason, step_us, placer.num_migrations if placer is not None else 0)
+
+
+def _placer(
+    model: MoELanguageModel, optimizer: torch.optim.Optimizer, mesh: FoldedMesh | None, every: int | None
+) -> ExpertPlacer | None:
+    if every is None:
+        return None
+    if mesh is None:
+        raise UsageError("all experts lie on one rank: there is nowhere to place them; start several ranks, with --ep")
+    return ExpertPlacer(model, optimizer, mesh, every=every)
 
 
 # The program
@@ -228,6 +248,17 @@ _run_options = in_order(
         "--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8."
     ),
     click.option(
+        "--place-experts",
+        metavar="EVERY",
+        type=click.IntRange(min=1),
+        help="Decide every so many steps where experts lie, by their loads.  [they stay in order]",
+    ),
+    click.option(
+        "--spare-slots",
+        type=click.IntRange(min=0),
+        help="Room on each rank for copies of experts that are placed.  [0]",
+    ),
+    click.option(
         "--attention",
         default="ulysses",
         show_default=True,
@@ -291,6 +322,11 @@ def main(backend: str, traceback: bool, as_json: bool, **options: Any) -> None:
 def _config(options: dict[str, Any]) -> ModelConfig:
     """Takes what the model needs out of ``options``; the seed stays there, for the batches."""
     router = RouterConfig(**{name: options.pop(name) for name in ("num_experts", "top_k", "aux_loss_coefficient")})
+    spare_slots = options.pop("spare_slots")
+    if options["place_experts"] is None and spare_slots is not None:
+        raise UsageError("--spare-slots are for experts that are placed: add --place-experts")
+    if options["place_experts"] is not None:
+        options["spare_slots"] = spare_slots or 0
     of_the_run = {field.name for field in fields(TrainOptions)}
     taken: dict[str, Any] = {name: options.pop(name) for name in list(options) if name not in of_the_run}
     return ModelConfig(router=router, vocabulary=VOCABULARY, seed=options["seed"], **taken)
@@ -313,6 +349,8 @@ def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
     ways = "; ".join(f"{way}: {times} times" for way, times in trained.dispatch.items())
     echo(f"a step takes {rounded(trained.step_us / 1e3)} ms (median)")
     echo(f"dispatch: {ways} ({trained.reason})")
+    if trained.migrations:
+        echo(f"experts moved {trained.migrations} times")
     rows = [
         (*key, f"{number:.0f}", format_bytes(int(size)), f"{time_us / number / 1e3:.2f}")
         for key, (number, size, time_us) in sorted(calls.items())

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,14 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+from commlayer import stats
 from commlayer.integrations.examples.text import Corpus, grammar_text
 from commlayer.integrations.examples.train import TrainOptions, main, train
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import Router, RouterConfig
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.mapping import clusters
 from commlayer.testing.plugin import ClusterFactory
 
 CONFIG = ModelConfig(
@@ -133,6 +136,28 @@ def test_balance_losses_and_expert_shards_learn_alike_too(emulated_cluster: Clus
         assert off(losses, wanted) <= TOLERANCE
 
 
+def test_experts_are_placed_while_it_learns_alike(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clusters.load("h100-eos").profile_of((2, 2)).save(tmp_path / "profile.json")
+    monkeypatch.setenv("COMMLAYER_PROFILE", str(tmp_path / "profile.json"))
+    config, options = replace(CONFIG, spare_slots=1), replace(OPTIONS, steps=12, place_experts=4)
+
+    def job() -> tuple[list[float], list[int]]:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        with FoldedMesh({"ep": 4}) as mesh:
+            losses = train(config, options, mesh).losses
+        dist.destroy_process_group()
+        return losses, [noted["step"] for noted in stats()["placements"]]
+
+    ranks = emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+    for losses, _ in ranks:
+        assert off(losses, reference()[0][:12]) <= TOLERANCE
+    assert ranks[0][1]  # decisions, which the first rank keeps
+    assert not any(decided for _, decided in ranks[1:])
+
+
 # The program
 
 TINY = ["--steps", "3", "--hidden", "16", "--width", "16", "--sequence", "8", "--batch", "2"]
@@ -172,6 +197,8 @@ def test_torchrun() -> None:
         ("--sequence 100000", "has no windows of 100000"),
         ("--chunks 3", "expected auto, 1, 2, 4 or 8, got '3'"),
         ("--steps 0", "0 is not in the range"),
+        ("--place-experts 5", "all experts lie on one rank"),
+        ("--spare-slots 1", "add --place-experts"),
     ],
 )
 def test_what_cannot_be(options: str, message: str) -> None:
