@@ -137,18 +137,22 @@ def choose_slices(
 
     def pass_us(slices: Sequence[int], products: int, num_later: int = 0) -> float:
         """``num_later``: of how many chunks, the last ones, one product is made behind all others."""
-        plan, first_later = pipeline(traffic, slices, ahead=len(slices)), len(slices) - num_later
+        plan, first_later = plans[len(slices)], len(slices) - num_later
+        sizes = [traffic.logical_bytes * part / sum(slices) for part in slices]
+        exchanges, experts = [exchange_us(size) for size in sizes], [experts_us(size) for size in sizes]
 
         def step_us(step: Step) -> float:
             if step.op is not Op.COMPUTE:
-                return exchange_us(step.bytes)
-            return (products - (step.chunk >= first_later)) * experts_us(step.bytes) + posting_us
+                return exchanges[step.chunk]
+            return (products - (step.chunk >= first_later)) * experts[step.chunk] + posting_us
 
         spans = schedule(plan, [step_us(step) for step in plan.steps])
-        later_us = sum(experts_us(traffic.logical_bytes * part / sum(slices)) for part in slices[max(0, first_later) :])
+        later_us = sum(experts[max(0, first_later) :])
         computed = max(end for step, (_, end) in zip(plan.steps, spans, strict=True) if step.op is Op.COMPUTE)
         return max(Timeline(plan, tuple(spans)).total_us, computed + (later_us if num_later else 0.0))
 
+    # In what proportion chunks share the rows changes their steps' times, but not their order: a plan for each number of them.
+    plans = {chunks: pipeline(traffic, (1,) * chunks, ahead=chunks) for chunks in {len(slices) for slices in allowed}}
     num_later = LATER_CHUNKS if puts_off else 0
     priced = {slices: pass_us(slices, 1) + pass_us(slices[::-1], 2, num_later) for slices in allowed}
     best_us = min(priced.values())
