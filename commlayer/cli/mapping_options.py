@@ -46,6 +46,7 @@ __all__ = [
     "Request",
     "cluster_options",
     "job_options",
+    "margin_option",
     "model_option",
     "read_cluster",
     "read_request",
@@ -57,6 +58,15 @@ __all__ = [
 ]
 
 EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
+
+margin_option = click.option(
+    "--memory-margin",
+    "margin",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.05,
+    show_default=True,
+    help="Part of a GPU's memory to leave free, beside what CUDA, NCCL and fragments take.",
+)
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _DEGREES = {

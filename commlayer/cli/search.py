@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_space, space_options
+from commlayer.cli.mapping_options import (
+    EXPORT,
+    Request,
+    job_options,
+    margin_option,
+    read_request,
+    read_space,
+    space_options,
+)
 from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
 from commlayer.cli.option_types import COUNT, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell
@@ -34,22 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = ["search_command"]
 
-MARGIN = 0.05
-
 
 @click.command("search")
 @job_options
 @space_options
 @click.option("--top", type=COUNT, default=10, show_default=True, help="How many mappings to show.")
 @click.option("--variants", is_flag=True, help="Rank also mappings that only rename an axis of a faster one.")
-@click.option(
-    "--memory-margin",
-    "margin",
-    type=click.FloatRange(min=0, max=1, max_open=True),
-    default=MARGIN,
-    show_default=True,
-    help="Part of a GPU's memory to leave free, beside what CUDA, NCCL and fragments take.",
-)
+@margin_option
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
 @click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.mapping_options import Request, job_options, read_request, read_space, space_options
+from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
 from commlayer.cli.mapping_output import estimate_dict, job_dict
 from commlayer.cli.option_types import PICTURE, in_order, json_option, report_option
 from commlayer.cli.output_files import draw, tell
@@ -91,6 +91,7 @@ _variation_options = in_order(
 @click.command("what-if")
 @job_options
 @space_options
+@margin_option
 @_variation_options
 @click.option(
     "--measure", type=click.Choice(list(_MEASURES)), default="mfu", show_default=True, help="What the picture shows."
@@ -98,7 +99,9 @@ _variation_options = in_order(
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
 @json_option
-def what_if_command(measure: str, report: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:
+def what_if_command(
+    measure: str, margin: float, report: Path | None, picture: Path | None, as_json: bool, **given: Any
+) -> None:
     """Estimate a job where one thing is different: more GPUs, a slower network, another NVLink domain, FP8, finer experts.
 
     Each value runs the mapping that is best there, or with --hold the one that is best as things are. --compare searches twice,
@@ -115,7 +118,8 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
         request.check_precisions(space.precision)
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     plain = (Alternative(name="", software=request.software),)
-    ways = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
+    asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
+    ways = [replace(way, margin=margin) for way in asked]
     found = _estimated(request, variation, ways, given["hold"])
     _check_some(found)
     crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
@@ -137,7 +141,8 @@ def _estimated(request: Request, variation: Variation, ways: Sequence[Alternativ
         if hold:
             estimator = request.make(request.job, request.cluster, way.software)
             with progress_of(f"searching {way.name}".strip()) as progress:
-                setup = search(request.job, estimator, way.space, top=1, progress=progress).best.setup
+                now = search(request.job, estimator, way.space, top=1, margin=way.margin, progress=progress)
+                setup = now.best.setup
         with progress_of(way.name or "estimating") as progress:
             found[way.name] = estimate_all(
                 request.job,
@@ -146,6 +151,7 @@ def _estimated(request: Request, variation: Variation, ways: Sequence[Alternativ
                 setup=setup,
                 space=way.space,
                 software=way.software,
+                margin=way.margin,
                 make=request.make,
                 named=resolve,
                 progress=progress,

@@ -40,7 +40,18 @@ from commlayer.scheduler.mapping.space import (
     simplicity,
 )
 
-__all__ = ["CLOSEST", "MOST_GPUS", "SAME", "Estimates", "Fit", "SearchResult", "renames", "search", "smallest_fit"]
+__all__ = [
+    "CLOSEST",
+    "MOST_GPUS",
+    "SAME",
+    "Estimates",
+    "Fit",
+    "SearchResult",
+    "check_margin",
+    "renames",
+    "search",
+    "smallest_fit",
+]
 
 CLOSEST = 4
 """The last level of bounds."""
@@ -151,8 +162,7 @@ def search(
         raise UsageError(f"top: expected a whole number of at least 1, got {top!r}")
     if estimator.job != job:
         raise UsageError("the estimator is of another job: make it of the job that is searched")
-    if not 0 <= margin < 1:
-        raise UsageError(f"margin: expected a part of the memory from 0 to below 1, got {margin!r}")
+    check_margin(margin)
     space = space or Space()
     began = time.perf_counter()
     frontier = _Frontier(estimator, space, progress, estimator.memory_limit * (1 - margin))
@@ -180,6 +190,12 @@ def search(
         variants=variants,
         margin=margin,
     )
+
+
+def check_margin(margin: float) -> None:
+    """Raises UsageError where ``margin`` is no part of a memory, or all of it."""
+    if not 0 <= margin < 1:
+        raise UsageError(f"margin: expected a part of the memory from 0 to below 1, got {margin!r}")
 
 
 def renames(one: StepEstimate, other: StepEstimate) -> bool:

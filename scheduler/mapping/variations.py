@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.precisions import PRECISIONS
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
-from commlayer.scheduler.mapping.search import Estimates, search
+from commlayer.scheduler.mapping.search import Estimates, check_margin, search
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
@@ -128,12 +128,14 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One of two ways: a setup, or (None) the best of a space; and by what software."""
+    """One of two ways: a setup, or (None) the best of a space; by what software, and with what part of each GPU's memory limit
+    left free."""
 
     name: str
     setup: Setup | None = None
     space: Space = field(default_factory=Space)
     software: Software = COMMLAYER
+    margin: float = 0.0
 
 
 ALTERNATIVES: dict[str, tuple[Alternative, Alternative]] = {
@@ -166,6 +168,7 @@ def what_if(
     setup: Setup | None = None,
     space: Space | None = None,
     software: Software = COMMLAYER,
+    margin: float = 0.0,
     make: MakeEstimates | None = None,
     named: FindCluster = clusters.load,
     progress: Progress | None = None,
@@ -173,16 +176,18 @@ def what_if(
     """Estimate ``job`` at every value of ``variation``: by ``setup``, or by the best of ``space``.
 
     Args:
+        margin: the part of each GPU's memory limit that stays free, from 0 to below 1.
         make: an estimator of a job; :class:`commlayer.scheduler.mapping.simulate.Estimator` unless given.
         named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
         progress: called with points done, the part that is searched of the one under way among them, and points in all.
 
     Raises:
-        UsageError: a value that the cluster cannot have (links of a measured one). Where a point is not valid or does not
-            fit, its note says so instead.
+        UsageError: a value that the cluster cannot have (links of a measured one), or no such margin. Where a point is not
+            valid or does not fit, its note says so instead.
     """
     _check_links(cluster, variation.kind)
-    way = Alternative(name="", setup=setup, space=space or Space(), software=software)
+    check_margin(margin)
+    way = Alternative(name="", setup=setup, space=space or Space(), software=software, margin=margin)
     points: list[WhatIfPoint] = []
 
     def tell(done: int, of: int) -> None:
@@ -336,14 +341,14 @@ def _estimate(
     estimator = make(job, cluster, way.software)
     if way.setup is None:
         changes: dict[str, Any] = {"precision": (value,)} if kind == "precision" else {}
-        return search(job, estimator, replace(way.space, **changes), top=1, progress=progress).best, ""
+        space = replace(way.space, **changes)
+        return search(job, estimator, space, top=1, margin=way.margin, progress=progress).best, ""
     changes = {"precision": value} if kind == "precision" else {}
     setup = replace(way.setup, gpus=job.gpus, **changes)
-    needed = estimator.memory(setup)
-    if needed.total > estimator.memory_limit:
+    needed, limit = estimator.memory(setup), estimator.memory_limit * (1 - way.margin)
+    if needed.total > limit:
         return None, (
-            f"{setup} does not fit: {needed.total / 1e9:.1f} GB of {estimator.memory_limit / 1e9:.1f} GB "
-            f"({describe_memory(needed)})"
+            f"{setup} does not fit: {needed.total / 1e9:.1f} GB of {limit / 1e9:.1f} GB ({describe_memory(needed)})"
         )
     return estimator.estimate(setup), ""
 

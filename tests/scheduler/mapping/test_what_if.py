@@ -241,6 +241,19 @@ def test_a_value_that_cannot_be_says_why() -> None:
     assert nowhere.fastest is None
 
 
+def test_what_if_leaves_a_margin_of_memory() -> None:
+    """Of 80 GB: 40 GB are half."""
+    variation = Variation("inter_gbps", (10.0, 40.0))
+    for setup in (None, SETUP):
+        kept = what_if(JOB, EOS, variation, setup=setup, margin=0.5, make=Fake)
+        assert [point.note for point in kept.points] == ["", ""]
+        left = what_if(JOB, EOS, variation, setup=setup, margin=0.51, make=Fake)
+        assert [point.estimate for point in left.points] == [None, None]
+        assert all("40.0 GB of 39.2 GB" in point.note for point in left.points)
+    with pytest.raises(UsageError, match="margin: expected a part"):
+        what_if(JOB, EOS, variation, margin=1.0, make=Fake)
+
+
 def test_ways_cross_where_their_times_are_equal() -> None:
     fixed = [
         Alternative(name=name, setup=replace(SETUP, tp=2, etp=2, ep=4, folded=name == "folded"))
