@@ -155,7 +155,8 @@ def _show(found: Expansion) -> None:
     echo(
         f"{found.model.name} on {found.cluster}: tp {found.tp}, ep {found.ep}, pp {found.pp}; nodes: that one network must join\n"
     )
-    print_table(_COLUMNS, [_cells(row) for row in found.rows])
+    nodes = [place for place, name in enumerate(_COLUMNS) if name.endswith(": nodes")]
+    print_table(_COLUMNS, [_cells(row) for row in found.rows], spare=[2, 1, *nodes])  # GPUs and cp first
     echo()
     for sentence in _sentences(found):
         echo(sentence)

@@ -188,10 +188,12 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
     shown = _shown(decision, show_all)
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
     rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
+    is_one_wire = len({timeline.plan.wire for timeline in shown}) == 1
     print_table(
         ["strategy", ">chunks", "wire", ">predicted ms", ">/ flat", "bottleneck", ""],
         rows,
         bold=[index for index, timeline in enumerate(shown) if timeline is decision.timeline],
+        spare=(2, 4) if is_one_wire else (4, 5),
     )
     hidden = len(decision.candidates) - len(shown)
     if hidden:

@@ -54,7 +54,7 @@ def list_(as_json: bool) -> None:
         for profile in found
     ]
     columns = ["name", "kind", "topology", ">inter GB/s", ">intra GB/s", ">device GB/s", ">curves", "~source"]
-    print_table(columns, rows)
+    print_table(columns, rows, spare=(7, 5))  # the source, which `show` has whole, and what copies inside a device take
 
 
 @profiles.command("show")

@@ -106,7 +106,7 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
         f"{loads.num_steps} steps of {loads.stride} calls, {loads.num_experts} experts, top-{loads.top_k}: {loads.source}\n"
     )
     print_table(
-        ["layer", ">choices a step", ">busiest rank / mean", ">its worst step", "~most popular experts"],
+        ["layer", ">choices a step", ">busiest / mean", ">its worst step", "~most popular experts"],
         [
             [
                 row["name"],
@@ -177,7 +177,7 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
     echo(
         f"{loads.num_steps} steps on {prices.profile.name}, a decision every {every} of them; predicted, nothing was run\n"
     )
-    columns = ["placement", ">mean step", ">/ static", ">busiest rank / mean", ">migrations", ">of which each takes"]
+    columns = ["placement", ">mean step", ">/ static", ">busiest / mean", ">migrations", ">each takes"]
     print_table(columns, [_replay_row(each, found[0]) for each in found])
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded", "said_warnings"]
 
 _PIPE_WIDTH = 160
+_EASY_WRAPPED, _LEAST_WRAPPED = 48, 16
+"""How narrow a column of text that wraps becomes before spare columns are left out, and at all."""
 
 
 def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool = False, file: Any = None) -> None:
@@ -92,7 +94,7 @@ def print_table(
     dim: Sequence[int] = (),
     spare: Sequence[int] = (),
 ) -> None:
-    """Print one table.
+    """Print one table. One that is too wide without its spare columns is printed as wide as it is: a number cut short is another.
 
     Args:
         columns: the headers. One that begins with ">" stands above a right-aligned column (without the ">"); one that
@@ -104,18 +106,26 @@ def print_table(
             a line below says which.
     """
     out, given, left_out = console(), [list(row) for row in rows], list[int]()
-    table = _table(columns, given, bold, dim, left_out)
     for column in spare:
-        if table.__rich_measure__(out, out.options.update(max_width=1 << 14)).maximum <= out.width:
+        if _needed_width(columns, given, left_out, _EASY_WRAPPED) <= out.width:
             break
         left_out.append(column)
-        table = _table(columns, given, bold, dim, left_out)
     if title:
         out.print(cell_text(title, "bold"))
-    out.print(table)
+    terminal, out.width = out.width, max(out.width, _needed_width(columns, given, left_out, _LEAST_WRAPPED))
+    out.print(_table(columns, given, bold, dim, left_out))
     if left_out:
         names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
-        out.print(cell_text(f"left out, as there are {out.width} columns: {names}", "dim"))
+        out.print(cell_text(f"left out, as there are {terminal} columns: {names}", "dim"), soft_wrap=True)
+
+
+def _needed_width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[int], wrapped: int) -> int:
+    """How wide a table is whose text that wraps has ``wrapped`` columns at most; all else is whole."""
+    out = console()
+    table = _table(columns, rows, (), (), left_out)
+    for column in table.columns:
+        column.max_width = None if column.no_wrap else wrapped
+    return table.__rich_measure__(out, out.options.update(max_width=1 << 14)).maximum
 
 
 def _table(

@@ -1,0 +1,35 @@
+"""Tables on narrow terminals: what is left out, and that nothing is cut short."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlayer.cli.tables import print_table
+
+ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], columns: list[str], width: int, **options: tuple[int, ...]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        print_table(columns, [ROW], **options)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_that_cannot_be_narrower_keeps_its_numbers_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, [">tokens of a sequence", ">words", ">share of the peak"], 12)
+    assert lines[2].split() == " ".join(ROW).split()
+    assert len(lines) == 3
+
+
+def test_text_that_wraps_takes_several_lines_where_no_column_is_spare(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, [">tokens", "~words", ">share"], 40)
+    assert max(map(len, lines)) <= 40
+    assert "16.5%" in lines[2]
+    assert len(lines) > 3
+
+
+def test_spare_columns_are_left_out_and_named_before_text_wraps(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, [">tokens", "~words", ">share"], 54, spare=(2, 0))
+    assert lines[2].split() == " ".join(ROW[:2]).split()
+    assert lines[3:] == ["left out, as there are 54 columns: share"]
