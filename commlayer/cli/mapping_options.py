@@ -23,6 +23,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -260,7 +261,7 @@ def read_request(given: dict[str, Any]) -> Request:
         sequence=given.pop("sequence"),
         capacity_factor=given.pop("capacity_factor"),
         imbalance=given.pop("imbalance"),
-        loads=_loads(given.pop("routing")),
+        loads=_loads(given.pop("routing"), model),
     )
     cluster = read_cluster(given, job)
     name, changed = given.pop("software_name"), _software_changes(given, job)
@@ -289,13 +290,19 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
     return changed
 
 
-def _loads(routing: Path | None) -> Loads | None:
+def _loads(routing: Path | None, model: ModelShape) -> Loads | None:
     """The popularity of experts that was recorded. numpy is loaded only here."""
     if routing is None:
         return None
     from commlayer.readers.routing_files import read_routing
 
-    return Loads.of_counts(read_routing(routing).popularity())
+    loads = Loads.of_counts(read_routing(routing).popularity())
+    if len(loads.shares) != model.experts:
+        raise UsageError(
+            f"--routing {routing}: expected choices among the {model.experts} experts of {model.name}, got {len(loads.shares)}: "
+            "record that model's, or name the one that was recorded with --model"
+        )
+    return loads
 
 
 def read_cluster(given: dict[str, Any], job: Job) -> Cluster:

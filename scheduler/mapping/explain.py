@@ -18,7 +18,7 @@ _WORDS = {
     "head": "the head and the loss",
     "recompute": "recomputation",
     "dispatch": "sending tokens to experts",
-    "combine": "bringing them back",
+    "combine": "bringing tokens back",
     "tp": "tp exchanges",
     "cp": "cp exchanges",
     "pp": "pp exchanges",

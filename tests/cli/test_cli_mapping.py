@@ -180,7 +180,19 @@ def test_overrides_change_the_cluster() -> None:
         ("estimate", *JOB, *ONE),
         ("what-if", *JOB, *FEW, "--vary", "inter-factor", "--values", "0.1,1", "--compare", "folding"),
         ("long-context", "-m", "mixtral-8x7b", "-c", "h100-eos", "--pp", "2", "--sequences", "4K,8K,128K,1M"),
-        ("plan", "--profile", "monta-a800-2x8", "--batch", "1", "--sequence", "8192", "--hidden", "8192", "--top-k", "2"),
+        (
+            "plan",
+            "--profile",
+            "monta-a800-2x8",
+            "--batch",
+            "1",
+            "--sequence",
+            "8192",
+            "--hidden",
+            "8192",
+            "--top-k",
+            "2",
+        ),
     ],
 )
 def test_a_row_of_a_table_is_a_line_of_80_columns(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

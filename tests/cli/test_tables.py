@@ -9,7 +9,9 @@ from commlayer.cli.tables import print_table
 ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
 
 
-def printed(capsys: pytest.CaptureFixture[str], columns: list[str], width: int, **options: tuple[int, ...]) -> list[str]:
+def printed(
+    capsys: pytest.CaptureFixture[str], columns: list[str], width: int, **options: tuple[int, ...]
+) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(width))
         print_table(columns, [ROW], **options)
