@@ -6,6 +6,7 @@ does when it fails is decided here too, once for all of them.
 
 from __future__ import annotations
 
+import errno
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.printable import printable
 
 __all__ = ["main"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Why writing to stdout fails, of which Python does not say what file it was."""
 
 
 class _Entry(NamedTuple):
@@ -127,9 +131,10 @@ class LazyGroup(click.Group):
             error.message = printable(error.message)  # type: ignore[misc]  # click itself sets it late in places
             raise
         except OSError as error:
-            if wants_traceback(ctx) or error.filename is None:
+            where = error.filename or ("output" if error.errno in _FULL else None)
+            if wants_traceback(ctx) or where is None:
                 raise
-            raise CommandFailure(f"{error.filename}: {error.strerror}", 1) from error
+            raise CommandFailure(f"{where}: {error.strerror}", 1) from error
 
 
 @click.group(

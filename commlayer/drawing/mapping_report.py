@@ -27,7 +27,7 @@ from commlayer.drawing.step_course import course_figure
 from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.units import format_us
 
@@ -93,10 +93,12 @@ def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster)
     warning = ""
     if not estimate.fits:
         warning = '<p class="note">This mapping does not fit in a GPU\'s memory. Its times are what it would take if it did.</p>'
+    checked = [f"<p>{escape(sentence)}</p>" for sentence in describe_validity(estimate)]
     parts = [
         _header(str(estimate.setup), estimate.job, cluster, estimate.software),
         warning,
         cards(_cards(estimate), -1 if estimate.fits else 3),
+        section("How far it has been checked", *checked) if checked else "",
         *_in_full(estimate, cluster),
         section("How to read this", _GUIDE),
     ]

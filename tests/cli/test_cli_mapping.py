@@ -329,9 +329,14 @@ def test_estimate_exports_and_draws(tmp_path: Path) -> None:
     )
     pytest.importorskip("matplotlib")
     picture, report = tmp_path / "a.svg", tmp_path / "a.html"
-    call("estimate", *JOB, *ONE, "--picture", str(picture), "--report", str(report))
+    printed = call("estimate", *JOB, *ONE, "--picture", str(picture), "--report", str(report)).stdout
     assert "pipeline" in picture.read_text(encoding="utf-8")
-    assert "In full" in report.read_text(encoding="utf-8")
+    page = report.read_text(encoding="utf-8")
+    assert "In full" in page
+    checked = next(
+        line for line in printed.splitlines() if line.startswith(("checked: ", "interpolated: ", "unchecked: "))
+    )
+    assert f"<p>{checked}</p>" in page
 
 
 # what-if, long-context

@@ -10,11 +10,11 @@ ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
 
 
 def printed(
-    capsys: pytest.CaptureFixture[str], columns: list[str], width: int, **options: tuple[int, ...]
+    capsys: pytest.CaptureFixture[str], columns: list[str], width: int, spare: tuple[int, ...] = ()
 ) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(width))
-        print_table(columns, [ROW], **options)
+        print_table(columns, [ROW], spare=spare)
     return capsys.readouterr().out.splitlines()
 
 
