@@ -1,11 +1,13 @@
 """Megatron-Core's MoE layer in chunks of tokens: while its experts compute one, others go out to them, or come back.
 
-Megatron's layer calls dispatch, experts and combine one after the other, so nothing is hidden behind anything. Between its
-calls of the dispatcher stands one method that asks for rows and gives them to the experts, ``routed_experts_compute``. A layer
-that is made gets a subclass of its own class, in which that method does all three, chunk by chunk, where the plan has several
-chunks; the calls of the dispatcher before and after it then hand on what they get. Rejected: another ``forward``, which would be
-a copy of Megatron's, with its recomputation and CUDA graphs; a function set on the layer, which a copy of the layer would call
-with the first one's experts.
+Megatron's layer calls dispatch, experts and combine one after the other. In chunks the way of some tokens may be hidden behind
+the computation of others: whether that is worth while is for the plan to predict, and no step has been measured to gain by it.
+
+Between the layer's calls of the dispatcher stands one method that asks for rows and gives them to the experts,
+``routed_experts_compute``. A layer that is made gets a subclass of its own class, in which that method does all three, chunk by
+chunk, where the plan has several chunks; the calls of the dispatcher before and after it then hand on what they get. Rejected:
+another ``forward``, which would be a copy of Megatron's, with its recomputation and CUDA graphs; a function set on the layer,
+which a copy of the layer would call with the first one's experts.
 
 Weight gradients of an expert are sums over chunks, so they are rounded in another order than in one piece.
 """

@@ -36,7 +36,7 @@ from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
-__all__ = ["MegatronDispatcher", "plan_megatron_moe"]
+__all__ = ["MegatronDispatcher", "check_config", "plan_megatron_moe"]
 
 _Planned = TypeVar("_Planned")
 
@@ -270,7 +270,7 @@ class _Dispatchers:
         stock = layer.token_dispatcher
         if isinstance(stock, MegatronDispatcher):
             return
-        _check_config(layer.config)
+        check_config(layer.config)
         why_whole = why_in_one_chunk(layer, _moe_layer())
         if why_whole is not None and self._wants_chunks:
             raise UsageError(
@@ -325,8 +325,17 @@ def _communicator(group: dist.ProcessGroup, axis: str) -> GroupCommunicator:
     return GroupCommunicator(group, "ep")
 
 
-def _check_config(config: Any) -> None:
-    """Raises UsageError for what would need the inside of Megatron's own dispatchers."""
+def check_config(config: Any) -> None:
+    """Check that layers with this TransformerConfig can have our dispatcher.
+
+    Raises UsageError for what needs the inside of Megatron's own dispatchers, and for layers that choose theirs themselves.
+    """
+    # Megatron-Core 0.20's layer sets one of its own in each forward; 0.17's, when it goes over to inference.
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        raise UsageError(
+            f"{who()}Megatron-Core's transformer_impl is 'inference_optimized': its MoE layers go back to dispatchers of their "
+            "own, and ours would never be asked; train with 'transformer_engine', or leave plan_megatron_moe() out"
+        )
     wanted = {
         "moe_router_padding_for_quantization": False,
         "overlap_moe_expert_parallel_comm": False,

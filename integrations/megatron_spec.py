@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from commlayer.integrations.megatron_moe import plan_megatron_moe
+from commlayer.integrations.megatron_moe import check_config, plan_megatron_moe
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import UsageError
 
@@ -31,6 +31,7 @@ def _check_layers(config: Any) -> None:
     """Raises UsageError for a model whose layers are not those of Megatron's list of GPT layers, or have no experts."""
     if config.num_moe_experts is None:
         raise UsageError(f"{who()}planned_layer_spec is for models with experts (--num-experts): leave --spec out")
+    check_config(config)
     wanted = {
         "transformer_impl": _IMPLEMENTATIONS,
         "heterogeneous_block_specs": (False,),

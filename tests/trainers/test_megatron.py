@@ -164,7 +164,26 @@ def test_what_is_no_model_of_megatrons_is_refused() -> None:
 )
 def test_what_needs_megatrons_own_dispatcher_is_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"Megatron-Core's {name} is {value!r}"):
-        megatron_moe._check_config(SimpleNamespace(**{name: value}))
+        megatron_moe.check_config(SimpleNamespace(**{name: value}))
+
+
+class SwappingLayer(torch.nn.Module):
+    """A layer of Megatron-Core 0.20's that in each forward takes a dispatcher of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(transformer_impl="inference_optimized")
+        self.token_dispatcher = "stock"
+
+
+def test_layers_that_choose_their_dispatcher_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatcher that they are given would be lost at their first forward, in silence."""
+    monkeypatch.setattr(megatron_moe, "_moe_layer", lambda: SwappingLayer)
+    model = torch.nn.Sequential(SwappingLayer())
+    with pytest.raises(UsageError, match=r"go back to dispatchers of their own, .* train with 'transformer_engine'"):
+        plan_megatron_moe(model)
+    assert type(model[0]) is SwappingLayer
+    assert model[0].token_dispatcher == "stock"
 
 
 class Layer:
@@ -214,7 +233,8 @@ def test_chunks_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) 
     ("name", "value", "words"),
     [
         ("num_moe_experts", None, r"is for models with experts \(--num-experts\)"),
-        ("transformer_impl", "inference_optimized", "makes layers with 'local' or 'transformer_engine'"),
+        ("transformer_impl", "inference_optimized", "train with 'transformer_engine'"),
+        ("transformer_impl", "another", "makes layers with 'local' or 'transformer_engine'"),
         ("heterogeneous_block_specs", True, "makes layers with False"),
         ("experimental_attention_variant", "dsa", r"call plan_megatron_moe\(\) in the model_provider instead"),
     ],
