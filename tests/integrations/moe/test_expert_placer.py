@@ -252,7 +252,9 @@ def test_a_skewed_load_is_seen_and_evened_out(
     assert all(each[0] == [] for each in found[1:])
     assert all(each[1:3] == found[0][1:3] for each in found)
     assert found[0][2] >= 1
-    assert any(0 in rank[:2] and rank != [0, 1, -1] for layer in found[0][1] for rank in layer)
+    # The two that have the load lay on one rank; which slots they have now depends on when was decided.
+    for layer in found[0][1]:
+        assert sum(not {0, 1}.isdisjoint(rank) for rank in layer) > 1
 
 
 def without_profile() -> tuple[list[str], int]:
