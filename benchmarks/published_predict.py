@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def checked(self) -> CheckedRow | None:
-        """What an estimate of its kind is told."""
+        """Return what an estimate of its kind is told."""
         return (
             None
             if self.error is None or self.kind is None
@@ -110,7 +110,10 @@ def _job(row: Published) -> Job:
 
 
 def _tokens(row: Published, job: Job) -> float:
-    """What was published, as tokens/s of a GPU; TFLOP/s by our count of FLOPs, which agrees with Megatron's within a percent."""
+    """Return the published throughput in tokens/s of a GPU.
+
+    TFLOP/s become tokens by our count of FLOPs, which agrees with Megatron's within a percent.
+    """
     if row.unit == "tokens/s/GPU":
         return row.published
     if row.unit == "step s":

@@ -356,7 +356,7 @@ class GroupWatch:
 
     @property
     def _trials_us(self) -> float:
-        """What trials may take now."""
+        """The time that trials may take now, µs."""
         return min(_TRIED * self._call_us * self._appointments.calls, _MOST_TRIED_US)
 
     def _try_plans(self) -> None:

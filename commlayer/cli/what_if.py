@@ -261,7 +261,7 @@ def _trust(each: WhatIf) -> list[str]:
 
 
 def _change(each: WhatIf) -> str:
-    """What a variation does: between which values the speed changes, by how much, and where the mapping does."""
+    """Say what a variation does: between which values the speed changes, by how much, and where the mapping does."""
     known = [(point, point.estimate) for point in each.points if point.estimate]
     if len(known) < 2:
         return ""

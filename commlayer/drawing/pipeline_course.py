@@ -39,7 +39,7 @@ _MANY = 100
 """Bars in a row that edges would hide."""
 _BAR = 0.78
 _SHORT_US = 1e-3
-"""What is shorter is a rounding error, and no wait."""
+"""The shortest wait, µs: what is shorter is a rounding error."""
 
 
 class RankSpan(NamedTuple):
@@ -134,7 +134,7 @@ def _halves(kind: str) -> Iterator[tuple[str, float, float]]:
 
 
 def _pipeline_us(estimate: StepEstimate) -> float:
-    """From the first task to the last, µs: the step without its edges."""
+    """The time from the first task to the last, µs: the step without its edges."""
     return estimate.step_us - sum(estimate.parts.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
 
 
