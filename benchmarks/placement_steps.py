@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from common import add_output, dated_stem, described, facts, measure_links, today, write_results
 from moe_tables import Spread, ratios, spread
-from overlap import exchanges, slowest
+from overlap import Shape, exchanges, slowest
 from torch import nn
 
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
@@ -69,18 +69,11 @@ _STEPS, _MOVES = 300, 10
 
 
 @dataclass(frozen=True)
-class Shape:
-    """``width``: narrow, so that the real products take little of the cores; the accelerators' rate makes them last."""
+class PlacedShape(Shape):
+    """``spare``: slots of each rank beside those of its own experts."""
 
-    hidden: int = 512
-    width: int = 64
     num_experts: int = 32
-    top_k: int = 2
     spare: int = 1
-
-    def flops(self, tokens: int) -> float:
-        """Count the FLOPs of a rank's experts, forward and backward, where all get as many rows."""
-        return 18.0 * tokens * self.top_k * self.hidden * self.width
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,9 @@ class FixedRouting(nn.Module):
         return Routing.of(self.indices, self.weights, self.config.num_experts)
 
 
-def placed_layer(shape: Shape, mesh: FoldedMesh, router: FixedRouting, placement: ExpertPlacement | None) -> MoELayer:
+def placed_layer(
+    shape: PlacedShape, mesh: FoldedMesh, router: FixedRouting, placement: ExpertPlacement | None
+) -> MoELayer:
     """The layer with its experts so, or in order; the same weights."""
     layer = MoELayer(shape.hidden, shape.width, router.config, mesh=mesh, spare_slots=shape.spare, chunks=1)
     layer.router = router  # type: ignore[assignment]  # it is called, and has a configuration
@@ -135,7 +130,7 @@ def placed_layer(shape: Shape, mesh: FoldedMesh, router: FixedRouting, placement
 class _Layers:
     """On every rank; all of its methods are collective."""
 
-    def __init__(self, shape: Shape, tokens: int, popularity: Sequence[float], profile: str) -> None:
+    def __init__(self, shape: PlacedShape, tokens: int, popularity: Sequence[float], profile: str) -> None:
         mesh = FoldedMesh({"ep": dist.get_world_size()}, backend="commlayer")
         config = RouterConfig(num_experts=shape.num_experts, top_k=shape.top_k)
         router = FixedRouting(config, popularity, tokens)
@@ -193,7 +188,7 @@ class _Layers:
 
 
 def on_rank(
-    shape: Shape, tokens: int, popularity: Sequence[float], profile: str, number: int, budget_s: float
+    shape: PlacedShape, tokens: int, popularity: Sequence[float], profile: str, number: int, budget_s: float
 ) -> dict[str, Any]:
     os.environ["COMMLAYER_PROFILE"] = profile
     torch.set_num_threads(1)
@@ -212,7 +207,7 @@ def on_rank(
     }
 
 
-def record(shape: Shape) -> list[float]:
+def record(shape: PlacedShape) -> list[float]:
     """The shares of a router's experts, most popular first, at the end of a short training without a balance loss."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
@@ -285,7 +280,7 @@ def _shuffled(before: ExpertPlacement, chooser: np.random.Generator) -> ExpertPl
 def measure(cluster: str, loads: Sequence[str], number: int, budget_s: float, kept: str) -> Iterator[Result]:
     """``kept``: the file of a measured profile of the cluster, measured first where it is not there."""
     ranks, tokens = _CLUSTERS[cluster]
-    shape = Shape()
+    shape = PlacedShape()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["COMMLAYER_CACHE"] = folder
         profile = str(Path(kept or f"{folder}/profile.json").resolve())
@@ -304,7 +299,7 @@ def measure(cluster: str, loads: Sequence[str], number: int, budget_s: float, ke
             yield Result(cluster, load, tokens, compute, **found, reports=reports)
 
 
-def popularity_of(load: str, shape: Shape) -> list[float]:
+def popularity_of(load: str, shape: PlacedShape) -> list[float]:
     """The popularity of each expert; which of them is the most popular is drawn, for routers know nothing of ranks."""
     shares = [1.0 / rank if load.startswith("zipf") else 1.0 for rank in range(1, shape.num_experts + 1)]
     if load == "recorded":
@@ -349,7 +344,7 @@ def errors(result: Result) -> dict[str, float]:
 
 
 def document(known: dict[str, str], results: Sequence[Result], compared: dict[str, Any] | None) -> str:
-    shape = Shape()
+    shape = PlacedShape()
     lines = [
         f"# Steps under skewed routing, {today()}",
         "",
