@@ -101,7 +101,7 @@ class TrainingState:
     def _wholes(
         self, optimizer: ShardedOptimizer, state: Mapping[str, torch.Tensor]
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """What ``state`` says of the parameters of a ShardedOptimizer, with experts in their places."""
+        """Return what ``state`` says of the parameters of a ShardedOptimizer, with experts in their places."""
         found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for parameter, names, kept in self._entries():
             if optimizer_of(parameter, self._optimizers) is not optimizer:

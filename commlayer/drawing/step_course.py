@@ -34,7 +34,7 @@ _ROW = 0.34
 _BAR = 0.78
 _PALE = 0.35
 _OTHERS = "#d8cfa0"
-"""What other micro-batches compute, beside a pass whose calls are looked at."""
+"""The colour of what other micro-batches compute beside a pass whose calls are looked at."""
 _FILLER = "filler"
 _MERGED = "forward and another's backward"
 _WORDS = {"": "compute", _FILLER: "other micro-batches"}

@@ -48,7 +48,7 @@ _INSPECTED = {
 _DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device")
 _STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
 _MARK = "commlayer "
-"""What begins the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
+"""The beginning of the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
 _KINDS = ("measured", "emulated", "published", "paper")
 _FIRST_COLUMNS = 5
 """Size, count, type, redop and root, before the time out of place."""

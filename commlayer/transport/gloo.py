@@ -58,7 +58,7 @@ _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer",
 
 
 _FarPosting = tuple[int, int, Buffer, int, int, int]
-"""As for neighbours, and over which of the channel's connections."""
+"""A message to a rank of another node: as to a neighbour, and over which of the channel's connections."""
 _Parted = tuple[Sequence[Posting], Sequence[_FarPosting]]
 
 

@@ -520,7 +520,7 @@ class _ChunkStage:
         self.dispatcher, self.chunk = dispatcher, handle.chunks[place]
         self._sizes, self._place = [chunk.num_tokens for chunk in handle.chunks], place
         self._weights: torch.Tensor | None = None
-        """Those that have not been sent: for the combine, or, where they travel apart from the rows, for the experts."""
+        """The weights that have not been sent: for the combine, or, where they travel apart from the rows, for the experts."""
         self._packed: list[Held] = []
         self._going: list[Pending] = []
         self._returning: Pending | None = None

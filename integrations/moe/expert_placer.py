@@ -466,7 +466,7 @@ def _slots_of(layer: MoELayer) -> ExpertSlots:
 
 
 def _said(decisions: Sequence[PlacementDecision]) -> str:
-    """What was decided for all layers, and why for the one that gains most."""
+    """Say what was decided for all layers, and why for the one that gains most."""
     best = max(decisions, key=lambda each: each.kept.total_us - each.chosen.total_us)
     moved = [each for each in decisions if each.moves]
     if not moved:

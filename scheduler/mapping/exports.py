@@ -77,7 +77,7 @@ def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON, 
 
 
 def _left_out(setup: Setup, software: Software) -> list[str]:
-    """What was asked of the software and is no part of a mapping."""
+    """List what was asked of the software and is no part of a mapping."""
     is_exchanged = setup.ep * setup.etp > 1
     options = {
         "gradients in BF16": software.gradient_bytes != MEGATRON.gradient_bytes,

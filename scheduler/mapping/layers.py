@@ -77,7 +77,7 @@ Places = dict[str, list[PlannedCall]]
 
 
 class _ExpertParts(NamedTuple):
-    """What concerns the experts in a pass, in order: the calls to them, their work, what of it is put off until the calls back
+    """The experts' part of a pass, in order: the calls to them, their work, what of it is put off until the calls back
     are under way, these, and what is copied before and after."""
 
     first: list[Compute]
@@ -328,7 +328,7 @@ class LayerBuilder:
     def _forward_around(
         self, setup: Setup, work: LayerWork, at: Places, *, shared_is_beside: bool = False
     ) -> tuple[list[Item], list[Item]]:
-        """What comes before the tokens' way to the experts, and after their way back."""
+        """Return what comes before the tokens' way to the experts, and after their way back."""
         is_tensor = setup.attention == "tensor"
         before, after = _sync(at.pop("before_attention", [])), _sync(at.pop("after_attention", []))
         parameters = at.pop("parameters", [])
@@ -371,7 +371,7 @@ class LayerBuilder:
         puts_off: bool = False,
         shared_is_beside: bool = False,
     ) -> tuple[list[Item], list[Item], list[Item]]:
-        """What comes before the gradients' way to the experts, and after their way back, and what of that is put off.
+        """Return what comes before the gradients' way to the experts, and after it, and what of that is put off.
 
         ``puts_off``: attention's products for weights, but those beside which a sum is scattered.
         """
@@ -607,7 +607,7 @@ def _moved(us: float) -> Compute:
 
 
 def _remade(setup: Setup, work: LayerWork, resent: Places, is_moe: bool) -> tuple[list[Item], Places]:
-    """What selective recomputation computes again, and sends again beside it: what that does not hide is waited for at once.
+    """Return what selective recomputation computes and sends again: what that does not hide is waited for at once.
     Behind it, what else is sent again; without recomputation that is all. Of modules that are computed again calls are waited for
     one by one, as in their forward pass."""
     if modules_of(setup.recompute):

@@ -268,7 +268,7 @@ def stage_of_ranks(model: ModelShape, pp: int, vpp: int, schedule: PipelineSched
 
 
 def _kind(rank: int, kinds: tuple[bool, ...], pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, int, int]:
-    """What makes a rank like another: the ends of the model are like no other."""
+    """Return what makes a rank like another: the ends of the model are like no other."""
     own = chunks_of(schedule, pp, rank, vpp)
     return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), len(kinds) - sum(kinds), sum(kinds)
 

@@ -89,7 +89,7 @@ class _Graph:
         self.chunks = setup.pp * setup.vpp
         self.nodes: list[RankNode] = []
         self.waits: set[int] = set()
-        """What the next computation waits for."""
+        """The nodes that the next computation waits for."""
         self.last_of_group: dict[str, int] = {}
         exchanges = step_exchanges(estimator.job, setup, estimator.software, stage=stage)
         self.exchanges = {place: [each for each in exchanges if each.place == place] for place in _PLACES}
@@ -165,14 +165,14 @@ class _Graph:
         return self.collective(f"{call.name} {name}", traffic.collective, traffic.logical_bytes, call.group)
 
     def ends(self, place: str, *, is_gradient: bool) -> None:
-        """What the model's ends send for a micro-batch, one after the other."""
+        """Add what the model's ends send for a micro-batch, one after the other."""
         for each in self.exchanges[place]:
             if each.axis == "tp" and each.name.endswith("_gradient") is is_gradient:
                 for _ in range(max(1, each.count // self.count)):
                     self.join(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
 
     def edge(self, place: str) -> None:
-        """What a step sends at its start, or at its end; all of it is waited for."""
+        """Add what a step sends at its start, or at its end; all of it is waited for."""
         for each in self.exchanges[place]:
             found = [
                 self.collective(each.name, each.collective, each.logical_bytes, each.axis) for _ in range(each.count)

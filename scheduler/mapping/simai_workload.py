@@ -37,7 +37,7 @@ _WORDS = {
 _LAYERS = {"tp": "", "tp_cp": "", "model": "", "ep": "_EP", "etp_ep": "_EP"}
 _WEIGHTS = {"dp": "", "dp_cp": "", "stage": "", "edp": "_DP_EP"}
 _UPDATE_NS = 100
-"""As AICB writes it, whatever is updated: the optimizer has a row of its own."""
+"""The time of an update as AICB writes it, whatever is updated: the optimizer has a row of its own."""
 _MOST_ROWS = 1_000_000
 
 

@@ -248,7 +248,7 @@ class Estimator:
         return self._split_times(setup, stage, alone_us, merged_us) if setup.is_merged else StageTimes(0.0, alone_us)
 
     def _split_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
-        """What of a stage's times is forward, backward, and for weights. The ends are a third of each."""
+        """Part a stage's times into forward, backward, and products for weights. The ends are a third of each."""
         forward = weights = 0.0
         for is_moe, number in stage.numbers:
             forward += number * self._layer_times(setup, is_moe)[0].total_us
@@ -272,8 +272,8 @@ class Estimator:
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def _sending_us(self, setup: Setup) -> float:
-        """What the sends between stages add to a step, µs. Beside those of merged tasks the last layer's products for weights
-        are computed (Megatron-Core puts them off for that)."""
+        """The time that sends between stages add to a step, µs. Beside those of merged tasks the last layer's products for
+        weights are computed (Megatron-Core puts them off for that)."""
         us = self._boundary(setup)[0]
         if not us:
             return 0.0

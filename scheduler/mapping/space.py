@@ -222,7 +222,7 @@ def _is_unfit(job: Job, recompute: Recompute, precision: Precision, schedule: Pi
 
 
 def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:
-    """Those ways of recomputation that go with a schedule: merged layers are not computed again as a whole."""
+    """Keep the ways of recomputation that go with a schedule: merged layers are not computed again as a whole."""
     return tuple(word for word in words if word != "full" or not merges(schedule))
 
 

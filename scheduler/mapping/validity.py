@@ -76,7 +76,7 @@ _WEIGHTS = {
     "sharded": 1.0,
 }
 _FAMILY, _UNLIKE, _SCALE, _MOST_SCALE = 1.0, 1.0, 0.25, 4.0
-"""What another model counts, what it does more where it is not alike, and each doubling of the GPUs, up to so many."""
+"""Distances: of another model, of one that is not alike beside that, and of each doubling of the GPUs, up to so many."""
 
 
 class CaseKind(NamedTuple):
