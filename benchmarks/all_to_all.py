@@ -141,7 +141,7 @@ def targets(found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> list[tuple
     large = [next(p for p in each if p.logical_bytes == 16 << 20) for each in points]
     promised = [f"≤ {cluster.target} ({cluster.key})" for cluster, _, _ in found if cluster.target is not None]
     overhead = [[p.chosen.p50_us / p.best.p50_us for p in each] for each in points]
-    errors = [[error(p) for p in each] for each in points]
+    errors = [[abs(e) for p in each if (e := p.chosen.error) is not None] for each in points]
     return [
         ("chosen / flat, 16 MiB", [f"{p.chosen.ratio:.3f} ({p.chosen.name})" for p in large], ", ".join(promised)),
         ("wire limit / flat, 16 MiB", [limit_ratio(p) for p in large], ""),
@@ -156,10 +156,6 @@ def targets(found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> list[tuple
 
 def limit_ratio(point: BenchPoint) -> str:
     return "" if point.wire_limit_us is None else f"{point.wire_limit_us / point.torch.p50_us:.3f}"
-
-
-def error(point: BenchPoint) -> float:
-    return abs((point.chosen.predicted_us or 0.0) / point.chosen.p50_us - 1.0)
 
 
 def wrong(points: Sequence[BenchPoint]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline
@@ -117,7 +118,7 @@ class Cell:
         way = self.of_chosen
         if self.reason or way.predicted_us is None:
             return None
-        return abs(way.predicted_us - way.measured_us) / way.measured_us
+        return abs(prediction_error(way.predicted_us, way.measured_us))
 
     @property
     def regret(self) -> float:

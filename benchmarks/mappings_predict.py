@@ -11,6 +11,7 @@ from mappings_ranks import ComputeTimes
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
+from commlayer.profiles.prediction import prediction_error
 from commlayer.profiles.profile import Profile, parse_profile
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 from commlayer.scheduler.mapping.compute import MeasuredCompute
@@ -126,8 +127,8 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
-        return self.predicted_ms / self.measured_ms - 1.0
+        """The error of the predicted step time."""
+        return prediction_error(self.predicted_ms, self.measured_ms)
 
 
 def predict(

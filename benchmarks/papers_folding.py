@@ -29,6 +29,7 @@ from papers_data import (
     Row,
 )
 
+from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.recomputation import Recompute
@@ -95,8 +96,8 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """Predicted over published MFU, less 1; None where nothing was published."""
-        return None if self.row.mfu is None else self.estimate.mfu / self.row.mfu - 1
+        """The error of the predicted MFU; None where nothing was published."""
+        return None if self.row.mfu is None else prediction_error(self.estimate.mfu, self.row.mfu)
 
 
 def job_of(row: Row) -> Job:

@@ -13,6 +13,7 @@ from itertools import combinations
 from published_data import Published
 
 from commlayer.profiles.errors import CommlayerError
+from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.mapping import catalog, clusters, flops
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
@@ -64,8 +65,8 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Predicted over published throughput, less 1."""
-        return None if self.estimate is None else self.predicted / self.published - 1
+        """The error of the predicted throughput; None where there is none."""
+        return None if self.estimate is None else prediction_error(self.predicted, self.published)
 
     @property
     def checked(self) -> CheckedRow | None:

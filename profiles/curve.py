@@ -26,6 +26,7 @@ import msgspec
 
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.links import COLLECTIVES, Resource, bus_factor
+from commlayer.profiles.prediction import prediction_error
 
 __all__ = ["Curve", "median"]
 
@@ -148,7 +149,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         for i in range(1, len(raw) - 1):
             others = _monotone(raw[:i] + raw[i + 1 :])
             rest = cls(collective, link, group_size, (*sizes[:i], *sizes[i + 1 :]), others)
-            errors.append(abs(rest.at(sizes[i]) - raw[i]) / raw[i])
+            errors.append(abs(prediction_error(rest.at(sizes[i]), raw[i])))
         return cls(
             collective,
             link,

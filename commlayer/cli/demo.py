@@ -113,10 +113,10 @@ def _print(profile: Profile, result: BenchResult, output: Path) -> None:
     if result.is_comparable:
         for point in result.points:
             chosen = point.chosen
+            error = "" if chosen.error is None else f"; predicted within {abs(chosen.error):.0%}"
             echo(
                 f"{format_bytes(point.logical_bytes)} a rank: {chosen.name} takes {chosen.ratio:.3f} of torch.distributed's "
-                f"time ({1 / chosen.ratio:.1f}× as fast), bit-equal; predicted within "
-                f"{abs((chosen.predicted_us or 0.0) / chosen.p50_us - 1):.0%}"
+                f"time ({1 / chosen.ratio:.1f}× as fast), bit-equal{error}"
             )
     echo(f"\nreport: {output / 'report.html'}    trace (perfetto.dev): {output / 'trace.json'}")
     bits = "" if result.num_wrong else ", but every result is bit-equal to torch's"

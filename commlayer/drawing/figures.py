@@ -23,6 +23,7 @@ from commlayer.drawing.style import (
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
+from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.plan import Op, Step
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_bytes, format_us
@@ -192,7 +193,9 @@ def _totals(predicted: Timeline, measured: Timeline | None) -> str:
     if measured is None:
         return f"{words}, bottleneck {predicted.bottleneck.value}"
     words += f", measured {format_us(measured.total_us)}"
-    return f"{words} ({measured.total_us / predicted.total_us - 1:+.1%})" if predicted.total_us else words
+    return (
+        f"{words}, error {prediction_error(predicted.total_us, measured.total_us):+.1%}" if measured.total_us else words
+    )
 
 
 def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:

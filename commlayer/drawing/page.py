@@ -67,7 +67,7 @@ wire.</dd>
 <dt>pipelined_copy</dt><dd>also the copy to the final place is a stage of the pipeline.</dd>
 <dt>predicted</dt><dd>from the profile alone, before the run.</dd>
 <dt>measured</dt><dd>median over rounds of the slowest rank's time.</dd>
-<dt>error</dt><dd>measured over predicted, minus one: positive means slower than promised.</dd>
+<dt>error</dt><dd>predicted over measured, less 1: negative means slower than promised.</dd>
 <dt>ratio to flat</dt><dd>median over rounds of the time over torch's time in the same round, so that slow drifts of a noisy
 machine cancel. Smaller is better; the bars show it.</dd>
 <dt>wire limit</dt><dd>the bytes that must cross between the nodes, at the link's peak, and nothing else: no plan can be

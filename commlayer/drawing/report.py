@@ -88,7 +88,7 @@ def _cards(result: BenchResult) -> str:
         return ""
     largest = max(result.points, key=lambda point: point.logical_bytes)
     fastest = min(result.points, key=lambda point: point.chosen.ratio)
-    errors = [abs(_error(row)) for point in result.points for row in [point.chosen] if row.predicted_us]
+    errors = [abs(error) for point in result.points if (error := point.chosen.error) is not None]
     num_wrong = result.num_wrong
     to_best = [point.chosen.p50_us / point.best.p50_us for point in result.points if point.best.p50_us]
     shown = [
@@ -122,11 +122,6 @@ def _limit_words(point: BenchPoint) -> str:
     if point.wire_limit_us is None:
         return ""
     return f"; the wire alone takes {point.wire_limit_us / point.torch.p50_us:.3f}"
-
-
-def _error(row: BenchRow) -> float:
-    """How much slower than predicted, as a fraction."""
-    return row.p50_us / row.predicted_us - 1 if row.predicted_us else 0.0
 
 
 def _points(result: BenchResult) -> Iterable[str]:
@@ -168,7 +163,7 @@ def _row(row: BenchRow, widest: float, with_ratios: bool) -> str:
         "" if row.predicted_us is None else format_us(row.predicted_us),
         format_us(row.p50_us),
         f"{format_us(row.min_us)} … {format_us(row.max_us)}",
-        "" if row.predicted_us is None else f"{_error(row):+.0%}",
+        "" if row.error is None else f"{row.error:+.0%}",
         f"{row.ratio:.3f}" if with_ratios else "",
     ]
     wrong = '<td class="ok">0</td>' if row.num_wrong == 0 else f'<td class="bad">{row.num_wrong} bytes not equal</td>'

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from commlayer.profiles.files import write_file
+from commlayer.profiles.prediction import prediction_error
 
 __all__ = ["BenchPoint", "BenchResult", "BenchRow"]
 
@@ -41,6 +42,11 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     wire: str | None = None
     predicted_us: float | None = None
     is_chosen: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """The error of the predicted time; None where nothing was predicted."""
+        return None if self.predicted_us is None else prediction_error(self.predicted_us, self.p50_us)
 
 
 class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from commlayer.drawing import (
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.prediction import prediction_error
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Decision, Timeline, Traffic, choose, price
 
@@ -151,7 +152,7 @@ def test_timeline_says_predicted_and_measured(tmp_path: Path) -> None:
     path = tmp_path / "timeline.svg"
     save_figure(timeline_figure(chosen, measured(chosen), "256 MB"), path)
     text = path.read_text(encoding="utf-8")
-    assert "predicted 1.967 ms, measured 2.164 ms (+10.0%)" in text
+    assert "predicted 1.967 ms, measured 2.164 ms, error -9.1%" in text
     for word in ("INTER", "INTRA", "DEVICE", "256 MB", "time (ms)"):
         assert word in text
 
@@ -314,3 +315,12 @@ def test_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = _Page(report(tmp_path))
     assert "svg" not in page.tags
     assert "pip install 'commlayer[plots]'" in "".join(page.text)
+
+
+def test_a_row_and_its_report_have_one_error(tmp_path: Path) -> None:
+    chosen = fake_point(2**20).chosen
+    assert chosen.error == pytest.approx(prediction_error(94, 100)) == pytest.approx(-0.06)
+    assert fake_point(2**20).torch.error is None
+    write_report(tmp_path / "report.html", PROFILE, fake_result())
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>-6%</td>" in text
