@@ -127,7 +127,7 @@ class Setup:
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
         if self.schedule != "1f1b":
             self._check_schedule()
-        why = unfit_modules(self.recompute, is_latent=True, precision=self.precision, is_merged=self.is_merged)
+        why = unfit_modules(self.recompute, precision=self.precision, is_merged=self.is_merged)
         if why:
             raise UsageError(f"recompute {self.recompute}: {why}")
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):

@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
-from commlayer.scheduler.mapping.recomputation import unfit_modules
+from commlayer.scheduler.mapping.recomputation import modules_in, unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
@@ -229,7 +229,7 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
             here passes on. Names the number and what it must divide.
     """
     held(model, setup, software)
-    if why := unfit_modules(setup.recompute, is_latent=model.latent is not None, precision="", is_merged=False):
+    if why := unfit_modules(setup.recompute, precision="", is_merged=False, there=modules_in(model)):
         raise UsageError(f"recompute {setup.recompute} of {model.name}: {why}")
     if model.linear is not None and setup.cp > 1:
         raise UsageError(

@@ -12,12 +12,27 @@ Three words, and modules by Megatron-Core's names (``--recompute-modules``), joi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Literal, get_args
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.hardware import Gpu
+from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.precisions import recipe_of
 
-__all__ = ["MODULES", "RECOMPUTE", "Module", "Recompute", "canonical", "modules_of", "recompute_order", "unfit_modules"]
+__all__ = [
+    "MODULES",
+    "RECOMPUTE",
+    "Module",
+    "Recompute",
+    "canonical",
+    "modules_in",
+    "modules_of",
+    "recompute_order",
+    "unfit_modules",
+    "unfit_recomputation",
+]
 
 Recompute = str
 """One of :data:`RECOMPUTE`, or modules joined by +, in the order of :data:`MODULES`."""
@@ -25,6 +40,14 @@ Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe
 MODULES: tuple[Module, ...] = get_args(Module)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """The ways that a search tries unless it is told otherwise, from the least to the most."""
+_PARTS: dict[str, str] = {
+    "mla_up_proj": "latent attention",
+    "mlp": "layers without experts",
+    "moe": "layers with experts",
+    "moe_act": "layers with experts",
+    "shared_experts": "shared experts",
+}
+"""The part of a model that a module is of, where not every model has it."""
 
 
 @lru_cache(maxsize=1024)
@@ -52,17 +75,43 @@ def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
     return (0, len(modules), recompute) if modules else (RECOMPUTE.index(recompute), 0, "")
 
 
-def unfit_modules(recompute: Recompute, *, is_latent: bool, precision: str, is_merged: bool) -> str:
+def modules_in(model: ModelShape) -> frozenset[str]:
+    """The modules that the layers of ``model`` have."""
+    has = {
+        "latent attention": model.latent is not None,
+        "layers without experts": model.dense_layers > 0,
+        "layers with experts": model.moe_layers > 0,
+        "shared experts": model.shared_width > 0 and model.moe_layers > 0,
+    }
+    return frozenset(module for module in MODULES if module not in _PARTS or has[_PARTS[module]])
+
+
+def unfit_modules(
+    recompute: Recompute, *, precision: str, is_merged: bool, there: Collection[str] = frozenset(MODULES)
+) -> str:
     """Why modules cannot be computed again so; empty where they can.
 
     Args:
-        is_latent: whether the model has latent attention. is_merged: whether passes of two micro-batches are merged.
+        precision: the recipe's name; is_merged: whether passes of two micro-batches are merged; there: the modules that the
+            model has (:func:`modules_in`).
     """
     modules = modules_of(recompute)
-    if "mla_up_proj" in modules and not is_latent:
-        return "mla_up_proj is of latent attention, which the model does not have"
+    if missing := [module for module in MODULES if module in modules and module not in there]:
+        return f"{missing[0]} is of {_PARTS[missing[0]]}, which the model does not have"
     if precision == "fp8-delayed" and modules & {"moe_act", "layernorm"}:
         return "fp8-delayed cannot cast moe_act and layernorm again, as its scales follow from a history: take another recipe"
     if is_merged and "moe" in modules:
         return "moe is merged with another micro-batch's pass: take its parts, such as moe_act+shared_experts"
     return ""
+
+
+def unfit_recomputation(model: ModelShape, gpu: Gpu, recompute: Recompute, precision: str, is_merged: bool) -> str:
+    """Why ``model`` cannot compute its activations again so on ``gpu``; empty where it can. ``is_merged``: as
+    :func:`unfit_modules`.
+
+    Raises UsageError for a precision that the GPU does not have.
+    """
+    recipe = recipe_of(precision, gpu)
+    name = precision if recipe is None else recipe.name
+    why = unfit_modules(recompute, precision=name, is_merged=is_merged, there=modules_in(model))
+    return f"precision {precision} is {name} on {gpu.name}, and {why}" if name != precision and name in why else why

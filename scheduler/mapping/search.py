@@ -24,10 +24,12 @@ from typing import Any, NamedTuple, Protocol
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
-from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import (
@@ -397,8 +399,7 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
             yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
         elif values and all(job.gpus % value for value in values):
             yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
-    if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
-        yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or selective"
+    yield from _unfit_recomputation(model, gpu, space)
     if space.pp and space.vpp:
         pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
         if all(pairs):
@@ -407,6 +408,16 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
         yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
     if space.pp and min(space.pp) > model.layers:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
+
+
+def _unfit_recomputation(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[str]:
+    there = [word for word in space.precision if not why_not(word, gpu)]
+    ways = itertools.product(space.recompute, there, map(merges, space.schedule))
+    unfit_ways = [unfit_recomputation(model, gpu, *way) for way in ways]
+    if unfit_ways and all(unfit_ways):
+        yield f"recompute {_or(space.recompute)}: {unfit_ways[0]}"
+    if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
+        yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or selective"
 
 
 def _or(values: tuple[object, ...]) -> str:

@@ -41,6 +41,7 @@ from commlayer.scheduler.mapping.pipeline_stage import (
     passing,
 )
 from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
@@ -155,6 +156,9 @@ class Estimator:
         job = self._job(setup)
         setup.check(job)
         parameters.check(job.model, setup, self.software)
+        why = unfit_recomputation(job.model, self.cluster.gpu, setup.recompute, setup.precision, setup.is_merged)
+        if why:
+            raise UsageError(f"recompute {setup.recompute}: {why}")
         stages = self._stages(setup)
         times = self._pipeline(setup, stages)
         gradients = self._exposed(exposed_gradients, setup, stages[0])

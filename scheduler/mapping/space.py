@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -46,7 +47,7 @@ from commlayer.scheduler.mapping.recomputation import (
     canonical,
     modules_of,
     recompute_order,
-    unfit_modules,
+    unfit_recomputation,
 )
 
 __all__ = ["Family", "Space", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
@@ -186,6 +187,7 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
 def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     """The valid setups by family."""
     ways = recompute_chains(space.recompute)
+    is_unfit = cache(partial(unfit_recomputation, job.model, cluster.gpu))
     precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
     dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))
@@ -203,7 +205,7 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
                 for recompute in ways:
                     words = _ways(schedule, pp, recompute, zeros)
-                    if words is None or _is_unfit(job, recompute[0], precision, schedule):
+                    if words is None or is_unfit(recompute[0], precision, merges(schedule)):
                         continue
                     yield Family(*own, words[0], sent, words[1])
 
@@ -214,11 +216,6 @@ def recompute_chains(words: Iterable[Recompute]) -> list[tuple[Recompute, ...]]:
     every = sorted(set(words), key=recompute_order)
     plain = tuple(word for word in every if not modules_of(word))
     return [*([plain] if plain else []), *((word,) for word in every if modules_of(word))]
-
-
-def _is_unfit(job: Job, recompute: Recompute, precision: Precision, schedule: PipelineSchedule) -> bool:
-    is_latent = job.model.latent is not None
-    return bool(unfit_modules(recompute, is_latent=is_latent, precision=precision, is_merged=merges(schedule)))
 
 
 def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:

@@ -394,6 +394,7 @@ def test_a_search_refuses_what_it_cannot_do() -> None:
             "sums gradients once a step in a pipeline: allow zero 0 or 1",
         ),
         (Space(schedule=("1f1b-overlap",), pp=(2, 4), vpp=(1,)), "1f1b-overlap: expected vpp of at least 2 with pp=2"),
+        (Space(recompute=("mla_up_proj", "mlp")), "recompute mla_up_proj or mlp: mla_up_proj is of latent attention"),
         (Space(tp=(4,), cp=(4,)), "the data-parallel degree must divide the batch"),
     ],
 )

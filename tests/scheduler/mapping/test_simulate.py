@@ -477,13 +477,30 @@ def test_modules_that_cannot_be_made_again_are_refused(given: dict[str, Any], me
         Setup(gpus=8, **given)
 
 
-def test_a_model_without_latent_attention_has_no_projections_up() -> None:
+@pytest.mark.parametrize(
+    ("model", "module", "part"),
+    [
+        ("mixtral-8x7b", "mla_up_proj", "latent attention"),
+        ("mixtral-8x7b", "mlp", "layers without experts"),
+        ("mixtral-8x7b", "moe_act+shared_experts", "shared experts"),
+    ],
+)
+def test_modules_that_a_model_does_not_have_are_refused(model: str, module: str, part: str) -> None:
+    job = Job(model=catalog.load(model), gpus=8, global_batch=8, sequence=4096)
+    with pytest.raises(UsageError, match=f"is of {part}, which the model does not have"):
+        Estimator(job, EOS, MEGATRON, efficiency=1).estimate(Setup(gpus=8, recompute=module))
+
+
+def test_fp8_is_the_recipe_of_the_gpu_where_modules_are_made_again() -> None:
     job = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096)
-    with pytest.raises(
-        UsageError,
-        match="mla_up_proj of mixtral-8x7b: mla_up_proj is of latent attention, which the model does not have",
-    ):
-        Estimator(job, EOS, MEGATRON, efficiency=1).estimate(Setup(gpus=8, recompute="mla_up_proj"))
+    setup = Setup(gpus=8, precision="fp8", recompute="moe_act")
+    with pytest.raises(UsageError, match="precision fp8 is fp8-delayed on H100 .*, and fp8-delayed cannot cast"):
+        Estimator(job, EOS, MEGATRON, efficiency=1).estimate(setup)
+    blackwell = clusters.load("b200-hgx")  # whose fp8 is MXFP8
+    assert Estimator(job, blackwell, MEGATRON, efficiency=1).estimate(setup).step_us > 0
+    space = Space(precision=("fp8",), recompute=("moe_act",), micro_batch=(1,))
+    assert not list(all_setups(job, EOS, space))
+    assert list(all_setups(job, blackwell, space))
 
 
 def test_a_search_ranks_modules_each_by_themselves() -> None:
