@@ -14,6 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
+from commlayer.profiles.counted import counted
+
 __all__ = [
     "CallStats",
     "DispatchStats",
@@ -341,7 +343,7 @@ def print_table(found: Stats, title: str = "") -> None:
     for group in found["groups"]:
         for call in group["calls"]:
             cells = [
-                f"{group['group'][:12]} ({len(group['ranks'])} ranks)",
+                f"{group['group'][:12]} ({counted(len(group['ranks']), 'rank')})",
                 call["collective"],
                 call["plan"],
                 str(call["calls"]),
@@ -355,11 +357,11 @@ def print_table(found: Stats, title: str = "") -> None:
     console.print(table)
     for each in found["dispatches"]:
         console.print(
-            f"{each['dispatcher']} dispatched over {len(each['ranks'])} ranks by {each['kind']}: {each['calls']} calls, "
-            f"{each['tokens']} tokens"
+            f"{each['dispatcher']} dispatched over {counted(len(each['ranks']), 'rank')} by {each['kind']}: "
+            f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
         )
     for placed in found["placements"]:
         console.print(printable(f"experts, step {placed['step']}: {placed['reason']}", keep=""))
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():
-            console.print(printable(f"group {group['group'][:12]}: {count} calls flat: {reason}"))
+            console.print(printable(f"group {group['group'][:12]}: {counted(count, 'call')} flat: {reason}"))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import TopologyError
 from commlayer.profiles.links import Resource
 
@@ -170,11 +171,10 @@ class Topology:
 
     def describe(self) -> str:
         """Several lines for people: the shape, then each node with its ranks (as ranges)."""
-        plural = "" if self.num_nodes == 1 else "s"
         uneven = "" if self.is_uniform else ", uneven"
-        head = f"{self.shape}: {self.world_size} ranks on {self.num_nodes} node{plural}{uneven}"
+        head = f"{self.shape}: {counted(self.world_size, 'rank')} on {counted(self.num_nodes, 'node')}{uneven}"
         lines = [
-            f"  {self._name(node)}: {len(ranks)} rank{'' if len(ranks) == 1 else 's'} ({_ranges(ranks)})"
+            f"  {self._name(node)}: {counted(len(ranks), 'rank')} ({_ranges(ranks)})"
             for node, ranks in enumerate(self.nodes)
         ]
         return "\n".join([head, *lines])

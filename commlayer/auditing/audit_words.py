@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from commlayer.auditing.job_audit import CallTotals, GroupTotals
+from commlayer.profiles.counted import counted
 from commlayer.units import format_bytes, format_us
 
 __all__ = [
@@ -63,8 +64,8 @@ def _shared_lines(group: GroupTotals) -> list[str]:
         ratio = beside.measured_us / beside.promised_us
         alone = f"; alone, they took {group.alone_ratio:.2f} times" if group.alone_ratio else ""
         lines.append(
-            f"{beside.rank_calls} of {num_calls} calls, counted on every rank, ran beside calls of other groups of their rank, "
-            f"which share its links and cores: they took {ratio:.2f} times what was promised{alone}"
+            f"{beside.rank_calls} of {counted(num_calls, 'call')}, counted on every rank, ran beside calls of other groups "
+            f"of their rank, which share its links and cores: they took {ratio:.2f} times what was promised{alone}"
         )
     if group.held_us:
         lines.append(
@@ -81,8 +82,8 @@ def _late_lines(group: GroupTotals) -> list[str]:
     if usual_us and not outstanding:
         return ["ranks took turns in coming last: none cost the others twice what a usual one did"]
     return [
-        f"rank {late.rank} came last to {late.calls} of {group.compared_calls} calls that were compared; the others waited "
-        f"{format_us(late.waited_us)} for it"
+        f"rank {late.rank} came last to {late.calls} of {counted(group.compared_calls, 'call')} that were compared; the others "
+        f"waited {format_us(late.waited_us)} for it"
         for late in outstanding
     ]
 
@@ -96,7 +97,7 @@ def _lost_line(group: GroupTotals) -> str:
     part = (
         ""
         if group.compared_calls >= group.comparable_calls
-        else (f" (by {group.compared_calls} of {group.comparable_calls} calls)")
+        else (f" (by {group.compared_calls} of {counted(group.comparable_calls, 'call')})")
     )
     waiting = f"{format_us(group.late_us)} waiting for ranks that came late{part}"
     return f"{lost}: {waiting}, {signed_us(group.plan_us)} by plans, links and what shares these"

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from commlayer.auditing.ledger import Ledger, StayedFlat, open_ledgers
+from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import printable
 from commlayer.units import format_bytes
 
@@ -55,8 +56,7 @@ def heaviest_flat() -> str:
 
 
 def _words(flat: StayedFlat, ledger: Ledger) -> str:
-    calls = "1 call" if flat.calls == 1 else f"{flat.calls} calls"
     return (
-        f"in the first step {flat.collective} {ledger.where} stayed flat ({calls}, {format_bytes(flat.logical_bytes)} in all): "
-        f"{flat.why}"
+        f"in the first step {flat.collective} {ledger.where} stayed flat ({counted(flat.calls, 'call')}, "
+        f"{format_bytes(flat.logical_bytes)} in all): {flat.why}"
     )

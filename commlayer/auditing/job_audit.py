@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, PlanEvent, RankAudit
+from commlayer.profiles.counted import named
 
 __all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits"]
 
@@ -81,8 +82,7 @@ class SlowNode:
 
     def __str__(self) -> str:
         on = f" ({self.host})" if self.host else ""
-        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        return f"node {self.node} of the group{on}, {ranks}: {self.rate:.0%} of the usual rate"
+        return f"node {self.node} of the group{on}, {named('rank', self.ranks)}: {self.rate:.0%} of the usual rate"
 
 
 @dataclass

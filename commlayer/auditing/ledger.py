@@ -17,6 +17,7 @@ from typing import NamedTuple, TypedDict
 from commlayer.auditing.beside import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
+from commlayer.profiles.counted import counted
 from commlayer.profiles.learnt import Learning, learnt_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
@@ -326,7 +327,7 @@ class Ledger:
             base=base.profile.fingerprint,
             fabric_rate=self._fabric_rate,
             node_rates=self._placed(choices.rates) if has_other_nodes else {},
-            where=f"group {self._counters.group} of {len(self._counters.ranks)} ranks",
+            where=f"group {self._counters.group} of {counted(len(self._counters.ranks), 'rank')}",
             time_s=events[-1]["time_s"] if events else self._began_s,
         )
         return learnt_profile(now.profile, learning)
@@ -353,7 +354,7 @@ class Ledger:
         """Where the group lies, in words: its description, ranks and nodes."""
         described = self._counters.describe()
         name = "" if described in ("", "undefined", "default_pg") else f"of {described} "
-        return f"{name}over {len(self._counters.ranks)} ranks on {len(self._nodes)} nodes"
+        return f"{name}over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
 
     @property
     def group(self) -> str:

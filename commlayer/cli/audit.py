@@ -15,6 +15,7 @@ from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.profiles.counted import counted, named
 
 __all__ = ["audit_command"]
 
@@ -100,15 +101,14 @@ def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    return named("rank", ranks, most=8)
 
 
 def _show(audit: JobAudit, show_all: bool) -> None:
     hosts = len(set(audit.hosts.values()))
     echo(
-        f"job {audit.job}: {len(audit.hosts)} of {audit.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
-        f"{len(audit.groups)} group{'s' * (len(audit.groups) != 1)}\n"
+        f"job {audit.job}: {len(audit.hosts)} of {counted(audit.world_size, 'rank')} on {counted(hosts, 'host')}, "
+        f"{counted(len(audit.groups), 'group')}\n"
     )
     rows = [(group, calls) for group in audit.groups for calls in group.calls]
     shown = _shown(rows, show_all)
@@ -117,12 +117,12 @@ def _show(audit: JobAudit, show_all: bool) -> None:
         cells = [[*call_cells(group, calls), _lost(group, calls), _worst(calls)] for group, calls in shown]
         print_table(columns, cells, title="Promised and measured: mean of a call, over ranks")
         if len(shown) < len(rows):
-            echo(f"{len(rows) - len(shown)} rows with less difference not shown (--all)")
+            echo(f"{counted(len(rows) - len(shown), 'row')} with less difference not shown (--all)")
         echo()
     groups = audit.groups if show_all else sorted(audit.groups, key=lambda group: -abs(group.lost_us))[:_MOST_GROUPS]
     for group in groups:
         echo(
-            f" {len(group.ranks)} ranks on {len(group.nodes)} nodes, profile {group.profile or '(none)'}",
+            f" {counted(len(group.ranks), 'rank')} on {counted(len(group.nodes), 'node')}, profile {group.profile or '(none)'}",
             lead=group.name,
         )
         for line in group_lines(group):
@@ -130,7 +130,7 @@ def _show(audit: JobAudit, show_all: bool) -> None:
         for line in event_lines(group):
             echo(f"  {line}")
     if len(groups) < len(audit.groups):
-        echo(f"{len(audit.groups) - len(groups)} groups with less difference not shown (--all)")
+        echo(f"{counted(len(audit.groups) - len(groups), 'group')} with less difference not shown (--all)")
 
 
 def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[tuple[GroupTotals, CallTotals]]:

@@ -12,6 +12,7 @@ import click
 from commlayer.cli.emulated_device import describe_computation, describe_device
 from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE, PAIR_RATE, PairRate
 from commlayer.cli.tables import echo, said_warnings
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def _say(words: str) -> None:
 
 
 def _describe(shaped: bool, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, delay: float) -> str:
-    shape = f"{nodes} x {ranks_per_node} ranks"
+    shape = f"{nodes} x {counted(ranks_per_node, 'rank')}"
     if not shaped:
         return f"{shape} on loopback, with a declared topology and no shaping: do not compare times"
     words = [

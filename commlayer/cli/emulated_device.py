@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commlayer.emulation import Accelerator, DeviceReport
 
+from commlayer.profiles.counted import counted
+
 __all__ = ["describe_computation", "describe_device"]
 
 _LATE_SHARE = 0.05
@@ -34,8 +36,8 @@ def describe_computation(
     lines = [f"took {took_s:.2f} s" + ("" if scale == 1 else f", {_time(took_s / scale)} of the cluster's time")]
     if len(reports) < num_ranks:
         lines.append(
-            f"{len(reports)} of {num_ranks} ranks report an emulated accelerator: the others loaded no torch, or did not end by "
-            "themselves"
+            f"{len(reports)} of {counted(num_ranks, 'rank')} report an emulated accelerator: the others loaded no "
+            "torch, or did not end by themselves"
         )
     lines += [_line(report, scale) for report in reports]
     worst = max(reports, key=lambda report: report.slowness, default=None)

@@ -13,6 +13,7 @@ from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, json_option
 from commlayer.cli.tables import echo, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import PlanError, ProfileError, UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
@@ -66,7 +67,8 @@ def import_command(
     except FileExistsError as error:
         raise UsageError(f"{output}: there is such a file already: choose another, or --force to replace it") from error
     read = [
-        f"{each.collective} of {each.key[2] if each.key else each.ranks} ranks, {len(each.times_us)} sizes"
+        f"{each.collective} of {counted(each.key[2] if each.key else each.ranks, 'rank')}, "
+        f"{counted(len(each.times_us), 'size')}"
         for each in runs
     ]
     if as_json:
@@ -82,7 +84,9 @@ def import_command(
         return
     for line in read:
         echo(line)
-    echo(f"{output}: {profile.name}, {profile.topology}, {len(profile.curves)} curves, {profile.fingerprint}")
+    echo(
+        f"{output}: {profile.name}, {profile.topology}, {counted(len(profile.curves), 'curve')}, {profile.fingerprint}"
+    )
     if not base:
         echo(
             "note: peaks are the highest bus bandwidths that were measured; with --base plans have its other curves",
@@ -118,7 +122,7 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
         )
     for name, text in found.items():
         write_file(output / name, text)
-    echo(f"{output}: {len(found)} files in the form of {kind}")
+    echo(f"{output}: {counted(len(found), 'file')} in the form of {kind}")
 
 
 @click.command("tuner")
@@ -157,7 +161,7 @@ def tuner_command(
     else:
         write_file(output, text)
         variable = "NCCL_TUNER_CONFIG_FILE" if kind == "nccl" else "NCCLX_TUNER_CONFIG_FILE"
-        echo(f"{output}: {len(rows)} rows; {variable} names it to NCCL")
+        echo(f"{output}: {counted(len(rows), 'row')}; {variable} names it to NCCL")
 
 
 def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[NcclRun]:
@@ -230,4 +234,6 @@ def _of_runs(sources: Sequence[str]) -> tuple[list[TunerRow], list[str]]:
     rows = []
     for (collective, nodes), times in groups.items():
         rows += rows_of_times(collective, times, nodes)
-    return rows, [f"by commlayer, the fastest of {len(runs)} runs of nccl-tests: {', '.join(map(str, sources))}"]
+    return rows, [
+        f"by commlayer, the fastest of {counted(len(runs), 'run')} of nccl-tests: {', '.join(map(str, sources))}"
+    ]

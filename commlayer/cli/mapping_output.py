@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from commlayer.cli.tables import echo, rounded
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.exports import Export, export
@@ -19,11 +20,11 @@ __all__ = ["estimate_dict", "export_dict", "first_export", "job_dict", "print_ex
 
 
 def job_dict(job: Job) -> dict[str, Any]:
-    counted = parameters.count(job.model)
+    sizes = parameters.count(job.model)
     return {
         "model": job.model.name,
-        "parameters": counted.total,
-        "active_parameters": counted.active,
+        "parameters": sizes.total,
+        "active_parameters": sizes.active,
         "gpus": job.gpus,
         "global_batch": job.global_batch,
         "sequence": job.sequence,
@@ -107,7 +108,7 @@ def first_export(
         refusal = refusal or exported
     if len(setups) == 1:
         raise UsageError(str(refusal))
-    others = f"(nor any of {len(setups) - 1} others that were looked at)"
+    others = f"(nor {counted(len(setups) - 1, 'other')} that was looked at)"
     raise UsageError(f"{refusal} {others}: narrow the search to what it can run")
 
 

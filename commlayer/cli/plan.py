@@ -22,6 +22,7 @@ from commlayer.cli.plan_options import (
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.traffic_options import group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Decision, choose
@@ -197,7 +198,7 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
     )
     hidden = len(decision.candidates) - len(shown)
     if hidden:
-        echo(f"{hidden} slower chunk counts not shown (--all)")
+        echo(f"{counted(hidden, 'slower chunk count')} not shown (--all)")
     if any(timeline.is_extrapolated for timeline in shown):
         echo("extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted")
     if decision.unpriced:

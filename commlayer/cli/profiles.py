@@ -14,6 +14,7 @@ from commlayer.cli.output_files import draw
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
+from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.learnt import merge_learnt
@@ -115,7 +116,9 @@ def merge(base: str, learnt: str, output: Path, force: bool, as_json: bool) -> N
         print_json({**_summary(merged.profile), "path": str(output), "taken": merged.curves, "notes": merged.notes})
     else:
         links = ", ".join(map(str, merged.profile.slow_links)) or "no slow links"
-        echo(f"{len(merged.curves)} curves taken over{': ' * bool(merged.curves)}{', '.join(merged.curves)}; {links}")
+        echo(
+            f"{counted(len(merged.curves), 'curve')} taken over{': ' * bool(merged.curves)}{', '.join(merged.curves)}; {links}"
+        )
         echo(f"{output}: {merged.profile.name}, {merged.profile.fingerprint}")
 
 
@@ -234,7 +237,7 @@ def _print_curve(profile: Profile, curve: Curve) -> None:
     peak = profile.peaks.of(curve.link)
     known = "not known" if curve.holdout_error is None else f"{curve.holdout_error:.1%}"
     title = (
-        f"{curve.collective} on {curve.link}, {curve.group_size} rank{'s' if curve.group_size > 1 else ''}: latency "
+        f"{curve.collective} on {curve.link}, {counted(curve.group_size, 'rank')}: latency "
         f"{curve.latency_us:.4g} µs, bandwidth {curve.bandwidth_gbps:.4g} GB/s, hold-out error {known}"
     )
     rows = [
@@ -257,7 +260,7 @@ def _checked(name: str) -> dict[str, Any]:
     except ProfileError as error:
         message = str(error)
         return {"profile": name, "ok": False, "message": message if name in message else f"{name}: {message}"}
-    about = f"{profile.kind}, {profile.topology}, {len(profile.curves)} curves, {profile.fingerprint[:19]}…"
+    about = f"{profile.kind}, {profile.topology}, {counted(len(profile.curves), 'curve')}, {profile.fingerprint[:19]}…"
     return {"profile": name, "ok": True, "message": f"{name}: {profile.name}, {about}"}
 
 

@@ -9,6 +9,7 @@ import click
 
 from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import echo, print_json, print_table
+from commlayer.profiles.counted import counted
 
 if TYPE_CHECKING:
     from commlayer.auditing.comparing import ResultDifference
@@ -89,4 +90,4 @@ def _show(header: SavedHeader, found: Replayed) -> None:
 
 
 def _words(found: ResultDifference) -> str:
-    return f"{found.num_wrong} elements, first {found.first}" if found.num_wrong else "no"
+    return f"{counted(found.num_wrong, 'element')}, first {found.first}" if found.num_wrong else "no"

@@ -14,6 +14,7 @@ from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PICTURE, PROFI
 from commlayer.cli.output_files import draw
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded, said_warnings
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.topology import Topology
 from commlayer.readers.model_files import resolve as resolve_model
@@ -71,7 +72,10 @@ def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str,
             )
         loads = read_routing_folder(folder)
     write_routing(output, loads)
-    echo(f"{output}: {loads.num_steps} steps of {loads.num_layers} layers with {loads.num_experts} experts", err=True)
+    echo(
+        f"{output}: {counted(loads.num_steps, 'step')} of {counted(loads.num_layers, 'layer')} with {loads.num_experts} experts",
+        err=True,
+    )
 
 
 @routing.command("show")
@@ -95,7 +99,7 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
 
         if layer >= loads.num_layers:
             raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
-        draw(picture, loads_figure(loads, layer, {f"{ranks} ranks, experts in order": by_rank[:, layer]}))
+        draw(picture, loads_figure(loads, layer, {f"{counted(ranks, 'rank')}, experts in order": by_rank[:, layer]}))
     rows = [_layer_row(loads, by_rank, place) for place in range(loads.num_layers)]
     if as_json:
         names = ("steps", "stride", "experts", "top_k", "source")
@@ -103,7 +107,8 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
         print_json({**dict(zip(names, values, strict=True)), "ranks": ranks, "layers": rows})
         return
     echo(
-        f"{loads.num_steps} steps of {loads.stride} calls, {loads.num_experts} experts, top-{loads.top_k}: {loads.source}\n"
+        f"{counted(loads.num_steps, 'step')} of {counted(loads.stride, 'call')}, {loads.num_experts} experts, "
+        f"top-{loads.top_k}: {loads.source}\n"
     )
     print_table(
         ["layer", ">choices a step", ">busiest / mean", ">its worst step", "~most popular experts"],
@@ -175,7 +180,8 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         print_json([_as_dict(each, found[0]) for each in found])
         return
     echo(
-        f"{loads.num_steps} steps on {prices.profile.name}, a decision every {every} of them; predicted, nothing was run\n"
+        f"{counted(loads.num_steps, 'step')} on {prices.profile.name}, a decision every {every} of them; "
+        "predicted, nothing was run\n"
     )
     columns = ["placement", ">mean step", ">/ static", ">busiest / mean", ">migrations", ">each takes"]
     print_table(columns, [_replay_row(each, found[0]) for each in found])

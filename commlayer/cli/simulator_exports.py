@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.exports import SIMULATORS, Export
 from commlayer.scheduler.mapping.job import Setup
@@ -34,7 +35,7 @@ def _chakra(estimator: Estimator, setup: Setup, folder: Path) -> Export:
     graphs = {rank: rank_graph(estimator, setup, stage) for stage, rank in enumerate(stage_ranks(setup))}
     written = [str(path) for path in write_chakra(folder, graphs)]
     notes = [
-        f"one rank of each of {setup.pp} stages: the others of a stage do as much, in groups of their own",
+        f"one rank of each of {counted(setup.pp, 'stage')}: the others of a stage do as much, in groups of their own",
         "times of calls are the simulator's: only what is computed has a duration",
     ]
     return Export("chakra", {"files": written}, "\n".join(written), (*notes, *_kernels(estimator)))

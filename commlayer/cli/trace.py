@@ -13,6 +13,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.profiles.counted import counted, named
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.chrome_of_job import merged_events
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
@@ -112,23 +113,21 @@ def _notes(ranks: Sequence[Selected]) -> list[str]:
     notes = []
     if missing := _missing(ranks):
         notes.append(
-            f"no file of rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {ranks[0].trace.world_size}: killed "
+            f"no file of {named('rank', missing)} of {ranks[0].trace.world_size}: killed "
             "before the end, or not copied from another machine"
         )
     if full := [rank.trace for rank in ranks if rank.trace.num_dropped]:
         most = max(full, key=lambda each: each.num_dropped)
         notes.append(
-            f"{len(full)} of {len(ranks)} traces were full before the end (rank {most.rank}: {most.num_dropped} calls and marks "
-            "are missing): compare the beginning only, with --until"
+            f"{len(full)} of {counted(len(ranks), 'trace')} had no room left before the end (rank {most.rank} lacks "
+            f"{counted(most.num_dropped, 'entry', 'entries')}): compare the beginning only, with --until"
         )
     if len(ranks) > 1 and (unknown := [rank.trace.rank for rank in ranks if rank.trace.error_ns < 0]):
-        notes.append(
-            f"clocks of ranks {', '.join(map(str, unknown))} were not compared: their times say nothing about others"
-        )
+        notes.append(f"clocks of {named('rank', unknown)} were not compared: their times say nothing about others")
     if not any(rank.calls for rank in ranks):
         notes.append("no call was recorded here")
     if unfinished := sum(not call.end_ns for rank in ranks for call in rank.calls):
-        notes.append(f"{unfinished} calls never ended: they are in the trace, and in no time below")
+        notes.append(f"{counted(unfinished, 'call')} never ended: in the trace, and in no time below")
     return notes
 
 
@@ -205,8 +204,8 @@ def _show(ranks: Sequence[Selected], show_all: bool) -> None:
     calls = sum(len(rank.calls) for rank in ranks)
     span_us = max(rank.span_ns for rank in ranks) / 1e3
     echo(
-        f"job {ranks[0].trace.job}: {len(ranks)} of {ranks[0].trace.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
-        f"{calls} calls in {format_us(span_us)}; clocks {_within(ranks)}\n"
+        f"job {ranks[0].trace.job}: {len(ranks)} of {counted(ranks[0].trace.world_size, 'rank')} on "
+        f"{counted(hosts, 'host')}, {counted(calls, 'call')} in {format_us(span_us)}; clocks {_within(ranks)}\n"
     )
     _show_lanes(ranks)
     _show_lateness(ranks, show_all)
@@ -235,7 +234,7 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
     )
     unknown = sum(times.num_unknown for times in found)
     if unknown:
-        echo(f"≥: without {unknown} calls of the inner backend's own, which does not say what it sends")
+        echo(f"≥: without {counted(unknown, 'call')} of the inner backend's own, which does not say what it sends")
     echo()
 
 
@@ -277,10 +276,10 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     columns = [">rank", "host", ">calls", ">late ms, median", ">worst", ">last in", "~worst call"]
     print_table(columns, rows, title="Stragglers: how long after the first rank each one came to their calls")
     if len(shown) < len(found):
-        echo(f"{len(found) - len(shown)} ranks that are last less often not shown (--all)")
+        echo(f"{counted(len(found) - len(shown), 'rank')} less often last not shown (--all)")
     worst = found[0]
     if worst.num_last:
-        echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {worst.num_calls} calls")
+        echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}")
     echo()
 
 

@@ -9,6 +9,7 @@ import msgspec
 from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
+from commlayer.profiles.counted import counted
 
 __all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
 
@@ -191,7 +192,7 @@ def _shift(graph: Graph, key: str, number: int, calls: dict[int, CallLog], odd: 
         return bool(pairs) and all(pairs)
 
     for shift in range(1, _MOST_SHIFT + 1):
-        calls_are = f"{shift} call{'s' * (shift > 1)}"
+        calls_are = counted(shift, "call")
         if run(its, theirs, shift):
             return f"rank {odd[0]} goes on as if it had left out {calls_are} of this group"
         if run(theirs, its, shift):

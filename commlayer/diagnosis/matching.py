@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog
+from commlayer.profiles.counted import named
 
 __all__ = ["Unlike", "difference", "message_difference", "shared_signature"]
 
@@ -66,7 +67,7 @@ def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | No
     most = max(counts, key=lambda value: (counts[value], -min(rank for rank in ranks if known[rank] == value)))
     odd = tuple(rank for rank in ranks if known[rank] != most)
     each = "; ".join(
-        f"{_ranks(rank for rank in ranks if known[rank] == value)}: {value}{unit}"
+        f"{named('rank', (rank for rank in ranks if known[rank] == value))}: {value}{unit}"
         for value in sorted(counts, key=lambda value: (value != most, str(value)))
     )
     return Unlike(what=what, odd=odd, words=f"{what} differs: {each}")
@@ -106,8 +107,3 @@ def message_difference(send: CallLog, recv: CallLog) -> str:
     if send.sent == recv.received or min(send.sent, recv.received) < 0:
         return ""
     return f"size differs: {send.sent} bytes are sent, {recv.received} are expected"
-
-
-def _ranks(ranks: object) -> str:
-    listed = list(ranks)  # type: ignore[call-overload]  # an iterable of int
-    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

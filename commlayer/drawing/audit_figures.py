@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
 from commlayer.drawing.figures import BEYOND, FIGURE_WIDTH, byte_axis
 from commlayer.drawing.style import BLUE, COLOURS, FAINT, INK, MARKERS, VERMILLION, name_rows, new_figure, styled
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.units import format_us
@@ -111,7 +112,7 @@ def late_figure(job: JobAudit) -> Figure:
     widths = [waited_us[rank] / 1e3 for rank in ranks]
     axes.barh(range(len(ranks)), widths, height=0.66, color=BLUE)
     for place, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
-        text = f" {format_us(waited_us[rank])} in {calls[rank]} calls"
+        text = f" {format_us(waited_us[rank])} in {counted(calls[rank], 'call')}"
         axes.text(width, place, text, va="center_baseline", color=FAINT, fontsize=8)
     name_rows(axes, [f"rank {rank}" + (f", {_plain(job.hosts[rank])}" if rank in job.hosts else "") for rank in ranks])
     axes.set_xlim(0, max(widths) * 1.25)

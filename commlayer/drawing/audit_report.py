@@ -10,6 +10,7 @@ from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, clock_text
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
 from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
 from commlayer.drawing.page import cards, figure, page, section, table
+from commlayer.profiles.counted import counted
 from commlayer.profiles.files import write_file
 from commlayer.profiles.printable import printable
 from commlayer.units import format_us
@@ -68,14 +69,14 @@ def _text(text: str) -> str:
 
 
 def _label(job: JobAudit) -> str:
-    return f"Measured over promised times of {len(job.groups)} groups"
+    return f"Measured over promised times of {counted(len(job.groups), 'group')}"
 
 
 def _header(job: JobAudit, notes: Sequence[str]) -> str:
     hosts = len(set(job.hosts.values()))
     facts = [
-        f"{len(job.hosts)} of {job.world_size} ranks on {hosts} host{'s' * (hosts > 1)}",
-        f"{len(job.groups)} group{'s' * (len(job.groups) != 1)}",
+        f"{len(job.hosts)} of {counted(job.world_size, 'rank')} on {counted(hosts, 'host')}",
+        counted(len(job.groups), "group"),
         f"written {clock_text(job.written_s)}",
     ]
     said = "".join(f'<p class="note">{escape(_text(note))}</p>\n' for note in notes)
@@ -144,7 +145,7 @@ def _groups(groups: Sequence[GroupTotals]) -> Iterable[str]:
     for index, group in enumerate(groups[:_MOST_GROUPS]):
         opened = " open" if index < _OPEN_GROUPS else ""
         ratio = group.measured_us / group.promised_us if group.promised_us else 0.0
-        about = f"{len(group.ranks)} ranks on {len(group.nodes)} nodes, {ratio:.2f} of what was promised"
+        about = f"{counted(len(group.ranks), 'rank')} on {counted(len(group.nodes), 'node')}, {ratio:.2f} of what was promised"
         lines = "".join(f'<p class="reason">{escape(_text(line))}</p>\n' for line in group_lines(group))
         yield (
             f"<details{opened}><summary><b>{escape(_text(group.name))}</b>: {escape(about)}</summary>\n{lines}"

@@ -13,6 +13,7 @@ from commlayer.drawing.efficiency import efficiency_figure
 from commlayer.drawing.figures import bench_figure, timeline_figure
 from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section, table
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
+from commlayer.profiles.counted import counted
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.price import Timeline
@@ -100,12 +101,15 @@ def _cards(result: BenchResult) -> str:
             f"{largest.chosen.ratio:.3f}",
             f"of flat's time at {format_bytes(largest.logical_bytes)}{_limit_words(largest)}",
         ),
-        (f"{median(errors):.0%}", f"error of the chosen plans' predicted times, median of {len(errors)} sizes")
+        (
+            f"{median(errors):.0%}",
+            f"error of the chosen plans' predicted times, median of {counted(len(errors), 'size')}",
+        )
         if errors
         else ("–", "no predictions"),
         (
             f"{median(to_best):.2f}",
-            f"chosen / best measured plan, median of {len(to_best)} sizes, at most {max(to_best):.2f}",
+            f"chosen / best measured plan, median of {counted(len(to_best), 'size')}, at most {max(to_best):.2f}",
         )
         if to_best
         else ("–", "no plans were run"),

@@ -46,6 +46,7 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import on_a_thread, within
+from commlayer.profiles.counted import named
 from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
@@ -409,10 +410,8 @@ class FailureDetector:
             if time.monotonic() < until and not is_early:
                 raise PeerError(f"{me}: its store is gone: {self._host_lost()} ({error})") from error
             missing = self._missing(store) or peers
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MOST_NAMED]))}"
-            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             raise CollectiveTimeoutError(
-                f"{me}: {names}{more} did not come within {timeout_s:g} s: look at the log of each"
+                f"{me}: {named('rank', missing, _MOST_NAMED)} did not come within {timeout_s:g} s: look at the log of each"
             ) from error
 
     def _answered(self, ask: Callable[[], _Answer], seconds: float, me: str) -> _Answer:

@@ -494,7 +494,7 @@ def test_modules_that_a_model_does_not_have_are_refused(model: str, module: str,
 def test_fp8_is_the_recipe_of_the_gpu_where_modules_are_made_again() -> None:
     job = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096)
     setup = Setup(gpus=8, precision="fp8", recompute="moe_act")
-    with pytest.raises(UsageError, match="precision fp8 is fp8-delayed on H100 .*, and fp8-delayed cannot cast"):
+    with pytest.raises(UsageError, match=r"precision fp8 is fp8-delayed on H100 .*, and fp8-delayed cannot cast"):
         Estimator(job, EOS, MEGATRON, efficiency=1).estimate(setup)
     blackwell = clusters.load("b200-hgx")  # whose fp8 is MXFP8
     assert Estimator(job, blackwell, MEGATRON, efficiency=1).estimate(setup).step_us > 0
