@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["counted", "named"]
+__all__ = ["counted", "listed"]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -12,7 +12,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def named(noun: str, names: Iterable[object], most: int | None = None) -> str:
+def listed(noun: str, names: Iterable[object], most: int | None = None) -> str:
     """Write which of the things called ``noun`` are meant, and of more than ``most`` how many more there are."""
     words = [str(name) for name in names]
     shown = words[:most]

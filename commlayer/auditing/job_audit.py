@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, PlanEvent, RankAudit
-from commlayer.profiles.counted import named
+from commlayer.profiles.counted import listed
 
 __all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits"]
 
@@ -82,7 +82,7 @@ class SlowNode:
 
     def __str__(self) -> str:
         on = f" ({self.host})" if self.host else ""
-        return f"node {self.node} of the group{on}, {named('rank', self.ranks)}: {self.rate:.0%} of the usual rate"
+        return f"node {self.node} of the group{on}, {listed('rank', self.ranks)}: {self.rate:.0%} of the usual rate"
 
 
 @dataclass

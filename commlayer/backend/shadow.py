@@ -36,7 +36,7 @@ from commlayer.backend.same_number import settle_own_call
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.plain import as_bytes
 from commlayer.failures.waits import bounded_reduce_scatter
-from commlayer.profiles.counted import named
+from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable
 from commlayer.scheduler.plan import Plan
@@ -313,7 +313,7 @@ class _Report:
         wrong = [member for member, each in enumerate(self._told) if each[1]]
         first = min(wrong, key=lambda member: (self._told[member][0], member))
         element, count = self._told[first][:2]
-        where = f"on {named('rank', (self._ranks[member] for member in wrong), _MOST_NAMED)}"
+        where = f"on {listed('rank', (self._ranks[member] for member in wrong), _MOST_NAMED)}"
         what = f"first in element {element} of rank {self._ranks[first]}{self._values(first)}"
         return f"{where}: {what}, {count} in all; {self._blame()}"
 

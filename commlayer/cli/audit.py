@@ -15,7 +15,7 @@ from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.profiles.counted import counted, named
+from commlayer.profiles.counted import counted, listed
 
 __all__ = ["audit_command"]
 
@@ -101,7 +101,7 @@ def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return named("rank", ranks, most=8)
+    return listed("rank", ranks, most=8)
 
 
 def _show(audit: JobAudit, show_all: bool) -> None:

@@ -13,7 +13,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.profiles.counted import counted, named
+from commlayer.profiles.counted import counted, listed
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.chrome_of_job import merged_events
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
@@ -113,7 +113,7 @@ def _notes(ranks: Sequence[Selected]) -> list[str]:
     notes = []
     if missing := _missing(ranks):
         notes.append(
-            f"no file of {named('rank', missing)} of {ranks[0].trace.world_size}: killed "
+            f"no file of {listed('rank', missing)} of {ranks[0].trace.world_size}: killed "
             "before the end, or not copied from another machine"
         )
     if full := [rank.trace for rank in ranks if rank.trace.num_dropped]:
@@ -123,7 +123,7 @@ def _notes(ranks: Sequence[Selected]) -> list[str]:
             f"{counted(most.num_dropped, 'entry', 'entries')}): compare the beginning only, with --until"
         )
     if len(ranks) > 1 and (unknown := [rank.trace.rank for rank in ranks if rank.trace.error_ns < 0]):
-        notes.append(f"clocks of {named('rank', unknown)} were not compared: their times say nothing about others")
+        notes.append(f"clocks of {listed('rank', unknown)} were not compared: their times say nothing about others")
     if not any(rank.calls for rank in ranks):
         notes.append("no call was recorded here")
     if unfinished := sum(not call.end_ns for rank in ranks for call in rank.calls):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog
-from commlayer.profiles.counted import named
+from commlayer.profiles.counted import listed
 
 __all__ = ["Unlike", "difference", "message_difference", "shared_signature"]
 
@@ -67,7 +67,7 @@ def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | No
     most = max(counts, key=lambda value: (counts[value], -min(rank for rank in ranks if known[rank] == value)))
     odd = tuple(rank for rank in ranks if known[rank] != most)
     each = "; ".join(
-        f"{named('rank', (rank for rank in ranks if known[rank] == value))}: {value}{unit}"
+        f"{listed('rank', (rank for rank in ranks if known[rank] == value))}: {value}{unit}"
         for value in sorted(counts, key=lambda value: (value != most, str(value)))
     )
     return Unlike(what=what, odd=odd, words=f"{what} differs: {each}")

@@ -46,7 +46,7 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import on_a_thread, within
-from commlayer.profiles.counted import named
+from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
@@ -411,7 +411,7 @@ class FailureDetector:
                 raise PeerError(f"{me}: its store is gone: {self._host_lost()} ({error})") from error
             missing = self._missing(store) or peers
             raise CollectiveTimeoutError(
-                f"{me}: {named('rank', missing, _MOST_NAMED)} did not come within {timeout_s:g} s: look at the log of each"
+                f"{me}: {listed('rank', missing, _MOST_NAMED)} did not come within {timeout_s:g} s: look at the log of each"
             ) from error
 
     def _answered(self, ask: Callable[[], _Answer], seconds: float, me: str) -> _Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from commlayer.profiles.counted import counted, named
+from commlayer.profiles.counted import counted, listed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,9 +16,9 @@ def test_one_is_singular_and_all_else_plural() -> None:
 
 
 def test_names_are_listed_up_to_the_most() -> None:
-    assert named("rank", [3]) == "rank 3"
-    assert named("rank", (rank for rank in (1, 2))) == "ranks 1, 2"
-    assert named("rank", range(5), most=2) == "ranks 0, 1 and 3 more"
+    assert listed("rank", [3]) == "rank 3"
+    assert listed("rank", (rank for rank in (1, 2))) == "ranks 1, 2"
+    assert listed("rank", range(5), most=2) == "ranks 0, 1 and 3 more"
 
 
 def test_no_plural_is_made_by_hand() -> None:
