@@ -18,13 +18,15 @@ __all__ = ["COLLECTIVES", "Peaks", "Resource", "SlowLink", "bus_factor"]
 class Resource(str, Enum):
     """The resource that a step occupies while it runs. A resource does one step at a time.
 
-    The first three are also the link classes on which curves are measured.
+    The first three are also the link classes on which curves are measured. ``host`` is the way between a device's memory and its
+    host's, on which only planned steps have copies.
     """
 
     INTER = "inter"
     INTRA = "intra"
     DEVICE = "device"
     COMPUTE = "compute"
+    HOST = "host"
 
     def __str__(self) -> str:
         return self.value

@@ -105,7 +105,8 @@ def numbered(program: Iterable[Item]) -> Iterator[Item]:
 
 @dataclass(slots=True)
 class Breakdown:
-    """The parts of a program's time, µs: by part of a step; what is waited for by lane, and by link class."""
+    """The parts of a program's time, µs: by part of a step; what is waited for by lane (what has none, by its part), and by link
+    class."""
 
     total_us: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Breakdown:
         """``us`` µs were waited for ``call``; the total has them already."""
         for kind, key in (
             (self.parts, call.part),
-            (self.exposed, call.lane),
+            (self.exposed, call.lane or call.part),
             (self.links, call.plan.traffic.link.value),
         ):
             kind[key] = kind.get(key, 0.0) + us

@@ -77,6 +77,7 @@ def estimate_command(
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
     request.check_precisions([setup.precision])
+    request.check_offload([setup.offload])
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)

@@ -24,6 +24,7 @@ from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -88,23 +89,27 @@ _WORDS = {
 }
 
 
-class _Recomputation(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A way of recomputation: a word, or modules joined by + or commas."""
+class _Modules(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A choice of what happens to modules' activations: one of ``words``, or modules joined by + or commas, which ``canonical``
+    puts in order."""
 
-    name = "recomputation"
+    def __init__(self, name: str, words: tuple[str, ...], canonical: Callable[[str], str]) -> None:
+        self.name, self.words, self.canonical = name, words, canonical
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            return canonical(str(value).replace(",", "+"))
+            return self.canonical(str(value).replace(",", "+"))
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"[{'|'.join(RECOMPUTE)}|MODULE+...]"
+        return f"[{'|'.join(self.words)}|MODULE+...]"
 
 
-RECOMPUTATION = _Recomputation()
+RECOMPUTATION = _Modules("recomputation", RECOMPUTE, canonical)
 _RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
+OFFLOADING = _Modules("offloading", (KEPT,), canonical_offload)
+_OFFLOAD_HELP = f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}."
 
 model_option = click.option(
     "--model",
@@ -195,12 +200,14 @@ space_options = in_order(
         for name, (values, text) in _WORDS.items()
     ),
     click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
+    click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
     click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
     click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
 )
 """Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
 
 _USUAL = {"zero": "1"}
+_MODULES = ("recompute", "offload")
 _STATE = (
     *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
     *("fp8_param_gather", "optimizer_offload_fraction"),
@@ -214,6 +221,7 @@ setup_options = in_order(
         for name, (values, text) in _WORDS.items()
     ),
     click.option("--recompute", type=RECOMPUTATION, default="none", show_default=True, help=_RECOMPUTE_HELP),
+    click.option("--offload-modules", "offload", type=OFFLOADING, default=KEPT, show_default=True, help=_OFFLOAD_HELP),
     click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]"),
 )
 """Add the options of one mapping, which :func:`read_setup` reads."""
@@ -242,6 +250,14 @@ class Request:
             raise UsageError(
                 "--fp8-param-gather: weights are kept in FP8 where products run in it: add --precision, such as fp8, or leave "
                 "it out"
+            )
+
+    def check_offload(self, offloads: Iterable[str]) -> None:
+        """Whether the software can offload any of what is asked. Raises UsageError where it can none."""
+        if not self.software.offloads and KEPT not in (asked := tuple(offloads)):
+            raise UsageError(
+                f"--offload-modules {asked[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, or "
+                "leave it out"
             )
 
 
@@ -357,7 +373,7 @@ def _is_profile(name: str) -> bool:
 def read_space(given: dict[str, Any]) -> Space:
     """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open."""
     chosen: dict[str, Any] = {}
-    for option in (*_DEGREES, *_WORDS, "recompute"):
+    for option in (*_DEGREES, *_WORDS, *_MODULES):
         name = option.replace("-", "_")
         values = given.pop(name)
         if values:
@@ -372,5 +388,5 @@ def read_setup(given: dict[str, Any], gpus: int) -> Setup:
     """Take what :func:`setup_options` gave out of ``given``, and return the mapping. Raises GroupError for degrees that
     do not divide.
     """
-    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS, "recompute")}
+    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS, *_MODULES)}
     return Setup(gpus=gpus, folded=given.pop("folded"), **{**chosen, "zero": int(chosen["zero"])})

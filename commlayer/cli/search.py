@@ -86,6 +86,7 @@ def search_command(
     request = read_request(given)
     space = read_space(given)
     request.check_precisions(space.precision)
+    request.check_offload(space.offload)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:

@@ -116,6 +116,7 @@ def what_if_command(
     kind, pair = _NAMES[given["vary"]], given["pair"]
     if kind != "precision":
         request.check_precisions(space.precision)
+    request.check_offload(space.offload)
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     plain = (Alternative(name="", software=request.software),)
     asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]

@@ -131,6 +131,7 @@ def memory_cells(estimate: StepEstimate) -> list[list[str]]:
         *rows,
         ["all", f"{memory.total / _GB:.2f}", f"{memory.total / limit:.1%}"],
         ["what a GPU has for it", f"{limit / _GB:.2f}", ""],
+        *[["activations in the host's memory", f"{memory.offloaded / _GB:.2f}", ""]] * (memory.offloaded > 0),
     ]
 
 

@@ -55,6 +55,7 @@ PARTS = {
     "pp": "#cc79a7",
     "gradients": "#a04a7b",
     "parameters": "#dba9c6",
+    "offload": "#6f5b94",
     "bubble": "#c4cad1",
     "optimizer": "#8b949e",
 }

@@ -24,6 +24,7 @@ _WORDS = {
     "pp": "pp exchanges",
     "gradients": "gradients that nothing hides",
     "parameters": "gathers of parameters that nothing hides",
+    "offload": "activations' way to the host and back",
     "bubble": "the pipeline's bubble",
     "optimizer": "the optimizer",
 }
@@ -144,6 +145,8 @@ def _changes(one: Setup, other: Setup) -> str:
         words.append(f"micro-batches of {one.micro_batch} instead of {other.micro_batch}")
     if one.recompute != other.recompute:
         words.append(f"{one.recompute} instead of {other.recompute} recomputation")
+    if one.offload != other.offload:
+        words.append(f"{one.offload} instead of {other.offload} offloaded")
     words += [
         f"{getattr(one, name)} instead of {getattr(other, name)}"
         for name in ("precision", "dispatch", "attention")

@@ -21,6 +21,7 @@ from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_note
 from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.precisions import recipe_of
 from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
@@ -177,6 +178,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"it recomputes no modules by name, got {setup.recompute}: choose none, selective or full": bool(
             modules_of(setup.recompute)
         ),
+        f"it offloads no modules by name, got {setup.offload}: choose offload none": setup.offload != KEPT,
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
         f"it has no {setup.schedule}: choose the schedule 1f1b or dualpipev": (
@@ -254,6 +256,8 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "AutoEP with tensor parallelism takes ZeRO 0 to 2": is_tensor and setup.ep > 1 and setup.zero == 3,
         "tensor parallelism of a MoE model needs autoep_size > 1": is_tensor and setup.ep == 1,
         "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        f"it offloads no modules by name, got {setup.offload}: choose offload none (activation_checkpointing.cpu_checkpointing "
+        "keeps the inputs of layers that it computes again in the host's memory)": setup.offload != KEPT,
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "its configuration has no FP8 training: choose bf16": setup.precision != "bf16",
         "AutoEP never drops tokens: leave the capacity factor out": job.capacity_factor is not None and setup.ep > 1,

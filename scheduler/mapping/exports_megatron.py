@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
+from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
@@ -70,17 +71,7 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
             "more tp than query groups"
         )
-    if software.dispatch_precision == "fp8":
-        notes.append(
-            "its all_to_all, DeepEP and Hybrid-EP send BF16 to the experts there: FP8 rows, as planned, are no option"
-        )
-    if setup.schedule == "1f1b-overlap":
-        notes.append(
-            "merged passes need Transformer Engine 2.8 or later, and more than 1 in CUDA_DEVICE_MAX_CONNECTIONS (32), although "
-            "tp and cp ask for 1 on Hopper"
-        )
-    if setup.zero >= 2:
-        notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
+    notes += _notes_on_ways(setup, software)
     if setup.precision == "fp8-deepgemm":
         notes.append(
             "DeepSeek's own kernels are no option there: the blockwise recipe has their format, and slower products (plan with "
@@ -94,6 +85,25 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
     if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
         notes.append("the router's scores and bias do not change the mapping: add their flags")
     return tuple(notes)
+
+
+def _notes_on_ways(setup: Setup, software: Software) -> Iterator[str]:
+    """The notes on what goes beside computation, or into the host's memory."""
+    if software.dispatch_precision == "fp8":
+        yield "its all_to_all, DeepEP and Hybrid-EP send BF16 to the experts there: FP8 rows, as planned, are no option"
+    if setup.schedule == "1f1b-overlap":
+        yield (
+            "merged passes need Transformer Engine 2.8 or later, and more than 1 in CUDA_DEVICE_MAX_CONNECTIONS (32), although "
+            "tp and cp ask for 1 on Hopper"
+        )
+    if setup.offload != KEPT:
+        yield (
+            "offloading needs Transformer Engine's layers, and NVTE_CPU_OFFLOAD_V1=1 from its version 2.10 on; tensors of less "
+            "than 1,048,576 elements stay; --fine-grained-offloading-max-inflight-offloads is of 2026: without it copies that are "
+            "slower than a layer hold memory for longer than planned"
+        )
+    if setup.zero >= 2:
+        yield f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1"
 
 
 def _check(job: Job, setup: Setup) -> None:
@@ -278,6 +288,11 @@ def _memory(job: Job, setup: Setup) -> Iterator[str]:
         yield from ("--recompute-granularity", "selective", "--recompute-modules", *named)
     elif setup.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    if setup.offload != KEPT:
+        modules = offloaded_modules(setup.offload)
+        named = (module for module in OFFLOADABLE if module in modules)
+        yield from ("--fine-grained-activation-offloading", "--offload-modules", *named)
+        yield from _flag("fine-grained-offloading-max-inflight-offloads", 1)  # as planned: a layer beside the next
     if setup.zero >= 1:
         yield "--use-distributed-optimizer"
         yield "--overlap-param-gather"

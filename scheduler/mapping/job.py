@@ -11,6 +11,7 @@ from commlayer.scheduler.mapping import pipeline_schedule
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
 from commlayer.scheduler.mapping.pipeline_schedule import (
     PipelineSchedule,
     chunks_of,
@@ -82,6 +83,8 @@ class Setup:
         folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp,
             and where it is more than that (or another factor of it) of cp too.
         schedule: of micro-batches in the pipeline (:mod:`commlayer.scheduler.mapping.pipeline_schedule`).
+        offload: activations that lie in the host's memory until their backward pass, by Megatron's names of modules
+            (:mod:`commlayer.scheduler.mapping.offloading`); ``none``: all stay.
 
     Raises:
         UsageError: a number or a word out of its range; a schedule that does not go with the other degrees, with what is
@@ -104,15 +107,12 @@ class Setup:
     zero: int = 1
     folded: bool = True
     schedule: PipelineSchedule = "1f1b"
+    offload: Offload = KEPT
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
         if type(self.zero) is not int or not 0 <= self.zero <= 3:
             raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
-        if (recompute := canonical(self.recompute)) != self.recompute:
-            raise UsageError(
-                f"recompute: expected each module once, in this order: {recompute!r}, got {self.recompute!r}"
-            )
         words = {
             "precision": Precision,
             "dispatch": Dispatch,
@@ -127,14 +127,22 @@ class Setup:
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
         if self.schedule != "1f1b":
             self._check_schedule()
-        why = unfit_modules(self.recompute, precision=self.precision, is_merged=self.is_merged)
-        if why:
-            raise UsageError(f"recompute {self.recompute}: {why}")
+        self._check_activations()
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
                 f"cp={self.cp}: change them, or let the mapping fold"
             )
+
+    def _check_activations(self) -> None:
+        ordered = {"recompute": canonical(self.recompute), "offload": canonical_offload(self.offload)}
+        for name, modules in ordered.items():
+            if (given := getattr(self, name)) != modules:
+                raise UsageError(f"{name}: expected each module once, in this order: {modules!r}, got {given!r}")
+        if why := unfit_modules(self.recompute, precision=self.precision, is_merged=self.is_merged):
+            raise UsageError(f"recompute {self.recompute}: {why}")
+        if why := unfit_offload(self.offload, self.recompute):
+            raise UsageError(f"offload {self.offload}: {why}")
 
     def _check_schedule(self) -> None:
         why = unfit(self.schedule, self.pp, self.vpp)
@@ -279,6 +287,7 @@ class Setup:
             "" if self.zero == 1 else f"ZeRO {self.zero}",
             "" if self.folded else "unfolded",
             "" if self.schedule == "1f1b" else self.schedule,
+            "" if self.offload == KEPT else f"offload {self.offload}",
         ]
         return ", ".join(word for word in words if word)
 

@@ -10,6 +10,8 @@ What is hidden, and behind what:
   experts are whole (etp 1).
 - tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is predicted to take less all the same.
 - what ``selective`` recomputation sends again is issued at the beginning of the layer's backward pass (MegaScale-MoE, figure 8b).
+- what a layer has in the host's memory (mapping/host_copies.py), behind its neighbour: what the layer before sends there
+  leaves while this one computes forward, and what the layer below needs comes back beside this one's backward pass.
 - merged (:meth:`LayerBuilder.merged`): tokens of one micro-batch behind what another's computes, forward and backward, in the
   order of Megatron-Core's model_chunk_schedule_plan.py and of DeepSeek-V3's figure 4.
 
@@ -34,8 +36,10 @@ from commlayer.scheduler.mapping.dispatch_kernels import (
     NCCL_MULTIPROCESSORS,
 )
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
+from commlayer.scheduler.mapping.host_copies import host_copy
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
+from commlayer.scheduler.mapping.memory import offloaded_layer_bytes
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import Software, splits_ffn
@@ -233,9 +237,8 @@ class LayerBuilder:
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
         work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
-        return self._forward(
-            setup, work, self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
-        )
+        at = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
+        return self._beside_copies("offload", setup, is_moe, self._forward(setup, work, at))
 
     def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
@@ -248,7 +251,15 @@ class LayerBuilder:
             resent |= {place: resent[place][:1] for place in gathered}
             return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
         remade, resent = _remade(setup, work, resent, is_moe)
-        return sequence(remade, self._backward(setup, work, at, resent))
+        return self._beside_copies("reload", setup, is_moe, sequence(remade, self._backward(setup, work, at, resent)))
+
+    def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
+        """With the copies to the host, or from it, that are under way meanwhile: as many bytes as the layer itself has there."""
+        nbytes = offloaded_layer_bytes(self.job, setup, self.cluster.gpu, software=self.software, is_moe=is_moe)
+        if not nbytes:
+            return program
+        copy = host_copy(name, nbytes, self.cluster.gpu)
+        return [Issue(copy), *program, Wait(copy)]
 
     def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch and its backward pass of another, merged: one computes while the other's
@@ -266,7 +277,7 @@ class LayerBuilder:
         home = self._expert_parts(work, back, levels, is_forward=False, puts_off=True)
         before, after = self._forward_around(setup, work, there)
         before_back, after_back, later = self._backward_around(setup, work, back, resent, puts_off=True)
-        return sequence(
+        program = sequence(
             remade,
             before_back,
             home.first,
@@ -289,6 +300,7 @@ class LayerBuilder:
             forth.last,
             after,
         )
+        return self._beside_copies("offload and reload", setup, is_moe, program)
 
     def timed(self, program: Sequence[Item]) -> Breakdown:
         """The times of ``program``, with calls of different axes in each other's way."""

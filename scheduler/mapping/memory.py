@@ -19,6 +19,7 @@ from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
+from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_schedule import in_flight_chunks
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
 from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
@@ -32,11 +33,16 @@ __all__ = [
     "kept_elements",
     "monta_activation_bytes",
     "monta_parallel_activation_bytes",
+    "offloaded_elements",
+    "offloaded_layer_bytes",
     "state_bytes_per_parameter",
 ]
 
 _WEIGHT = 2  # bytes of a BF16 weight or activation
 _LOGIT = 6  # BF16 logits, and their FP32 copy that the loss keeps
+_LAYERS_AHEAD = 2
+"""The layers whose offloaded activations are on the GPU all the same: that which computes, and its neighbour, whose copies are
+under way."""
 
 
 class LayerElements(NamedTuple):
@@ -126,6 +132,54 @@ def _attention_elements(model: ModelShape, tp: int) -> tuple[float, float, float
     )
 
 
+@lru_cache(maxsize=1024)
+def offloaded_elements(
+    model: ModelShape,
+    offload: Offload,
+    recompute: Recompute,
+    attention: Attention,
+    tp: int,
+    etp: int,
+    operand: float = 1.0,
+    gated: float = 1.0,
+    original: float = 1.0,
+) -> tuple[LayerElements, LayerElements]:
+    """Count what of :func:`kept_elements` leaves the GPU, and what crosses to the host for it, of a layer with experts (a dense
+    one has ``attention`` alone: its second norm and its FFN are no modules of these).
+
+    More crosses than leaves where two modules keep one tensor (attention's output crosses for both, and leaves with the second),
+    and where it is computed again as well. ``operand``, ``gated``: as there. ``original``: what crosses of an element that goes
+    into the experts' first product, in BF16 elements: Megatron-Core keeps it in BF16 for that, but with MXFP8.
+    """
+    modules = offloaded_modules(offload)
+    query, keys_values, output = _attention_elements(model, tp)
+    remade, is_selective = modules_of(recompute), recompute == "selective"
+    latent, hidden = model.latent, model.hidden
+    is_cast, copies = operand < 1 and not is_selective, 2 if attention == "ulysses" and not is_selective else 1
+    norm = 0.0 if is_selective or "layernorm" in remade else operand * hidden
+    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
+    expanded = 0.0 if "mla_up_proj" in remade else query + keys_values
+    fused = 0.0 if latent else hidden
+    has_own_output = copies > 1 or is_cast or "attn_proj" in modules
+    first = (model.matrices - 1) * (gated if model.gated else 1.0) * model.width / etp
+    parts = {  # what leaves, and what crosses, for each token
+        "attn_norm": (hidden - fused, hidden - fused),
+        "qkv_linear": (norm + fused + (0.0 if is_selective else down), operand * hidden + fused + down),
+        "core_attn": (expanded + output * has_own_output, query + keys_values + output),
+        "attn_proj": (output * (copies - 1 + operand * is_cast), operand * output),
+        "mlp_norm": (hidden, hidden),
+        "expert_fc1": (0.0, 0.0) if is_selective else (operand * hidden, original * hidden),
+        "moe_act": (first, first),
+    }
+
+    def counted(side: int) -> LayerElements:
+        found = {module: parts[module][side] for module in modules}
+        shared, row = found.pop("mlp_norm", 0.0), found.pop("expert_fc1", 0.0) + found.pop("moe_act", 0.0)
+        return LayerElements(attention=sum(found.values()), dense=0.0, shared=shared, row=row)
+
+    return counted(0), counted(1)
+
+
 def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
     """Micro-batches whose activations ``stage`` holds at once, at most, each through all chunks of the stage
     (:func:`~commlayer.scheduler.mapping.pipeline_schedule.in_flight_chunks`).
@@ -176,7 +230,7 @@ def estimate(
     over = parameters.replicas(setup, software)
     adam = software.adam_bytes * (1 - software.offloaded_optimizer)
     per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes, adam) for number in over]
-    most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0)
+    most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for held in parameters.held(job.model, setup, software):
         stage = held.stage
         weights, gradients, optimizer = (
@@ -185,23 +239,45 @@ def estimate(
         if recipe is not None and gpu is not None and setup.zero < 3:
             copies = recipe.copies(gpu) * recipe.copy_bytes() - (_WEIGHT if software.keeps_fp8_weights else 0)
             weights += copies * parameters.multiplied_elements(job.model, setup, software, stage.number)
-        activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
+        passes = in_flight(setup, stage.number, micro_batches)
         if (
             setup.schedule == "1f1b-overlap"
         ):  # a layer of a forward task is there before one of the backward task is freed
-            activations *= in_flight(setup, stage.number, micro_batches) + 1 / stage.layers
-        else:
-            activations *= in_flight(setup, stage.number, micro_batches)
+            passes += 1 / stage.layers
+        activations = (stage.sparse * sizes.sparse + stage.dense * sizes.dense) * passes
         if setup.has_head(stage.number):
             activations += sizes.logits
             activations += sizes.modules * in_flight(setup, stage.number, micro_batches)
-        buffers = sizes.working * (2 if setup.is_merged else 1)  # both tasks have a layer under way
+        tasks = 2 if setup.is_merged else 1  # both have a layer under way
+        buffers = sizes.working * tasks
+        away = 0.0
+        if setup.offload != KEPT:
+            left = stage.sparse * sizes.offloaded.sparse_left + stage.dense * sizes.offloaded.dense_left
+            activations -= left * passes
+            buffers += left * min(passes, _LAYERS_AHEAD * tasks / stage.layers)
+            away = stage.sparse * sizes.offloaded.sparse_crosses + stage.dense * sizes.offloaded.dense_crosses
+            away *= passes
         if setup.zero >= 2:
             buffers += _absent(held, over) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
         if (total := weights + gradients + optimizer + activations + buffers) > most:
-            most, fullest = total, (weights, gradients, optimizer, activations, buffers)
-    weights, gradients, optimizer, activations, buffers = fullest
-    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers)
+            most, fullest = total, (weights, gradients, optimizer, activations, buffers, away)
+    weights, gradients, optimizer, activations, buffers, away = fullest
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        buffers=buffers,
+        offloaded=away,
+    )
+
+
+def offloaded_layer_bytes(
+    job: Job, setup: Setup, gpu: Gpu | None = None, *, software: Software = MEGATRON, is_moe: bool = True
+) -> float:
+    """Bytes that cross to the host for one layer and a micro-batch, and come back for its backward pass."""
+    found = _offloaded(job, setup, software, None if gpu is None else recipe_of(setup.precision, gpu))
+    return found.sparse_crosses if is_moe else found.dense_crosses
 
 
 def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float:
@@ -209,31 +285,71 @@ def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float
     return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 
 
+class _Offloaded(NamedTuple):
+    """Bytes that leave the GPU of a layer with experts, or a dense one, and a micro-batch, and those that cross for it."""
+
+    sparse_left: float
+    sparse_crosses: float
+    dense_left: float
+    dense_crosses: float
+
+
+_NOTHING = _Offloaded(0.0, 0.0, 0.0, 0.0)
+
+
+def _offloaded(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Offloaded:
+    if setup.offload == KEPT:
+        return _NOTHING
+    tokens, rows = _tokens_and_rows(job, setup)
+    operand, gated = _formats(software, recipe)
+    original = operand if recipe is not None and recipe.megatron == "mxfp8" else 1.0
+    way = (setup.offload, setup.recompute, setup.attention, setup.tp, setup.etp)
+    found = []
+    for each in offloaded_elements(job.model, *way, operand, gated, original):
+        found.append(_WEIGHT * (tokens * (each.attention + each.shared) + rows * each.row))
+        found.append(_WEIGHT * tokens * each.attention)
+    sparse_left, dense_left, sparse_crosses, dense_crosses = found
+    return _Offloaded(sparse_left, sparse_crosses, dense_left, dense_crosses)
+
+
 class _Sizes(NamedTuple):
     """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of what modules of multi-token
-    prediction keep beside their layers (both hidden states, and their norms), of the largest temporary tensors."""
+    prediction keep beside their layers (both hidden states, and their norms), of the largest temporary tensors; and what of a
+    layer is offloaded."""
 
     sparse: float
     dense: float
     logits: float
     modules: float
     working: float
+    offloaded: _Offloaded
 
 
-def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Sizes:
-    """``tokens`` are a rank's share of a micro-batch, ``rows`` what its experts take of it.
+def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
+    """A rank's share of a micro-batch's tokens, and the rows that its experts take of it.
 
     The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a capacity its buffers are as
     large as the capacity, whatever the routing; without one the busiest rank has ``imbalance`` times the mean, where there are
     others that have other experts.
     """
-    model, tp = job.model, setup.tp
-    tokens = setup.micro_batch * job.sequence / (setup.cp * tp)
+    tokens = setup.micro_batch * job.sequence / (setup.cp * setup.tp)
     spread = min(job.imbalance, setup.ep)
     if job.capacity_factor is not None:
         spread = job.capacity_factor
+    return tokens, (tokens if job.model.moe_layers else 0.0) * job.model.top_k * setup.etp * spread
+
+
+def _formats(software: Software, recipe: Recipe | None) -> tuple[float, float]:
+    """What is kept of an element that goes into a product, and into a gated activation function, in BF16 elements."""
+    operand = 1.0 if recipe is None else recipe.copy_bytes() / _WEIGHT
+    return operand, 1 / _WEIGHT if software.keeps_fp8_activations else 1.0
+
+
+def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Sizes:
+    model, tp = job.model, setup.tp
+    tokens, rows = _tokens_and_rows(job, setup)
     routed = tokens if model.moe_layers else 0.0
-    rows = routed * model.top_k * setup.etp * spread
+    operand, gated = _formats(software, recipe)
     kept, again = _layer_elements(
         _Layer(
             model,
@@ -242,8 +358,8 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
             tp,
             setup.cp,
             setup.etp,
-            1.0 if recipe is None else recipe.copy_bytes() / _WEIGHT,
-            1 / _WEIGHT if software.keeps_fp8_activations else 1.0,
+            operand,
+            gated,
         ),
         _keeps(setup, software),
     )
@@ -265,6 +381,7 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         logits=_LOGIT * tokens * model.vocabulary * (1 + model.mtp_layers),  # tp · tokens meet 1 / tp of the vocabulary
         modules=_WEIGHT * tokens * 4 * model.hidden * model.mtp_layers,
         working=_WEIGHT * working,
+        offloaded=_offloaded(job, setup, software, recipe),
     )
 
 

@@ -21,6 +21,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
+from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.recomputation import modules_in, unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
@@ -225,12 +226,17 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
 
     Raises:
         UsageError: tp does not divide the heads (or the width of an FFN that the software splits over it), ep the experts, etp
-            an expert's width; the layers do not go into pp · vpp chunks; or cp with linear attention, whose states no software
-            here passes on. Names the number and what it must divide.
+            an expert's width; the layers do not go into pp · vpp chunks; cp with linear attention, whose states no software
+            here passes on; or activations that are offloaded by software that has no way to. Names the number and what it must
+            divide.
     """
     held(model, setup, software)
     if why := unfit_modules(setup.recompute, precision="", is_merged=False, there=modules_in(model)):
         raise UsageError(f"recompute {setup.recompute} of {model.name}: {why}")
+    if setup.offload != KEPT and not software.offloads:
+        raise UsageError(
+            f"offload {setup.offload}: {software.name} keeps activations on the GPU: take the software megatron, or offload none"
+        )
     if model.linear is not None and setup.cp > 1:
         raise UsageError(
             f"cp={setup.cp}: {model.name} has layers of linear attention, which are planned without it: take cp=1"

@@ -14,6 +14,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import layer_kinds
+from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.step_collectives import step_exchanges
@@ -66,12 +67,15 @@ def rank_graph(estimator: Estimator, setup: Setup, stage: int) -> list[RankNode]
 
     Raises:
         UsageError: what a graph of single calls has no words for (merged passes and DualPipe, the ring of context parallelism,
-            tokens in two levels), or more than a million nodes; a mapping that the estimator refuses.
+            tokens in two levels, activations in the host's memory), or more than a million nodes; a mapping that the estimator
+            refuses.
         GroupError: degrees that do not divide the batch.
     """
     setup.check(estimator.job)
     if setup.schedule != "1f1b":
         raise UsageError(f"a graph has whole passes, in the order of 1f1b: got the schedule {setup.schedule}")
+    if setup.offload != KEPT:
+        raise UsageError(f"a graph has no copies to the host: got offload {setup.offload}; keep activations on the GPU")
     if modules := estimator.job.model.mtp_layers:
         raise UsageError(f"a graph has no modules of multi-token prediction: got {modules}; set mtp to 0")
     if setup.cp > 1 and setup.attention == "tensor":

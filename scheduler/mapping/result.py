@@ -15,13 +15,15 @@ __all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory", "describe_va
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of the fullest GPU. ``buffers``: what communication and the largest temporary tensors need."""
+    """Bytes of the fullest GPU. ``buffers``: what communication and the largest temporary tensors need. ``offloaded``: of its
+    activations, that lie in the host's memory meanwhile; no part of ``total``."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     buffers: float
+    offloaded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -55,8 +57,8 @@ class StepEstimate:
         step_us: of the whole step. tokens_per_s: of all GPUs. mfu: model FLOPs over peak (causal attention counted by half).
         parts: step_us taken apart, by name, in order; they add up to it: attention, experts, dense, memory (what is bound by
             it: norms, SwiGLU, permutations), head, recompute, dispatch, combine, tp, cp, pp, gradients, parameters (what is
-            exposed of each), bubble, optimizer.
-        exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp).
+            exposed of each), bubble, optimizer; and offload, where activations cross to the host.
+        exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp, and offload: to the host).
         traffics: every collective of a step, of one rank of the last stage. forward, backward: the simulated course of the first
             stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
             one layer where nothing of that is overlapped. merged: of one layer, forward with one micro-batch and backward with

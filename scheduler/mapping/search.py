@@ -27,6 +27,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.offloading import KEPT, unfit_offload
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
@@ -71,9 +72,9 @@ Progress = Callable[[int, int], None]
 class Estimates(Protocol):
     """The interface of an estimator to the search (:class:`commlayer.scheduler.mapping.simulate.Estimator` is one).
 
-    No bound exceeds what it is a bound of; and with ZeRO up to 2 recomputing more makes no step shorter (with 3 it can:
-    gathers of weights hide behind it). ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take
-    set aside.
+    No bound exceeds what it is a bound of; and with ZeRO up to 2 and nothing offloaded recomputing more makes no step shorter
+    (with 3 it can: gathers of weights hide behind it; and what is computed again need not come back from the host).
+    ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take set aside.
     """
 
     @property
@@ -366,7 +367,7 @@ class _Frontier:
 
 def _is_by_itself(setup: Setup) -> bool:
     """Recomputation may make it shorter (:class:`Estimates`)."""
-    return setup.zero == 3
+    return setup.zero == 3 or setup.offload != KEPT
 
 
 def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
@@ -399,7 +400,7 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
             yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
         elif values and all(job.gpus % value for value in values):
             yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
-    yield from _unfit_recomputation(model, gpu, space)
+    yield from _unfit_activations(model, gpu, space)
     if space.pp and space.vpp:
         pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
         if all(pairs):
@@ -410,7 +411,7 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 
 
-def _unfit_recomputation(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[str]:
+def _unfit_activations(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[str]:
     there = [word for word in space.precision if not why_not(word, gpu)]
     ways = itertools.product(space.recompute, there, map(merges, space.schedule))
     unfit_ways = [unfit_recomputation(model, gpu, *way) for way in ways]
@@ -418,6 +419,9 @@ def _unfit_recomputation(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[
         yield f"recompute {_or(space.recompute)}: {unfit_ways[0]}"
     if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
         yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or selective"
+    refused = [unfit_offload(*each) for each in itertools.product(space.offload, space.recompute)]
+    if all(refused):
+        yield f"offload {_or(space.offload)}: {refused[0]}"
 
 
 def _or(values: tuple[object, ...]) -> str:
@@ -487,7 +491,7 @@ def _leanest(space: Space) -> Space:
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
         vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
         schedule=(schedule,),
-        recompute=(most,) if most in RECOMPUTE[1:] else recompute,
+        recompute=(most,) if most in RECOMPUTE[1:] and set(space.offload) == {KEPT} else recompute,
         zero=(max(space.zero),),
     )
 

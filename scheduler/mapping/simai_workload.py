@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.parameters import stages
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.step_collectives import StepCollective, step_exchanges
@@ -52,8 +53,8 @@ def simai_workload(estimator: Estimator, setup: Setup) -> str:
     """The workload of the mapping: of a stage with the most layers, as SimAI has one for all.
 
     Raises:
-        UsageError: what it has no word for (context parallelism, split experts, other schedules than 1F1B, tokens in two levels,
-            data parallelism over tp ranks too, tied embeddings over stages); more than a million rows.
+        UsageError: what it has no word for (context parallelism, split experts, other schedules than 1F1B, offloading, tokens in
+            two levels, data parallelism over tp ranks too, tied embeddings over stages); more than a million rows.
         GroupError: degrees that do not divide the batch.
     """
     job, software = estimator.job, estimator.software
@@ -63,6 +64,7 @@ def simai_workload(estimator: Estimator, setup: Setup) -> str:
         f"split experts, etp={setup.etp}": setup.etp > 1,
         f"multi-token prediction, mtp={job.model.mtp_layers}": job.model.mtp_layers > 0,
         f"the schedule {setup.schedule}": setup.schedule != "1f1b",
+        f"activations in the host's memory, offload={setup.offload}": setup.offload != KEPT,
         f"layers that send their own gradients, zero={setup.zero}": setup.zero > 1,
     }
     if reasons := [reason for reason, stands in refusals.items() if stands]:

@@ -28,6 +28,7 @@ from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, layer_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, hops, is_dual
@@ -188,6 +189,7 @@ class Estimator:
             notes=(
                 *self.notes,
                 *self._dispatch_notes(setup, stages),
+                *self._offload_notes(setup),
                 *self._doubts(of_step / self.cluster.gpu.bf16_tflops),
             ),
         )
@@ -197,6 +199,24 @@ class Estimator:
         note = self._builder(setup).dispatch_note(setup)
         if note and any(stage.sparse for stage in stages):
             yield note
+
+    def _offload_notes(self, setup: Setup) -> Iterator[str]:
+        """What crosses to the host, and which of the modules that were named frees nothing."""
+        if setup.offload == KEPT:
+            return
+        job, gpu = self._job(setup), self.cluster.gpu
+        size = memory.offloaded_layer_bytes(job, setup, gpu, software=self.software, is_moe=job.model.moe_layers > 0)
+        needed = self.memory(setup)
+        yield (
+            f"{size / 1e6:,.0f} MB of a layer and a micro-batch cross to the host and back, at {gpu.host_gbps:g} GB/s each way, "
+            f"beside a neighbouring layer's work; the fullest GPU has {needed.offloaded / 1e9:.1f} GB in the host's memory"
+        )
+        modules = offloaded_modules(setup.offload)
+        for module in sorted(modules):
+            others = canonical_offload("+".join(modules - {module}) or KEPT)
+            is_fit = not unfit_offload(others, setup.recompute)
+            if is_fit and self.memory(replace(setup, offload=others)).total <= needed.total:
+                yield f"offloading {module} frees nothing here"
 
     def _doubts(self, mfu: float) -> Iterator[str]:
         """The caution that a reader of an estimate should know about its inputs."""
@@ -324,7 +344,7 @@ class Estimator:
         degrees: tuple[object, ...] = (setup.tp, setup.cp, setup.micro_batch)
         if is_moe:
             degrees += (setup.ep, setup.etp, setup.dispatch, setup.folded)
-        ways = (setup.recompute, setup.precision, setup.attention, max(setup.zero, 1))
+        ways = (setup.recompute, setup.precision, setup.attention, max(setup.zero, 1), setup.offload)
         # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
         size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances or not setup.folded else 0
         return (is_moe, *degrees, *ways, size)
@@ -529,7 +549,7 @@ class Estimator:
 _Value = TypeVar("_Value")
 _ORDER = (
     *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),
-    *("gradients", "parameters", "bubble", "optimizer"),
+    *("gradients", "parameters", "offload", "bubble", "optimizer"),
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
 

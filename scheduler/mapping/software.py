@@ -74,6 +74,7 @@ class Software:
             (Megatron-LM's --fp8-param-gather).
         keeps_fp8_activations: what goes into a gated activation function is kept in FP8 for the backward pass
             (Megatron-LM's --activation-func-fp8-input-store).
+        offloads: it can have activations in the host's memory until their backward pass (``Setup.offload``).
         offloaded_optimizer: the part of the optimizer's state that lies in the host's memory, and is stepped there.
     """
 
@@ -105,6 +106,7 @@ class Software:
     moment_bytes: tuple[int, int] = (4, 4)
     keeps_fp8_weights: bool = False
     keeps_fp8_activations: bool = False
+    offloads: bool = True
     offloaded_optimizer: float = 0.0
 
     @property
@@ -149,6 +151,7 @@ COMMLAYER = Software(
     count_words=(12, 8, 2),
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
+    offloads=False,
 )
 """This project's own layers, with plans, lanes and overlap."""
 SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON, PLANNED)}

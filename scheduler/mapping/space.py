@@ -23,6 +23,7 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
   nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange by
   all_to_all to hide.
+- Activations are offloaded as Megatron-Core takes it (:mod:`commlayer.scheduler.mapping.offloading`).
 - a recipe of FP8 only where the GPU has it (mapping/precisions.py).
 """
 
@@ -39,6 +40,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
+from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import (
@@ -79,6 +81,7 @@ class Space:
     zero: tuple[int, ...] = (1,)
     folded: tuple[bool, ...] = (True, False)
     schedule: tuple[PipelineSchedule, ...] = ("1f1b",)
+    offload: tuple[Offload, ...] = (KEPT,)
     within_domain: bool = True
 
     def __str__(self) -> str:
@@ -105,6 +108,9 @@ class Space:
         if not self.recompute:
             raise UsageError(f"recompute: expected some of {', '.join(RECOMPUTE)}, or modules, got {self.recompute!r}")
         object.__setattr__(self, "recompute", tuple(map(canonical, self.recompute)))
+        if not self.offload:
+            raise UsageError(f"offload: expected {KEPT}, or modules, got {self.offload!r}")
+        object.__setattr__(self, "offload", tuple(map(canonical_offload, self.offload)))
         for name, known in allowed.items():
             values = getattr(self, name)
             if not values or any(value not in known for value in values):
@@ -131,6 +137,7 @@ class Family(NamedTuple):
     attention: Attention
     folded: bool
     schedule: PipelineSchedule
+    offload: Offload
     recompute: tuple[Recompute, ...]
     dispatch: tuple[Dispatch, ...]
     zero: tuple[int, ...]
@@ -157,7 +164,7 @@ class Family(NamedTuple):
         """Without Setup's own checks, which took most of the time: :func:`families` keeps the same rules, as tests show."""
         setup = object.__new__(Setup)
         own = (self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp, self.vpp, self.micro_batch)
-        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule)
+        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule, self.offload)
         for put, value in zip(_PUT, (*own, *words), strict=True):
             put(setup, value)
         return setup
@@ -186,7 +193,11 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
 
 def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     """The valid setups by family."""
-    ways = recompute_chains(space.recompute)
+    ways = [
+        (offload, chain)
+        for offload in dict.fromkeys(space.offload)
+        for chain in recompute_chains(space.recompute, offload)
+    ]
     is_unfit = cache(partial(unfit_recomputation, job.model, cluster.gpu))
     precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
     dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
@@ -203,17 +214,20 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                 if not sent:
                     continue
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
-                for recompute in ways:
+                for offload, recompute in ways:
                     words = _ways(schedule, pp, recompute, zeros)
                     if words is None or is_unfit(recompute[0], precision, merges(schedule)):
                         continue
-                    yield Family(*own, words[0], sent, words[1])
+                    yield Family(*own, offload, words[0], sent, words[1])
 
 
-def recompute_chains(words: Iterable[Recompute]) -> list[tuple[Recompute, ...]]:
+def recompute_chains(words: Iterable[Recompute], offload: Offload = KEPT) -> list[tuple[Recompute, ...]]:
     """Ways of recomputation in chains of which each computes more than the one before: the three words, and modules each by
-    themselves, for which of two sets takes longer is not known before they are timed."""
+    themselves, for which of two sets takes longer is not known before they are timed. Beside ``offload`` each that goes with it
+    is by itself: what is computed again need not cross."""
     every = sorted(set(words), key=recompute_order)
+    if offload != KEPT:
+        return [(word,) for word in every if not unfit_offload(offload, word)]
     plain = tuple(word for word in every if not modules_of(word))
     return [*([plain] if plain else []), *((word,) for word in every if modules_of(word))]
 
