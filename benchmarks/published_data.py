@@ -28,10 +28,11 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One published measurement of a training step.
 
     ``overlap``: of the exchange with experts: none, 1f1b (another micro-batch's computation, as Megatron-Core), dualpipe,
-    operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or selective. ``balance``: forced
-    (the router is made even) or natural. ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold.
-    ``also``: the same configuration in other releases. ``assumed``: what the source leaves open, and what was taken why.
-    ``cannot``: why the planner cannot express it. ``doubt``: what the source itself says against a comparison.
+    operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or selective. ``offload``:
+    Megatron's modules whose inputs are in the host's memory. ``balance``: forced (the router is made even) or natural.
+    ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold. ``also``: the same configuration in
+    other releases. ``assumed``: what the source leaves open, and what was taken why. ``cannot``: why the planner cannot express
+    it. ``doubt``: what the source itself says against a comparison.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     dispatcher: Literal["nccl", "deepep", "hybridep"] = "nccl"
     overlap: Literal["none", "1f1b", "dualpipe", "operators"] = "none"
     recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     zero: int = 1
     mtp: int = 0
     balance: Literal["forced", "natural"] = "forced"

@@ -16,6 +16,7 @@ from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.mapping import catalog, clusters, flops
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import canonical
@@ -146,6 +147,7 @@ def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
         schedule=schedule,
         attention="ulysses" if row.software == "megascale" else "tensor",
         zero=row.zero,
+        offload=canonical_offload("+".join(row.offload) or KEPT),
     )
     if "recompute" in row.assumed and not row.recompute:
         for recompute in ("none", "selective", "full"):

@@ -55,6 +55,11 @@ class PlannedCall:
             if not 0 <= part < 1:
                 raise UsageError(f"{self.name}: expected parts of the GPU from 0 up to 1, got {part}")
 
+    @property
+    def row(self) -> str:
+        """The lane to which its time counts; where it has none, its part of a step."""
+        return self.lane or self.part
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -117,7 +122,7 @@ class Breakdown:
         """``us`` µs were waited for ``call``; the total has them already."""
         for kind, key in (
             (self.parts, call.part),
-            (self.exposed, call.lane or call.part),
+            (self.exposed, call.row),
             (self.links, call.plan.traffic.link.value),
         ):
             kind[key] = kind.get(key, 0.0) + us

@@ -149,7 +149,7 @@ def _scope(name: str, forecast: Forecast) -> str:
 
 
 def _lanes(forecast: Forecast) -> list[str]:
-    return sorted({times.call.lane for times in forecast.calls.values()}, key=lane_place)
+    return sorted({times.call.row for times in forecast.calls.values()}, key=lane_place)
 
 
 def _rows(forecast: Forecast) -> Iterator[_Row]:
@@ -157,7 +157,7 @@ def _rows(forecast: Forecast) -> Iterator[_Row]:
     program += [(f"wait for {name}", start, end, {}) for name, start, end in forecast.waited if end > start]
     yield _Row("program", sorted(program, key=lambda event: event[1:3]))
     for lane in _lanes(forecast):
-        times = [each for each in forecast.calls.values() if each.call.lane == lane]
+        times = [each for each in forecast.calls.values() if each.call.row == lane]
         yield _Row(lane or "no lane", [_call(each) for each in sorted(times, key=lambda each: each.issued_us)])
     for resource in Resource:
         steps = [step for each in forecast.calls.values() for step in _steps(each, resource)]
@@ -192,7 +192,7 @@ def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> N
     for colour, each in spans.items():
         _bars(axes, 0, each, unit_us, colour, 1.0)
     for row, lane in enumerate(lanes, start=1):
-        times = [each for each in forecast.calls.values() if each.call.lane == lane]
+        times = [each for each in forecast.calls.values() if each.call.row == lane]
         colour = LANE_COLOURS.get(lane, FAINT)
         _bars(axes, row, [(each.issued_us, each.end_us) for each in times], unit_us, colour, _PALE)
         _bars(axes, row, [span for each in times for span in each.spans], unit_us, colour, 1.0)

@@ -119,7 +119,11 @@ class StreamTransport:
         self.device, self.lane = device, lane
         self.among = among
         self._line_of, self._lines = line_of, tuple(lines)
-        self.streams = {each: device.stream(is_high=is_high_priority_of(each, lane)) for each in Resource}
+        self.streams = {
+            each: device.stream(is_high=is_high_priority_of(each, lane))
+            for each in Resource
+            if each is not Resource.HOST
+        }
         self.ended: dict[Resource, StreamEvent] = {}
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
         self._is_in_graph = False

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
-from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, offloaded_modules
+from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
@@ -99,8 +99,8 @@ def _notes_on_ways(setup: Setup, software: Software) -> Iterator[str]:
     if setup.offload != KEPT:
         yield (
             "offloading needs Transformer Engine's layers, and NVTE_CPU_OFFLOAD_V1=1 from its version 2.10 on; tensors of less "
-            "than 1,048,576 elements stay; --fine-grained-offloading-max-inflight-offloads is of 2026: without it copies that are "
-            "slower than a layer hold memory for longer than planned"
+            "than 1,048,576 elements stay; add --fine-grained-offloading-max-inflight-offloads 1 where your version has it "
+            "(2026), without which copies that take longer than a layer hold more memory than planned"
         )
     if setup.zero >= 2:
         yield f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1"
@@ -289,10 +289,7 @@ def _memory(job: Job, setup: Setup) -> Iterator[str]:
     elif setup.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     if setup.offload != KEPT:
-        modules = offloaded_modules(setup.offload)
-        named = (module for module in OFFLOADABLE if module in modules)
-        yield from ("--fine-grained-activation-offloading", "--offload-modules", *named)
-        yield from _flag("fine-grained-offloading-max-inflight-offloads", 1)  # as planned: a layer beside the next
+        yield from ("--fine-grained-activation-offloading", "--offload-modules", *setup.offload.split("+"))
     if setup.zero >= 1:
         yield "--use-distributed-optimizer"
         yield "--overlap-param-gather"

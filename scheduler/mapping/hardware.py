@@ -50,7 +50,7 @@ class Gpu:
         attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
         memory: of memory_gbps, by kernels that only move data.
         launch_us: of each kernel that nothing hides.
-        host_gbps: between the GPU's memory and its host's, one direction, 1e9 B/s, as copies reach.
+        host_gbps: between the GPU's memory and its host's, 1e9 B/s, as copies reach in the slower direction.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Gpu:
     attention_backward: float = 0.46
     memory: float = 0.80
     launch_us: float = 3.0
-    host_gbps: float = 50.0
+    host_gbps: float = 53.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -163,7 +163,10 @@ _ATTENTION = (
     "FA-3 640 TFLOP/s forward, 500 and 550 backward, without a mask, of 989; a causal mask costs about a tenth of that"
 )
 _MEMORY = "memory 0.80: MoNTA table 8 (a copy of 64 MB); ml-engineering's p2pBandwidthLatencyTest has 0.75 (H100), 0.78 (A100)"
-_PCIE5 = "host: PCIe 5.0 ×16, 64 GB/s by its data sheet, of which copies are assumed to reach 50"
+_PCIE5 = (
+    "host: PCIe 5.0 ×16, 64 GB/s by its data sheet; copies on H100 reach 52.8 GB/s to the host (nvbandwidth#24) and 55.6 from it "
+    "(NVIDIA's blog on nvbandwidth), of which the slower counts"
+)
 
 
 def _hopper(
@@ -222,7 +225,7 @@ def _blackwell(
     *,
     gemm: float = 0.667,
     gemm_fp8: float = 0.63,
-    host_gbps: float = 50.0,
+    host_gbps: float = 53.0,
     source: str = "",
 ) -> Gpu:
     return Gpu(
@@ -246,7 +249,8 @@ def _blackwell(
 _GRACE = (
     "beyond a B200's: ml-engineering's maximum achievable matmul FLOPS has 1,822 in BF16 and 3,616 in FP8 where a B200 has 1,745 "
     "and 3,433, and large products are assumed to be as much faster; attention as fast as a B200's; host: NVLink-C2C, 450 GB/s a "
-    "direction for the two GPUs of a Grace by the data sheet, of which copies are assumed to reach 0.8"
+    "direction for the two GPUs of a Grace by the data sheet; copies on a GH200 reach 346 of 450 GB/s from it and 15 % less "
+    "to it (NVIDIA/nvbandwidth#23), and the slower part of a GB200's is taken"
 )
 _GRACE_BF16 = 0.667 * 2250 / 2500 * 1822 / 1745
 _GRACE_FP8 = 0.63 * 2250 / 2500 * 3615.6 / 3432.5
@@ -256,10 +260,10 @@ GPUS: dict[str, Gpu] = {
     "a800": _ampere("A800 SXM 80GB"),
     "b200": _blackwell("B200 SXM", 2250, 180),
     "b300": _blackwell("B300 SXM", 2250, 268),
-    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=180.0, source=_GRACE),
+    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=_GRACE),
     # Its BF16 and FP8 are a GB200's by the data sheet; nobody has published its products.
     "gb300": _blackwell(
-        "GB300", 2500, 268, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=180.0, source=f"{_GRACE}; as GB200"
+        "GB300", 2500, 268, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=f"{_GRACE}; as GB200"
     ),
     "h100": _hopper("H100 SXM 80GB", 80, 3350),
     "h200": _hopper("H200 SXM", 141, 4800),

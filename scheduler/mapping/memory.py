@@ -160,13 +160,16 @@ def offloaded_elements(
     down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
     expanded = 0.0 if "mla_up_proj" in remade else query + keys_values
     fused = 0.0 if latent else hidden
-    has_own_output = copies > 1 or is_cast or "attn_proj" in modules
+    own_output = (
+        copies - 1 + operand * is_cast
+    )  # of attention, that the projection behind it keeps beside attention itself
+    is_let_go = own_output > 0 or "attn_proj" in modules
     first = (model.matrices - 1) * (gated if model.gated else 1.0) * model.width / etp
     parts = {  # what leaves, and what crosses, for each token
         "attn_norm": (hidden - fused, hidden - fused),
         "qkv_linear": (norm + fused + (0.0 if is_selective else down), operand * hidden + fused + down),
-        "core_attn": (expanded + output * has_own_output, query + keys_values + output),
-        "attn_proj": (output * (copies - 1 + operand * is_cast), operand * output),
+        "core_attn": (expanded + output * is_let_go, query + keys_values + output),
+        "attn_proj": (output * own_output, output * max(own_output, operand)),
         "mlp_norm": (hidden, hidden),
         "expert_fc1": (0.0, 0.0) if is_selective else (operand * hidden, original * hidden),
         "moe_act": (first, first),

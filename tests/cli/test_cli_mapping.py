@@ -282,6 +282,29 @@ def test_estimate_shows_every_part_and_every_call() -> None:
     assert "R = " in output
 
 
+def test_modules_are_offloaded_by_name() -> None:
+    given = (*JOB, "--software", "megatron", "--tp", "2", "--ep", "8", "--pp", "2")
+    plain, away = (
+        call_json("estimate", *given, *more)["estimate"] for more in ((), ("--offload-modules", "moe_act,expert_fc1"))
+    )
+    assert away["setup"]["offload"] == "expert_fc1+moe_act"
+    assert plain["setup"]["offload"] == "none"
+    assert away["memory_bytes"]["offloaded"] > 0 == plain["memory_bytes"]["offloaded"]
+    assert away["memory_bytes"]["total"] < plain["memory_bytes"]["total"]
+    found = call_json(
+        "search", *given, "--vpp", "1", "--micro-batch", "1", "--offload-modules", "none", "--top", "4", *_AWAY
+    )
+    assert {each["setup"]["offload"] for each in found["mappings"]} == {"none", "core_attn"}
+    table = call("estimate", *given, *_AWAY).output
+    assert "activations in the host's memory" in table
+    refused = call("what-if", *JOB, "--vary", "gpus", "--values", "16", *_AWAY, status=2)
+    assert "commlayer keeps activations on the GPU: add --software megatron" in refused.output
+    assert "add core_attn" in call("estimate", *given, "--offload-modules", "attn_proj", status=2).output
+
+
+_AWAY = ("--offload-modules", "core_attn")
+
+
 def test_a_dispatcher_by_name() -> None:
     across = ("--ep", "8", "--pp", "1", "--recompute", "full", "--domain", "4", "--software", "megatron")
     flat, kernels = (call_json("estimate", *JOB, *across, "--dispatcher", name) for name in ("nccl", "deepep"))

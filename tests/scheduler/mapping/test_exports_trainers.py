@@ -539,8 +539,8 @@ def configure(arguments):
         values["add_bias_linear"] = False
     if "fp8_format" in values:
         values["fp8"] = values.pop("fp8_format")
-    if "recompute_modules" in values:
-        values["recompute_modules"] = given["recompute_modules"]
+    for modules in {"recompute_modules", "offload_modules"} & set(values):
+        values[modules] = given[modules]
     kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
     left = set(values)
     for each in (kind, DistributedDataParallelConfig, OptimizerConfig):
@@ -574,13 +574,19 @@ def test_megatron_core_takes_the_flags_as_its_configuration() -> None:
     cases = [(JOB, setup) for setup in _SETUPS if setup.precision == "bf16"] + [  # FP8 asks Transformer Engine
         (latent, Setup(gpus=256, ep=16, pp=16, recompute="selective")),
         (latent, Setup(gpus=256, ep=16, pp=8, vpp=2, recompute="full")),
+        (
+            latent,
+            Setup(gpus=256, ep=16, pp=16, recompute="moe_act", offload="attn_norm+core_attn+attn_proj+expert_fc1"),
+        ),
     ]
     flags = [megatron(job, setup) for job, setup in cases]
     broken = [[*flags[0], "--no-such-flag", "1"], [*flags[0], "--num-attention-heads", "47"]]
+    broken.append([word for word in flags[-1] if word != "core_attn"])
     answered = _python({**os.environ}, _CONFIGURE, json.dumps([*flags, *broken]))
     assert answered.returncode == 0, answered.stderr[-2000:]
     line = next(line for line in answered.stdout.splitlines() if line.startswith("CONFIGURED "))
-    *errors, unknown, uneven = json.loads(line.removeprefix("CONFIGURED "))
+    *errors, unknown, uneven, without_core = json.loads(line.removeprefix("CONFIGURED "))
     assert errors == [""] * len(cases)
     assert "no_such_flag" in unknown
     assert "47" in uneven
+    assert "attn_proj cannot be set" in without_core
