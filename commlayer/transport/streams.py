@@ -119,7 +119,7 @@ class StreamTransport:
         self.device, self.lane = device, lane
         self.among = among
         self._line_of, self._lines = line_of, tuple(lines)
-        self.streams = {
+        self.streams: dict[Resource, Stream] = {
             each: device.stream(is_high=is_high_priority_of(each, lane))
             for each in Resource
             if each is not Resource.HOST

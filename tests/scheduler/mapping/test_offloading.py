@@ -18,6 +18,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload, unfit_offload
 from commlayer.scheduler.mapping.rank_graph import rank_graph
+from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simai_workload import simai_workload
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -38,7 +39,7 @@ def on_host(gbps: float) -> Cluster:
     return EOS.replace(gpu=replace(EOS.gpu, host_gbps=gbps))
 
 
-def needed(model: ModelShape, gpu: Gpu | None = None, **words: Any) -> memory.Memory:
+def needed(model: ModelShape, gpu: Gpu | None = None, **words: Any) -> Memory:
     job = Job(model=model, gpus=8, global_batch=16, sequence=TOKENS)
     return memory.estimate(job, Setup(gpus=8, ep=8, **words), gpu=gpu)
 
@@ -109,12 +110,12 @@ def test_more_modules_take_more_along_and_never_more_than_there_is(
             setup = Setup(gpus=8, ep=8, offload=offload, **words)  # type: ignore[arg-type]
             found[frozenset(modules)] = memory.estimate(job, setup, gpu=GPUS["h100"])
     plain = found[frozenset()]
-    for modules, each in found.items():
+    for named, each in found.items():
         left = plain.activations - each.activations
         assert -1e-6 <= left <= plain.activations
         assert each.offloaded >= left - 1e-6 * plain.total
-        for module in modules:
-            if (fewer := found.get(modules - {module})) is not None:
+        for module in named:
+            if (fewer := found.get(named - {module})) is not None:
                 assert each.activations <= fewer.activations + 1e-6
                 assert each.offloaded >= fewer.offloaded - 1e-6
 
