@@ -40,6 +40,8 @@ _OUTLIER_DEVIATIONS = 5 * 1.4826
 # outlier. This fraction of the median stands in for it.
 _LEAST_DEVIATION = 0.01
 
+_MOST_SIZES = 1000
+
 
 @dataclass(frozen=True)
 class Repeats:
@@ -249,6 +251,11 @@ def sizes_between(min_bytes: int, max_bytes: int, factor: float = 2.0) -> tuple[
         raise UsageError(
             "expected a smallest size of 1 byte or more, a largest one that is no smaller, and a factor above 1, got "
             f"{min_bytes} bytes, {max_bytes} bytes and {factor:g}"
+        )
+    if (count := math.log(max_bytes / min_bytes) / math.log(factor)) > _MOST_SIZES:
+        raise UsageError(
+            f"expected a factor that makes at most {_MOST_SIZES} sizes of {min_bytes} to {max_bytes} bytes, got {factor!r}, "
+            f"which makes {count:,.0f}"
         )
     sizes, exact = [min_bytes], float(min_bytes)
     while (exact := exact * factor) <= max_bytes:

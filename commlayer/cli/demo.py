@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commlayer.cli.option_types import json_option
+from commlayer.cli.option_types import OUTPUT_FOLDER, SHAPE, json_option
 from commlayer.cli.place import Place, check_has_links, place_of, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
@@ -24,13 +24,13 @@ _MAX_CHUNKS = 8
 
 
 @click.command()
-@click.option("--shape", default="2x4", show_default=True, help="Nodes x ranks on each.")
+@click.option("--shape", type=SHAPE, default="2x4", show_default=True, help="Nodes x ranks on each.")
 @click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
 @click.option("--intra", metavar="RATE", help="Rate of a node's loopback; 3200mbit gives MoNTA's ratio.  [unshaped]")
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OUTPUT_FOLDER,
     default="out/demo",
     show_default=True,
     help="Folder for the report, the profile, the result and the trace.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from commlayer.cli.option_types import OUTPUT_FILE, json_option
+from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
@@ -25,7 +25,7 @@ __all__ = ["diagnose_command"]
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Draw what was found on a page (.html).")
 @click.option(
     "--flight-recorder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OUTPUT_FOLDER,
     metavar="OUT",
     help="Write the logs into this folder as dumps of torch's Flight Recorder, too.",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.emulated_device import describe_computation, describe_device
-from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE, PAIR_RATE, PairRate
+from commlayer.cli.option_types import COUNT, DELAY_US, NODE_RATE, PAIR_RATE, TIMEOUT_US, PairRate, RealNumber
 from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -47,7 +47,7 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
     metavar="A,B=RATE",
     help="Give the way between two nodes another rate: 0,1=100mbit, or one way 0>1=100mbit; may be repeated.",
 )
-@click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
+@click.option("--delay", type=DELAY_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
 @click.option(
     "--compute",
     metavar="RATE",
@@ -56,7 +56,7 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
 @click.option("--memory", metavar="RATE", help="Rate of that accelerator's memory: 3.35tbyte; else it takes no time.")
 @click.option(
     "--scale",
-    type=float,
+    type=RealNumber(1, 1e9),
     default=1.0,
     show_default=True,
     help="Run accelerators and wires so many times slower than the rates say, with so many times the delay.",
@@ -70,7 +70,7 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
     default=None,
     help="Begin each line that a rank prints with its name, [rank 3].  [prefix, but for a single process]",
 )
-@click.option("--timeout", type=DURATION_US, help="Kill everything after this time: 90s, 10m.  [never]")
+@click.option("--timeout", type=TIMEOUT_US, help="Kill everything after this time: 90s, 10m.  [never]")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 def emulate(
     nodes: int,
@@ -105,8 +105,10 @@ def emulate(
     Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
     the error that they said last, is told on stderr.
     """
-    if timeout is not None and timeout <= 0:
-        raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
+    if compute is None and (memory is not None or scale != 1):
+        raise UsageError(
+            "--memory and --scale are of the accelerator whose rate --compute gives: add it, such as --compute 4tflops"
+        )
     links = {"inter": inter, "intra": intra, "delay_us": delay}
     with _built(nodes, ranks_per_node, **links, mode=mode, compute=compute, memory=memory, scale=scale) as cluster:
         for node, rate in slow_nodes:

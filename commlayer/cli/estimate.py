@@ -16,7 +16,7 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
-from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option, report_option
+from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -52,9 +52,7 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
     type=EXPORT,
     help="Print the mapping's configuration for a trainer instead, or what a simulator reads.",
 )
-@click.option(
-    "--output", "-o", "folder", type=click.Path(file_okay=False, path_type=Path), help="The folder of --export chakra."
-)
+@click.option("--output", "-o", "folder", type=OUTPUT_FOLDER, help="The folder of --export chakra.")
 @json_option
 def estimate_command(
     report: Path | None,
@@ -76,8 +74,7 @@ def estimate_command(
     """
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
-    request.check_precisions([setup.precision])
-    request.check_offload([setup.offload])
+    request.check(precision=[setup.precision], recompute=[setup.recompute], offload=[setup.offload], ep=[setup.ep])
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)

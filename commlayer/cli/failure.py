@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -10,7 +12,10 @@ import click
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["CommandFailure", "exit_code", "wants_traceback"]
+__all__ = ["CommandFailure", "as_typed", "exit_code", "wants_traceback"]
+
+_NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
+"""A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
 
 
 class CommandFailure(click.ClickException):
@@ -29,6 +34,25 @@ def exit_code(error: Exception) -> int:
     if isinstance(error, UsageError):
         return 2
     return 3 if isinstance(error, InternalError) else 1
+
+
+def as_typed(message: str, command: click.Command | None) -> str:
+    """The message of an error, with the option that was typed in place of the field that it begins with: whoever typed
+    --capacity-factor has never seen capacity_factor, or Policy.capacity_factor."""
+    found = _NAMED.match(message)
+    option = dict(_options(command)).get(found[1]) if found and command is not None else None
+    return message if found is None or option is None else option + message[found.end() :]
+
+
+def _options(command: click.Command) -> Iterator[tuple[str, str]]:
+    """The fields that options of ``command`` and of its subcommands set, with their names on the command line."""
+    for each in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from _options(each)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            option = max(parameter.opts, key=len)
+            yield option.removeprefix("--").replace("-", "_"), option
+            yield str(parameter.name), option
 
 
 def wants_traceback(ctx: click.Context) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, json_option
+from commlayer.cli.option_types import BYTES, OUTPUT_FILE, OUTPUT_FOLDER, PROFILE, SHAPE, json_option
 from commlayer.cli.tables import echo, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
@@ -29,7 +29,7 @@ __all__ = ["export_command", "import_command", "tuner_command"]
 _FILES = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
 _COLLECTIVE = click.option("--collective", default="", help="What a text of nccl-tests is of, such as all_reduce.")
-_TOPOLOGY = click.option("--topology", help="Ranks of each node, such as 2x8, where the files do not say.")
+_TOPOLOGY = click.option("--topology", type=SHAPE, help="Ranks of each node, such as 2x8, where the files do not say.")
 
 
 @click.command("import")
@@ -60,6 +60,8 @@ def import_command(
       commlayer profiles import all_reduce.json alltoall.txt --output cluster.json
       commlayer profiles import inspector/*.log --base h100-eos-2x8 --output cluster.json
     """
+    if twice := [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]:
+        raise UsageError(f"{twice[0]}: expected each file once, got it twice: leave one out")
     runs = _read(files, collective, topology)
     profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
     try:
@@ -102,7 +104,7 @@ def import_command(
 @click.option(
     "--output",
     "-o",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OUTPUT_FOLDER,
     required=True,
     help="A folder for the files, one a curve.",
 )
@@ -149,6 +151,10 @@ def tuner_command(
     if len(sources) == 1 and not _is_nccl_file(sources[0]):
         rows, comments = _of_profile(catalog.load_profile(sources[0]), group, begin, end)
     else:
+        if missing := [source for source in sources if not Path(source).is_file()]:
+            raise UsageError(
+                f"{missing[0]}: expected files of nccl-tests, or one profile alone, got the name of no file"
+            )
         asked = click.get_current_context().get_parameter_source
         if any(asked(option) is ParameterSource.COMMANDLINE for option in ("group", "begin", "end")):
             raise UsageError("--group, --begin and --end are of a profile's decisions: files have times of their own")

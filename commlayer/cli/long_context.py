@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from commlayer.cli.mapping_options import cluster_options, model_option, read_cl
 from commlayer.cli.option_types import COUNT, PICTURE, in_order, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.model_files import resolve
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -19,7 +21,10 @@ from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.units import parse_bytes
+
+_LENGTH = re.compile(r"(\d{1,12})([KM]?)", re.ASCII | re.IGNORECASE)
+_SHIFTS = {"": 0, "K": 10, "M": 20}
+_MOST_TOKENS = 1 << 30
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +78,8 @@ def long_context(model_name: str, report: Path | None, picture: Path | None, as_
     model = resolve(model_name)
     cluster = read_cluster(given, Job(model=model, gpus=1, global_batch=1, sequence=1))
     found = _expansion(model, cluster, **given)
-    if picture is not None:
+    is_estimated = any(layout.estimate for row in found.rows for layout in row.layouts)
+    if picture is not None and is_estimated:
         draw(picture, _figure(found))
     if report is not None:
         _write_report(report, found, cluster)
@@ -81,6 +87,16 @@ def long_context(model_name: str, report: Path | None, picture: Path | None, as_
         print_json(_as_dict(found))
     else:
         _show(found)
+    if not is_estimated:
+        raise UsageError(_nothing(found))
+
+
+def _nothing(found: Expansion) -> str:
+    """Say why no length is estimated, and what may help."""
+    notes = dict.fromkeys(f"{row.sequence}, {each.way}: {each.note}" for row in found.rows for each in row.layouts)
+    first, *others = notes
+    more = f" (and {counted(len(others), 'other reason')} above)" if others else ""
+    return f"no length can be estimated: {first}{more}; where it does not fit, give --pp or more --ep, or another --cluster"
 
 
 def _expansion(
@@ -111,7 +127,13 @@ def _expansion(
 def _lengths(text: str | None) -> tuple[int, ...]:
     if text is None:
         return SEQUENCES
-    return tuple(parse_bytes(word.strip()) for word in text.split(","))  # 32K is 32768 there, too
+    found = [_LENGTH.fullmatch(word.strip()) for word in text.split(",")]
+    lengths = [int(match[1]) << _SHIFTS[match[2].upper()] for match in found if match]
+    if len(lengths) < len(found) or not all(1 <= length <= _MOST_TOKENS for length in lengths):
+        raise UsageError(
+            f"--sequences: expected numbers of tokens, such as 4096 or 32K,128K,1M, up to {_MOST_TOKENS >> 20}M, got {text!r}"
+        )
+    return tuple(lengths)
 
 
 def _figure(found: Expansion) -> Figure:

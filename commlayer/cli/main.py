@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from commlayer import __version__
-from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
+from commlayer.cli.failure import CommandFailure, as_typed, exit_code, wants_traceback
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.printable import printable
 
@@ -126,7 +126,9 @@ class LazyGroup(click.Group):
             if wants_traceback(ctx):
                 raise
             hint = "\nthis is a bug of commlayer: please report it with --traceback" if exit_code(error) == 3 else ""
-            raise CommandFailure(f"{error}{hint}", exit_code(error)) from error
+            name = ctx.invoked_subcommand
+            command = self.get_command(ctx, name) if name else None
+            raise CommandFailure(as_typed(f"{error}{hint}", command), exit_code(error)) from error
         except click.ClickException as error:  # of click's own, which quotes what was given
             error.message = printable(error.message)  # type: ignore[misc]  # click itself sets it late in places
             raise

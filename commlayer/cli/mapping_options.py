@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from commlayer.cli.option_types import COUNT, NameOrPath, in_order
+from commlayer.cli.option_types import COUNT, POSITIVE, RATE_GBPS, NameOrPath, RealNumber, WholeNumber, in_order
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -26,7 +26,8 @@ from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision,
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
-from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical
+from commlayer.scheduler.mapping.precisions import why_not
+from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical, unfit_recomputation
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
@@ -64,13 +65,12 @@ EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
 margin_option = click.option(
     "--memory-margin",
     "margin",
-    type=click.FloatRange(min=0, max=1, max_open=True),
+    type=RealNumber(min=0, max=1, max_open=True),
     default=0.05,
     show_default=True,
     help="Part of a GPU's memory to leave free, beside what CUDA, NCCL and fragments take.",
 )
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 _DEGREES = {
     "tp": "Tensor parallelism of attention.",
     "cp": "Context parallelism.",
@@ -129,8 +129,8 @@ cluster_options = in_order(
         help="Or a measured profile, with --gpu.",
     ),
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
-    click.option("--inter-gbps", type=_POSITIVE, help="Peak between nodes, GB/s of a GPU, one direction."),
-    click.option("--intra-gbps", type=_POSITIVE, help="Peak inside a node."),
+    click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
+    click.option("--intra-gbps", type=RATE_GBPS, help="Peak inside a node."),
     click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
 )
 """Add the option --cluster, and those that change what the cluster has, which :func:`read_cluster` reads."""
@@ -142,10 +142,10 @@ job_options = in_order(
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
     click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
     click.option(
-        "--mtp", type=click.IntRange(min=0), help="Modules of multi-token prediction that are trained.  [the model's]"
+        "--mtp", type=WholeNumber(min=0), help="Modules of multi-token prediction that are trained.  [the model's]"
     ),
-    click.option("--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
-    click.option("--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
+    click.option("--capacity-factor", type=POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
+    click.option("--imbalance", type=RealNumber(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
     click.option(
         "--routing",
         type=click.Path(exists=True, path_type=Path),
@@ -182,12 +182,12 @@ job_options = in_order(
     click.option("--activation-func-fp8-input-store", is_flag=True, help="What goes into SwiGLU is kept in FP8."),
     click.option(
         "--optimizer-offload-fraction",
-        type=click.FloatRange(0, 1),
+        type=RealNumber(0, 1),
         help="Of the optimizer's state, in the host's memory.  [0]",
     ),
     click.option(
         "--efficiency",
-        type=_POSITIVE,
+        type=RealNumber(min=0.01, max=10),
         help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
     ),
 )
@@ -201,7 +201,8 @@ space_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
-    click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
+    click.option("--folded", is_flag=True, help="Only mappings whose experts' groups are free of attention's.  [both]"),
+    click.option("--unfolded", is_flag=True, help="Only those with etp = tp, and ep a part of dp."),
     click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
 )
 """Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
@@ -222,7 +223,8 @@ setup_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, default="none", show_default=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, default=KEPT, show_default=True, help=_OFFLOAD_HELP),
-    click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]"),
+    click.option("--folded", is_flag=True, help="Experts' groups are free of attention's: the default."),
+    click.option("--unfolded", is_flag=True, help="etp = tp, and ep a part of dp."),
 )
 """Add the options of one mapping, which :func:`read_setup` reads."""
 
@@ -244,20 +246,57 @@ class Request:
         """Make the request for a variation of the job or the cluster."""
         return Estimator(job, cluster, software, efficiency=self.efficiency)
 
-    def check_precisions(self, precisions: Iterable[str]) -> None:
-        """Whether any of ``precisions`` goes with what is asked of the software. Raises UsageError where none does."""
+    def check(
+        self, *, precision: Sequence[str], recompute: Sequence[str], offload: Sequence[str], ep: Sequence[int] | None
+    ) -> None:
+        """Whether what is asked of the job and the software goes with the choices that are left of a mapping; ``ep`` None: any.
+
+        Raises UsageError for what would change nothing, or cannot be.
+        """
+        self._check_precisions(precision)
+        self._check_offload(offload)
+        self._check_exchange(max(ep) if ep else None)
+        there = [word for word in precision if not why_not(word, self.cluster.gpu)]
+        for way in recompute:
+            unfit = [unfit_recomputation(self.job.model, self.cluster.gpu, way, word, False) for word in there]
+            if unfit and all(unfit):
+                raise UsageError(f"--recompute {way} of {self.job.model.name}: {unfit[0]}")
+
+    def _check_precisions(self, precisions: Iterable[str]) -> None:
         if self.software.keeps_fp8_weights and all(word == "bf16" for word in precisions):
             raise UsageError(
                 "--fp8-param-gather: weights are kept in FP8 where products run in it: add --precision, such as fp8, or leave "
                 "it out"
             )
 
-    def check_offload(self, offloads: Iterable[str]) -> None:
-        """Whether the software can offload any of what is asked. Raises UsageError where it can none."""
-        if not self.software.offloads and KEPT not in (asked := tuple(offloads)):
+    def _check_exchange(self, most_ep: int | None) -> None:
+        """Whether tokens can go as is asked between at most ``most_ep`` ranks; None: any number."""
+        model, imbalance = self.job.model, self.job.imbalance
+        if imbalance > model.experts / model.top_k:
             raise UsageError(
-                f"--offload-modules {asked[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, or "
-                "leave it out"
+                f"--imbalance {imbalance:g}: expected at most {model.experts / model.top_k:g}, the experts of {model.name} over "
+                f"those of a token, {model.experts} / {model.top_k}: no rank can have more"
+            )
+        if most_ep is None:
+            return
+        if imbalance > most_ep:
+            raise UsageError(
+                f"--imbalance {imbalance:g}: expected at most ep={most_ep}, with which one rank has every row"
+            )
+        asked = {
+            "--dispatch-precision": self.software.dispatch_precision != "bf16",
+            "--shared-expert-overlap": self.software.overlaps_shared,
+        }
+        for option, is_asked in asked.items():
+            if is_asked and most_ep == 1:
+                raise UsageError(f"{option}: with ep=1 no token goes to another rank: leave it out, or give --ep")
+
+    def _check_offload(self, offloads: Sequence[str]) -> None:
+        """Whether the software can offload any of what is asked. Raises UsageError where it can none."""
+        if not self.software.offloads and KEPT not in offloads:
+            raise UsageError(
+                f"--offload-modules {offloads[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, "
+                "or leave it out"
             )
 
 
@@ -378,10 +417,18 @@ def read_space(given: dict[str, Any]) -> Space:
         values = given.pop(name)
         if values:
             chosen[name] = tuple(map(int, values)) if name == "zero" else tuple(values)
-    folded = given.pop("folded")
+    folded = _folded(given)
     if folded is not None:
         chosen["folded"] = (folded,)
     return Space(**chosen, within_domain=not given.pop("across_domains"))
+
+
+def _folded(given: dict[str, Any]) -> bool | None:
+    """Take --folded and --unfolded out of ``given``; None: neither. Raises UsageError for both."""
+    folded, unfolded = given.pop("folded"), given.pop("unfolded")
+    if folded and unfolded:
+        raise UsageError("expected --folded or --unfolded, got both: drop one")
+    return True if folded else False if unfolded else None
 
 
 def read_setup(given: dict[str, Any], gpus: int) -> Setup:
@@ -389,4 +436,4 @@ def read_setup(given: dict[str, Any], gpus: int) -> Setup:
     do not divide.
     """
     chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS, *_MODULES)}
-    return Setup(gpus=gpus, folded=given.pop("folded"), **{**chosen, "zero": int(chosen["zero"])})
+    return Setup(gpus=gpus, folded=_folded(given) is not False, **{**chosen, "zero": int(chosen["zero"])})

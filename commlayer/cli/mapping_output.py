@@ -108,7 +108,7 @@ def first_export(
         refusal = refusal or exported
     if len(setups) == 1:
         raise UsageError(str(refusal))
-    others = f"(nor {counted(len(setups) - 1, 'other')} that was looked at)"
+    others = f"(nor any other of the {counted(len(setups), 'mapping')} that were looked at)"
     raise UsageError(f"{refusal} {others}: narrow the search to what it can run")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from commlayer.cli.option_types import DURATION_US, in_order
+from commlayer.cli.option_types import DELAY_US, SHAPE, TIMEOUT_US, in_order
 from commlayer.cli.tables import said_warnings
 from commlayer.profiles.errors import ProfileMismatchError, TopologyError, UsageError
 from commlayer.profiles.topology import Topology
@@ -69,11 +69,11 @@ class Place:
 
 
 place_options = in_order(
-    click.option("--emulate", metavar="SHAPE", help="Build a cluster of this shape, 2x4, instead of using torchrun's."),
+    click.option("--emulate", type=SHAPE, help="Build a cluster of this shape, 2x4, instead of using torchrun's."),
     click.option("--inter", metavar="RATE", help="Rate of an emulated node's interface.  [400mbit]"),
     click.option("--intra", metavar="RATE", help="Rate of an emulated node's loopback.  [unshaped]"),
-    click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between emulated nodes: 100us, 1ms."),
-    click.option("--timeout", type=DURATION_US, default="10m", show_default=True, help="Kill an emulated run after."),
+    click.option("--delay", type=DELAY_US, default=0.0, help="One-way delay between emulated nodes: 100us, 1ms."),
+    click.option("--timeout", type=TIMEOUT_US, default="10m", show_default=True, help="Kill an emulated run after."),
 )
 """Add the options that say where, which :func:`read_place` reads."""
 

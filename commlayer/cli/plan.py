@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, given_options, json_option
 from commlayer.cli.output_files import draw, write_chrome
 from commlayer.cli.plan_options import (
     check_strategies,
-    given_options,
     policy_of,
     policy_options,
     refuse_ignored,
     traffic_options,
 )
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.cli.traffic_options import group_traffic, size_of, traffic_for, wires_for, words
+from commlayer.cli.traffic_options import check_siblings, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -69,7 +68,9 @@ def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: 
     profile = catalog.load_profile(profile_name)
     traffic = _traffic(profile, options)
     if traffic.collective != "all_to_all":
-        profile = group_profile(profile, traffic.nodes, options["siblings"] or 0)
+        siblings = options["siblings"] or 0
+        check_siblings(profile, traffic.nodes, siblings)
+        profile = group_profile(profile, traffic.nodes, siblings)
     decision = choose(traffic, profile, policy_of(options))
     check_strategies(decision, options["strategies"])
     if trace is not None:

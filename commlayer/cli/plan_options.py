@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from commlayer.cli.option_types import BYTES, COUNT, PROFILE, NameOrShape, in_order
+from commlayer.cli.option_types import BYTES, COUNT, PROFILE, NameOrShape, RealNumber, in_order
 from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.decision import Decision, Policy
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
-__all__ = ["check_strategies", "given_options", "policy_of", "policy_options", "refuse_ignored", "traffic_options"]
+__all__ = ["check_strategies", "policy_of", "policy_options", "refuse_ignored", "traffic_options"]
 
 _COLLECTIVES = click.Choice(["all_to_all", *GROUP_COLLECTIVES])
 _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
@@ -37,11 +37,11 @@ traffic_options = in_order(
         help="Groups of that shape that use a node at the same time.  [as many as its ranks make up]",
     ),
     click.option("--bytes", "-b", "nbytes", type=BYTES, help="Size in nccl-tests' sense: 16MiB, 64KiB, 1.5GB, 256e6."),
-    click.option("--batch", type=int, help="In place of --bytes: sequences a rank."),
-    click.option("--sequence", type=int, help="… tokens a sequence."),
-    click.option("--hidden", type=int, help="… elements a token."),
+    click.option("--batch", type=COUNT, help="In place of --bytes: sequences a rank."),
+    click.option("--sequence", type=COUNT, help="… tokens a sequence."),
+    click.option("--hidden", type=COUNT, help="… elements a token."),
     click.option("--dtype", default="bf16", show_default=True, help="… type of an element."),
-    click.option("--top-k", type=int, default=1, show_default=True, help="… experts a token."),
+    click.option("--top-k", type=COUNT, default=1, show_default=True, help="… experts a token."),
     click.option("--tp", type=COUNT, help="Ranks of a node that hold the same tokens.  [the whole node]"),
     click.option("--ep", type=COUNT, help="Ranks that exchange tokens.  [one on each node]"),
     click.option("--link", type=click.Choice(["inter", "intra"]), help="What the ep group crosses.  [inter]"),
@@ -61,7 +61,7 @@ policy_options = in_order(
     ),
     click.option("--no-interference", is_flag=True, help="Price resources as if they did not slow each other down."),
     click.option(
-        "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
+        "--tolerance", type=RealNumber(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
     ),
 )
 """Add the options that say what may be chosen."""
@@ -75,12 +75,6 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         interference=not options["no_interference"],
         tolerance=options["tolerance"],
     )
-
-
-def given_options(ctx: click.Context) -> set[str]:
-    """The names of the parameters that the user gave a value."""
-    default = click.core.ParameterSource.DEFAULT
-    return {name for name in ctx.params if ctx.get_parameter_source(name) not in (None, default)}
 
 
 def _is_sized(options: Mapping[str, Any]) -> bool:

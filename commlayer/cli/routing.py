@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.mapping_options import resolve_shape
-from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PICTURE, PROFILE, NameOrPath, in_order, json_option
+from commlayer.cli.option_types import (
+    BYTES,
+    COUNT,
+    OUTPUT_FILE,
+    PICTURE,
+    PLACE,
+    POSITIVE,
+    PROFILE,
+    SHAPE,
+    NameOrPath,
+    in_order,
+    json_option,
+)
 from commlayer.cli.output_files import draw
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded, said_warnings
@@ -38,7 +50,7 @@ def routing() -> None:
 
 @routing.command("record", context_settings={"allow_interspersed_args": False})
 @click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="The routing file to write.")
-@click.option("--shape", default="2x2", show_default=True, help="Nodes x ranks on each, emulated.")
+@click.option("--shape", type=SHAPE, default="2x2", show_default=True, help="Nodes x ranks on each, emulated.")
 @click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
 @click.option("--steps", type=COUNT, default=30, show_default=True, help="Of the example's training.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD...]")
@@ -83,7 +95,7 @@ def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str,
 @click.option(
     "--ranks", type=COUNT, default=8, show_default=True, help="Ranks over which experts are laid out in order."
 )
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Of the picture, by its place.")
+@click.option("--layer", type=PLACE, default=0, show_default=True, help="Of the picture, by its place.")
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by expert and by rank over time (.svg, .png, .pdf).")
 @json_option
 def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool) -> None:
@@ -129,14 +141,14 @@ _place_options = in_order(
     click.option(
         "--cluster", "-c", "cluster_name", type=NameOrPath("cluster", clusters.names), help="A declared cluster."
     ),
-    click.option("--shape", help="Of the expert group on it, such as 2x8."),
+    click.option("--shape", type=SHAPE, help="Of the expert group on it, such as 2x8."),
     click.option("--profile", type=PROFILE, help="A measured profile of the group instead."),
     click.option(
         "--model", "-m", "model_name", type=NameOrPath("model", catalog.names), help="Whose experts' sizes count."
     ),
     click.option("--hidden", type=COUNT, help="Of a token, in place of --model."),
     click.option("--width", type=COUNT, help="Of an expert's inner layer, in place of --model."),
-    click.option("--tflops", type=float, help="That experts' products reach.  [the cluster's GPU's]"),
+    click.option("--tflops", type=POSITIVE, help="That experts' products reach.  [the cluster's GPU's]"),
     click.option("--tokens", type=COUNT, help="Scale the loads to so many tokens a step, of all ranks."),
     click.option("--micro-batches", type=COUNT, default=1, show_default=True, help="Of a step."),
 )
@@ -148,7 +160,7 @@ _place_options = in_order(
 @click.option("--every", type=COUNT, default=16, show_default=True, help="Steps between two decisions.")
 @click.option("--horizon", type=COUNT, help="Steps in which a migration shall pay back.  [--every]")
 @click.option("--spare", type=BYTES, default=0, help="Memory of each rank for replicas, such as 2GB.  [0]")
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Of the picture, by its place.")
+@click.option("--layer", type=PLACE, default=0, show_default=True, help="Of the picture, by its place.")
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
 @json_option
 def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:

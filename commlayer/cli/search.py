@@ -18,7 +18,7 @@ from commlayer.cli.mapping_options import (
     space_options,
 )
 from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
-from commlayer.cli.option_types import COUNT, PICTURE, json_option, report_option
+from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.simulator_exports import simulator_export
@@ -57,9 +57,7 @@ __all__ = ["search_command"]
     type=EXPORT,
     help="Print the best mapping's configuration for a trainer instead, or what a simulator reads.",
 )
-@click.option(
-    "--output", "-o", "folder", type=click.Path(file_okay=False, path_type=Path), help="The folder of --export chakra."
-)
+@click.option("--output", "-o", "folder", type=OUTPUT_FOLDER, help="The folder of --export chakra.")
 @json_option
 def search_command(
     top: int,
@@ -85,8 +83,7 @@ def search_command(
     """
     request = read_request(given)
     space = read_space(given)
-    request.check_precisions(space.precision)
-    request.check_offload(space.offload)
+    request.check(precision=space.precision, recompute=space.recompute, offload=space.offload, ep=space.ep)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:

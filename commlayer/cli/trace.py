@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, json_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
@@ -28,7 +28,7 @@ _MOST_RANKS = 16
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Where the merged trace goes.  [DIR/merged.json]")
 @click.option("--job", help="Which one, where DIR holds the files of several; the beginning of its name is enough.")
-@click.option("--step", type=click.IntRange(min=0), help="Only calls that the program issued in this training step.")
+@click.option("--step", type=PLACE, help="Only calls that the program issued in this training step.")
 @click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
 @click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every rank, not {_MOST_RANKS}.")

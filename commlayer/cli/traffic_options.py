@@ -11,9 +11,9 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.group_profiles import fits, is_on_every_node
 from commlayer.scheduler.traffic import Traffic, dtype_bytes, moe_bytes
 from commlayer.scheduler.wire import NATIVE, Wire, parse_wire
-from commlayer.units import format_bytes
+from commlayer.units import MOST_BYTES, format_bytes
 
-__all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "wires_for", "words"]
+__all__ = ["GROUPS", "check_siblings", "group_traffic", "size_of", "traffic_for", "wires_for", "words"]
 
 _ROW_ELEMENTS = 1024
 """The elements of rows that share scales, where --hidden says nothing."""
@@ -38,7 +38,10 @@ def size_of(
             f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(given) or 'none of them'}: add "
             f"{'--bytes 16MiB, say' if not given else missing}"
         )
-    return moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
+    size = moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
+    if size >= MOST_BYTES:
+        raise UsageError(f"--batch {batch} --sequence {sequence} --hidden {hidden}: expected less than 1 EiB together")
+    return size
 
 
 def traffic_for(
@@ -135,6 +138,19 @@ def group_traffic(
         rates=profile.node_rates if is_everywhere else (),
         slow_pairs=profile.slow_pairs if is_everywhere else (),
     )
+
+
+def check_siblings(profile: Profile, sizes: Sequence[int], siblings: int) -> None:
+    """Raise UsageError for more groups on a node at a time than its ranks, or all ranks, make up. ``sizes``: of one group, its
+    ranks on each node."""
+    topology = Topology.parse(profile.topology)
+    on_node = max(len(node) for node in topology.nodes) // min(sizes)
+    most = min(on_node, topology.world_size // sum(sizes))
+    if siblings > most:
+        raise UsageError(
+            f"--siblings {siblings}: expected at most {most}: the ranks of {profile.name} ({profile.topology}) make up no more "
+            f"groups of {'+'.join(map(str, sizes))} that use one node"
+        )
 
 
 def _shape_within(profile: Profile, cluster: Sequence[int], group: str) -> tuple[int, ...]:

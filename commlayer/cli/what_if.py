@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,15 @@ import click
 
 from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
 from commlayer.cli.mapping_output import estimate_dict, job_dict
-from commlayer.cli.option_types import PICTURE, in_order, json_option, report_option
+from commlayer.cli.option_types import (
+    PICTURE,
+    RealNumber,
+    WholeNumber,
+    given_options,
+    in_order,
+    json_option,
+    report_option,
+)
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -60,6 +68,9 @@ _LABELS = {
     "global_batch": "sequences a step",
     "skew": "exponent of experts' popularity (Zipf)",
 }
+_REPLACED = {"skew": ("imbalance", "routing"), "top_k": (), "split": (), "gpus": (), "sequence": (), "global_batch": ()}
+"""The options whose value a variation takes the place of, where it is not the one of its own name; of the job's three numbers a
+value must be given all the same."""
 _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
     "mfu": ("MFU", lambda each: each.mfu),
     "tokens": ("tokens/s", lambda each: each.tokens_per_s),
@@ -70,14 +81,12 @@ _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
 _variation_options = in_order(
     click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different."),
     click.option("--values", help="Its values, such as 25,50,100."),
-    click.option("--from", "low", type=float, help="In place of --values: the least …"),
-    click.option("--to", "high", type=float, help="… the greatest …"),
+    click.option("--from", "low", type=RealNumber(), help="In place of --values: the least …"),
+    click.option("--to", "high", type=RealNumber(), help="… the greatest …"),
     click.option(
         "--points",
-        type=click.IntRange(min=2),
-        default=5,
-        show_default=True,
-        help="… and how many, of rates; all else doubles.",
+        type=WholeNumber(2, 100),
+        help="… and how many, of rates; all else doubles.  [5]",
     ),
     click.option(
         "--compare", "pair", type=click.Choice(list(ALTERNATIVES)), help="Two ways, and where they change places."
@@ -99,8 +108,16 @@ _variation_options = in_order(
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
 @json_option
+@click.pass_context
 def what_if_command(
-    measure: str, margin: float, report: Path | None, picture: Path | None, as_json: bool, **given: Any
+    ctx: click.Context,
+    /,
+    measure: str,
+    margin: float,
+    report: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Estimate a job where one thing is different: more GPUs, a slower network, another NVLink domain, FP8, finer experts.
 
@@ -112,12 +129,13 @@ def what_if_command(
       commlayer what-if … --vary domain --values 8,16,32,72 --picture domain.svg
       commlayer what-if … --vary inter-factor --from 0.1 --to 2 --points 6 --compare folding
     """
-    request, space = read_request(given), read_space(given)
     kind, pair = _NAMES[given["vary"]], given["pair"]
-    if kind != "precision":
-        request.check_precisions(space.precision)
-    request.check_offload(space.offload)
+    _refuse_replaced(kind, given_options(ctx))
+    request, space = read_request(given), read_space(given)
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
+    precisions = [str(value) for value in variation.values] if kind == "precision" else space.precision
+    recompute = space.recompute if kind != "gpu" else ()
+    request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep)
     plain = (Alternative(name="", software=request.software),)
     asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
     ways = [replace(way, margin=margin) for way in asked]
@@ -132,6 +150,18 @@ def what_if_command(
         print_json(_as_dict(request, found, crossing))
     else:
         _show(request, found, crossing)
+
+
+def _refuse_replaced(kind: str, given: Collection[str]) -> None:
+    """Raise UsageError for an option whose value every value of ``kind`` takes the place of. With --hold some mapping is the best
+    with it."""
+    for name in _REPLACED.get(kind, (kind,)):
+        if name in given and "hold" not in given:
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option}: --vary {kind.replace('_', '-')} takes its place at every value: leave it out, or add --hold to "
+                "keep the mapping that is best with it"
+            )
 
 
 def _estimated(request: Request, variation: Variation, ways: Sequence[Alternative], hold: bool) -> dict[str, WhatIf]:

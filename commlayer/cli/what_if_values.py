@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
+import click
+
+from commlayer.cli.option_types import COUNT, RATE_GBPS, RealNumber
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["WORDS", "values_of"]
 
 WORDS = ("gpu", "precision")
 """The kinds whose values are words."""
-_REAL = ("inter_gbps", "intra_gbps", "inter_factor", "intra_factor", "skew")
+_FACTOR = RealNumber(min=1e-3, max=1e3)
+_NUMBERS = {
+    "inter_gbps": RATE_GBPS,
+    "intra_gbps": RATE_GBPS,
+    "inter_factor": _FACTOR,
+    "intra_factor": _FACTOR,
+    "skew": RealNumber(min=0, max=100),
+}
+"""The kinds whose values are numbers with fractions, and which ones; all others are whole numbers of at least 1."""
 _MUCH = 8.0
+_POINTS = 5
 
 
 def values_of(
-    kind: str, values: str | None, low: float | None, high: float | None, points: int
+    kind: str, values: str | None, low: float | None, high: float | None, points: int | None
 ) -> tuple[float | int | str, ...]:
-    """Return the values that ``values`` lists, or those from ``low`` to ``high``: rates at ``points`` places, all else
-    doubling.
+    """Return the values that ``values`` lists, or those from ``low`` to ``high``: rates at ``points`` places (five unless given),
+    all else doubling.
 
-    Raises UsageError for both or neither, or for what is no number where numbers are meant.
+    Raises UsageError for both or neither, for ``points`` where they would change nothing, and for what is no such number.
     """
+    if points is not None and (values is not None or kind not in _NUMBERS):
+        raise UsageError(
+            "--points says at how many places between --from and --to rates are looked at: values that are listed, and whole "
+            "numbers, which double, have none; leave it out"
+        )
     if values is not None:
         if low is not None or high is not None:
             raise UsageError("expected --values, or --from and --to, got both: drop one side")
-        return tuple(_value(kind, word.strip()) for word in values.split(","))
+        return tuple(_value(kind, word.strip(), "--values") for word in values.split(","))
     if low is None or high is None:
         raise UsageError("expected --values, or --from and --to: say --values 25,50,100")
     if kind in WORDS or not low < high:
         raise UsageError(
             f"--from {low:g} --to {high:g}: expected ascending numbers, for a thing that has them; or --values"
         )
-    return _spread(low, high, points) if kind in _REAL else _doubled(round(low), round(high))
+    ends = _number(kind, low, "--from"), _number(kind, high, "--to")
+    if kind in _NUMBERS:
+        return _spread(*ends, points or _POINTS)
+    return _doubled(int(ends[0]), int(ends[1]))
 
 
 def _spread(low: float, high: float, points: int) -> tuple[float, ...]:
@@ -43,17 +63,21 @@ def _spread(low: float, high: float, points: int) -> tuple[float, ...]:
 
 def _doubled(low: int, high: int) -> tuple[int, ...]:
     """The values from the least on, twice as many each; the greatest last. In between most degrees would not divide."""
-    found = [max(low, 1)]
+    found = [low]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)
     return (*found, high)
 
 
-def _value(kind: str, word: str) -> float | int | str:
-    if kind in WORDS:
-        return word
+def _value(kind: str, word: str, option: str) -> float | int | str:
+    return word if kind in WORDS else _number(kind, word, option)
+
+
+def _number(kind: str, given: float | str, option: str) -> float | int:
+    """The number that ``option`` says, checked as that of the option that ``kind`` is named after would be."""
+    text = given if isinstance(given, str) else f"{given:.17g}"
     try:
-        return float(word) if kind in _REAL else int(word)
-    except ValueError as error:
-        expected = "a number" if kind in _REAL else "a whole number"
-        raise UsageError(f"--values: expected {expected} for {kind.replace('_', '-')}, got {word!r}") from error
+        number: float | int = _NUMBERS.get(kind, COUNT).convert(text, None, None)
+    except click.BadParameter as error:
+        raise UsageError(f"{option} of {kind.replace('_', '-')}: {error.message}") from error
+    return number

@@ -21,7 +21,7 @@ _UNITS_BITS = {
     "mbyte": 8 * 10**6,
     "gbyte": 8 * 10**9,
 }
-_EXAMPLES = "for example '400mbit', '3.2gbit' or '50mbyte'; None leaves the link unshaped"
+_EXAMPLES = "for example '400mbit', '3.2gbit' or '50mbyte'; left out, the link is unshaped"
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 MIN_BYTES_PER_S = 8_000

@@ -21,6 +21,7 @@ from commlayer.profiles.curve import Curve, median
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, bus_factor
+from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology, shape_text
 
@@ -95,14 +96,24 @@ def read_nccl_runs(
     where = os.fspath(path)
     try:
         text = read_file(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{where}: cannot read times of NCCL: {error}") from error
+    except OSError as error:
+        raise ProfileError(f"{where}: cannot read times of NCCL: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{where}: expected UTF-8 text with times of NCCL, got other bytes at {error.start}"
+        ) from error
+    if collective and collective not in _TESTS:
+        raise ProfileError(f"collective: expected one of {', '.join(_TESTS)}, got {collective!r}")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         lines = [line for line in text.splitlines() if line.strip()]
         is_inspector = bool(lines) and lines[0].lstrip().startswith("{")
         content = _objects(lines, where) if is_inspector else None
+    if collective and _says_itself(content):
+        raise ProfileError(
+            f"collective: {where} says itself of which one its times are, got {collective} in its place: leave it out"
+        )
     if content is None:
         runs, left_out = [_of_text(text, where, collective, nodes)], list[str]()
     elif isinstance(content, dict) and "results" in content:
@@ -114,6 +125,16 @@ def read_nccl_runs(
     if not any(run.times_us for run in runs):
         raise ProfileError(f"{where}: expected times of nccl-tests (text or -J) or of NCCL Inspector, got none")
     return runs, left_out
+
+
+def _says_itself(content: Any) -> bool:
+    """Whether a file's times are of collectives that it names in a way that nobody can mean otherwise: NCCL Inspector's, and a
+    profile's curves as :func:`nccl_tests_json` writes them."""
+    if not isinstance(content, dict) or "results" not in content:
+        return content is not None
+    results = content["results"]
+    names = [result.get("experiment_name") for result in results if isinstance(result, dict)] if results else []
+    return any(_key(str(name)) for name in names)
 
 
 def _objects(lines: Sequence[str], where: str) -> list[Any]:
@@ -166,6 +187,7 @@ def _of_json(
     try:
         devices = content.get("devices") or []
         hosts = [device["hostname"] for device in devices if device.get("group", 0) == 0]
+        all_hosts = [device["hostname"] for device in devices]
         environment = dict(entry.partition("=")[::2] for entry in content.get("env") or [])
         program = os.path.basename(str((content.get("args") or [""])[0]))
         groups: dict[str, dict[int, float]] = defaultdict(dict)
@@ -178,7 +200,7 @@ def _of_json(
         raise ProfileError(f"{where}: expected nccl-tests' JSON, got one without {error}") from error
     base = NcclRun(
         "",
-        nodes or _nodes(hosts, where),
+        nodes,
         {},
         f"nccl-tests' JSON {os.path.basename(where)}",
         environment.get("NCCL_ALGO", "").lower(),
@@ -191,7 +213,10 @@ def _of_json(
     for name, times in groups.items():
         key = _key(name)
         test = key[0] if key else collective or _program(program, where)
-        found.append(replace(base, collective=test, times_us=times, key=key, holdout_error=holdout_error))
+        cluster = nodes or _nodes(all_hosts if key else hosts, where)  # a curve's key says of how many of them it is
+        found.append(
+            replace(base, collective=test, nodes=cluster, times_us=times, key=key, holdout_error=holdout_error)
+        )
     return found, []
 
 
@@ -217,6 +242,10 @@ def _of_inspector(content: Sequence[Any], where: str) -> tuple[list[NcclRun], li
     calls: dict[tuple[str, tuple[int, ...], int], dict[tuple[str, int], float]] = defaultdict(dict)
     left_out: Counter[str] = Counter()
     for entry in content:
+        if not isinstance(entry, dict):
+            raise ProfileError(
+                f"{where}: expected NCCL Inspector's JSON, one object a line, got {shortened(json.dumps(entry), 60)}"
+            )
         try:
             if "coll_perf" not in entry:
                 left_out["messages (p2p_perf), of which an all_to_all cannot be put together"] += 1
@@ -229,8 +258,12 @@ def _of_inspector(content: Sequence[Any], where: str) -> tuple[list[NcclRun], li
             collective, is_part = _INSPECTED[call["coll"]]
             size = int(call["coll_msg_size_bytes"]) * (ranks if is_part else 1)
             one, time_us = (str(header["id"]), int(call["coll_sn"])), float(call["coll_exec_time_us"])
-        except (TypeError, KeyError, ValueError) as error:
-            raise ProfileError(f"{where}: expected NCCL Inspector's JSON, one object a line, got {error!r}") from error
+        except KeyError as error:
+            raise ProfileError(f"{where}: expected NCCL Inspector's JSON, got an object without {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ProfileError(
+                f"{where}: expected NCCL Inspector's JSON, got an object with a number or a name in the place of another"
+            ) from error
         if ranks < 2 or num_nodes < 1 or ranks % num_nodes or size < 1 or time_us <= 0:
             left_out["calls of one rank, of uneven nodes, or without a size or a time"] += 1
             continue
@@ -348,6 +381,19 @@ def _peaks(curves: Iterable[Curve]) -> Peaks:
     return Peaks(best.get("inter", fastest), best.get("intra", fastest), best.get("device", fastest))
 
 
+def _group_number(curve: Curve, sizes: Sequence[int], at: tuple[int, int, int]) -> int:
+    """The number of the group in which a rank took part in a curve's calls, where all ranks of the cluster are in some:
+    neighbours inside a node, as many ranks of each node between them, one rank in itself.
+
+    ``sizes``: ranks of each node; ``at``: the rank's node, its place there, and itself."""
+    node, place, rank = at
+    if curve.link is Resource.DEVICE:
+        return rank
+    if curve.link is Resource.INTRA:
+        return node * -(-max(sizes) // curve.group_size) + place // curve.group_size
+    return 0 if curve.group_size == sum(sizes) else place // max(1, curve.group_size // len(sizes))
+
+
 def nccl_tests_json(profile: Profile) -> dict[str, str]:
     """Write a profile's curves as nccl-tests writes its results with ``-J``: a file's name, and its text, for each curve.
 
@@ -362,7 +408,7 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
         devices = [
             {
                 "rank": rank,
-                "group": 0,
+                "group": _group_number(curve, [len(each) for each in nodes], (node, place, rank)),
                 "pid": 0,
                 "hostname": f"node{node}",
                 "device": place,

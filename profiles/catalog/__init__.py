@@ -31,10 +31,11 @@ def load(name: str) -> Profile:
     from importlib.resources import files
 
     if name not in (known := names()):
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise ProfileNotFoundError(
             f"expected the name of a shipped profile or the path of a profile file, got {shortened(name)!r}. "
-            f"Did you mean {' or '.join(close)}? `commlayer profiles list` shows all"
+            f"{hint}`commlayer profiles list` shows all"
         )
     return parse_profile((files(__name__) / f"{name}.json").read_bytes(), f"catalog/{name}.json")
 

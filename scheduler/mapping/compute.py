@@ -43,7 +43,7 @@ class GpuCompute:
 
     def __init__(self, gpu: Gpu, factor: float = DEFAULT_FACTOR) -> None:
         if not 0 < factor < math.inf:
-            raise UsageError(f"factor: expected a positive number, got {factor!r}")
+            raise UsageError(f"efficiency: expected a positive number, got {factor!r}")
         self.gpu = gpu
         self.factor = factor
 

@@ -170,8 +170,9 @@ class ModelShape:
                 f"at least one token, in 1 to {self.softmax_layers} layers",
             ),
             "mtp_layers": (
-                not self.mtp_layers or self.linear is None,
-                "0: which kind of attention a module for more tokens has is not known where layers differ",
+                not self.mtp_layers or (self.linear is None and self.mtp_layers <= self.layers),
+                f"at most layers={self.layers}; and 0 where layers differ, for which kind of attention a module for more tokens "
+                "has is not known then",
             ),
             "linear": (self.linear is None or _is_sound(self.linear, self.layers), _LINEAR.format(self.layers)),
         }

@@ -72,7 +72,7 @@ def test_misspelt_command_gets_a_hint() -> None:
     ("arguments", "said"),
     [
         (("profile", "--emulate", "2x2", "-b", "1MiB", "-e", "1KiB"), "1048576 bytes, 1024 bytes"),
-        (("profile", "--emulate", "2x2", "-f", "0.5"), "a factor above 1, got 4096 bytes"),
+        (("profile", "--emulate", "2x2", "-f", "0.5"), "'--factor': 0.5 is not in the range x>1"),
         (("profile", "--emulate", "1x1"), "expected two ranks or more, got one"),
         (("bench", "--emulate", "1x1"), "expected two ranks or more, got one"),
         (("demo", "--shape", "1x1"), "say --shape 2x4, for example"),

@@ -46,7 +46,7 @@ def test_show_says_who_is_popular(file: str, tmp_path: Path) -> None:
         assert layer["busiest"] == pytest.approx((rows.max(1) / rows.mean(1)).mean(), abs=1e-3)
     assert "<svg" in (tmp_path / "load.svg").read_text()
     text = call("routing", "show", file, "--ranks", "4").stdout
-    assert "20 steps of 1 calls, 8 experts, top-2" in text
+    assert "20 steps of 1 call, 8 experts, top-2" in text
     assert "layer 1" in text
 
 
@@ -99,7 +99,8 @@ def test_skew_is_varied() -> None:
     assert times == sorted(times)
     assert times[2] > 1.2 * times[0]
     assert (
-        "an exponent of at least 0" in call("what-if", *JOB, *ONE, "--vary", "skew", "--values", "-1", status=2).stderr
+        "--values of skew: -1.0 is not in the range"
+        in call("what-if", *JOB, *ONE, "--vary", "skew", "--values", "-1", status=2).stderr
     )
 
 

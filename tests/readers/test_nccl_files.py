@@ -237,3 +237,21 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["profiles", "import", str(bad), "--output", str(output), "--force"])
     assert refused.exit_code == 2
     assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("key", "groups"),
+    [
+        ("all_reduce_inter_8", [0, 0, 0, 0, 0, 0, 0, 0]),
+        ("all_reduce_inter_2", [0, 1, 2, 3, 0, 1, 2, 3]),
+        ("all_reduce_intra_4", [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("copy_device_1", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_what_is_written_says_which_ranks_formed_groups(key: str, groups: list[int]) -> None:
+    """As nccl-tests does with NCCL_TESTS_SPLIT."""
+    devices = json.loads(nccl_tests_json(catalog.load("emulated-2x4"))[f"{key}.json"])["devices"]
+    assert [device["group"] for device in devices] == groups
+    assert [device["rank"] for device in devices] == list(range(8))
+    assert [device["hostname"] for device in devices] == ["node0"] * 4 + ["node1"] * 4
+    assert [device["device"] for device in devices] == [0, 1, 2, 3] * 2

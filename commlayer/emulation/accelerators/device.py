@@ -83,7 +83,7 @@ class Accelerator:
             if memory is not None or scale != 1:
                 raise UsageError(
                     f"memory ({memory or 'not given'}) and scale ({scale:g}) are of an emulated accelerator: say its rate "
-                    "too, as in compute='4tflops'"
+                    "too, with compute, such as 4tflops"
                 )
             return None
         return cls(parse_compute(compute), None if memory is None else parse_memory(memory), scale)

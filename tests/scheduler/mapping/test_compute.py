@@ -176,7 +176,7 @@ def test_what_is_refused() -> None:
         H100.attention_us(-1)
     with pytest.raises(UsageError, match="nbytes: expected at least 0"):
         H100.memory_us(-1)
-    with pytest.raises(UsageError, match="factor: expected a positive number, got 0"):
+    with pytest.raises(UsageError, match="efficiency: expected a positive number, got 0"):
         GpuCompute(GPUS["h100"], 0)
     with pytest.raises(UsageError, match=r"gpu 'X', gemm: expected more than 0 and at most 1, got 1\.5"):
         Gpu(name="X", bf16_tflops=1, fp8_tflops=0, memory_bytes=1, memory_gbps=1, gemm=1.5)

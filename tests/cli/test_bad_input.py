@@ -1,0 +1,180 @@
+"""Bad input, as a stranger types it: each command refuses it, names what was typed, and says what is expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from commlayer.cli.failure import as_typed
+from commlayer.cli.long_context import long_context
+from commlayer.cli.main import main
+from commlayer.cli.option_types import COUNT, DELAY_US, RATE_GBPS, TIMEOUT_US
+from commlayer.cli.plan import plan
+
+JOB = "-m mixtral-8x7b -c h100-eos -g 16 --global-batch 32 --sequence 4096"
+DEGREES = "--tp 2 --ep 8 --pp 2 --recompute full"
+PROFILE = "-p emulated-2x4 --collective all_reduce --bytes 1MiB"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="commlayer")
+
+
+def refused(*arguments: str) -> str:
+    """What stderr says, on one line. stdout stays empty: nobody takes nonsense for an answer."""
+    result = run(*arguments)
+    assert result.exit_code == 2, f"{result.output}\n{result.exception!r}"
+    assert not result.stdout
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        # numbers that cannot be
+        (f"estimate {JOB} --efficiency nan", "'--efficiency': expected a number, got 'nan'"),
+        (f"estimate {JOB} --inter-gbps inf", "'--inter-gbps': inf is not in the range"),
+        (f"estimate {JOB} --domain 100000000000", "'--domain': 100000000000 is more than 1,000,000,000"),
+        (f"estimate {JOB} --mtp 100000", "mtp_layers: expected at most layers=32"),
+        (f"estimate {JOB} --imbalance 1e9", "--imbalance 1e+09: expected at most 4, the experts of mixtral-8x7b over"),
+        (f"estimate {JOB} --ep 2 --imbalance 3", "--imbalance 3: expected at most ep=2"),
+        (f"search {JOB} --ep 1 --ep 2 --imbalance 3", "--imbalance 3: expected at most ep=2"),
+        (
+            "plan -p emulated-2x4 --batch 1000000000 --sequence 1000000000 --hidden 9",
+            "expected less than 1 EiB together",
+        ),
+        ("plan -p emulated-2x4 --batch 0 --sequence 1 --hidden 9", "'--batch': 0 is not in the range"),
+        ("profile --emulate 2x2 --factor 1.0000001", "a factor that makes at most 1000 sizes"),
+        ("profile --emulate 2x2 --timeout 0s", "'--timeout': expected a time above zero"),
+        ("emulate --delay 99h -- true", "'--delay': expected at most 10s, got '99h'"),
+        ("demo --shape 100000x100000", "'--shape': expected \"NODESxRANKS\""),
+        # options of which one would be ignored
+        (f"estimate {JOB} --folded --unfolded", "expected --folded or --unfolded, got both"),
+        (f"search {JOB} --folded --unfolded", "expected --folded or --unfolded, got both"),
+        (f"what-if {JOB} --vary skew --values 0,1 --imbalance 2", "--imbalance: --vary skew takes its place"),
+        (f"what-if {JOB} --vary precision --values bf16 --precision bf16", "--precision: --vary precision takes"),
+        (f"what-if {JOB} --vary inter-gbps --values 1,2 --points 3", "--points says at how many places"),
+        (f"what-if {JOB} --vary gpus --from 8 --to 16 --points 3", "--points says at how many places"),
+        ("emulate --memory 1tbyte -- true", "--memory and --scale are of the accelerator whose rate --compute gives"),
+        (
+            f"estimate {JOB} {DEGREES} --recompute mlp",
+            "--recompute mlp of mixtral-8x7b: mlp is of layers without experts",
+        ),
+        (
+            f"estimate {JOB} {DEGREES} --precision fp8 --recompute moe_act",
+            "--recompute moe_act of mixtral-8x7b: precision fp8 is fp8-delayed on H100",
+        ),
+        (
+            f"estimate {JOB} --software megatron --dispatcher deepep --dispatch-precision fp8",
+            "--dispatch-precision: with ep=1 no token goes to another rank",
+        ),
+        # what cannot be on that cluster
+        (f"plan {PROFILE} --group 2x2 --siblings 7", "--siblings 7: expected at most 2"),
+        (f"plan {PROFILE} --siblings 2", "--siblings 2: expected at most 1"),
+        ("profiles show nope", "got 'nope'. `commlayer profiles list` shows all"),
+        ("profiles show emulated-2x44", "Did you mean emulated-2x4 or"),
+        ("emulate --inter foo -- true", "--inter: expected a rate with its unit, got 'foo'"),
+        # values of what-if
+        (
+            f"what-if {JOB} --vary gpus --from 1 --to 1e300",
+            "--to of gpus: '1.0000000000000001e+300' is not a valid integer",
+        ),
+        (f"what-if {JOB} --vary gpus --from -5 --to 5", "--from of gpus: -5 is not in the range x>=1"),
+        (f"what-if {JOB} --vary skew --values 1e300", "--values of skew: 1e+300 is not in the range"),
+        (f"what-if {JOB} --vary inter-gbps --values nan", "--values of inter-gbps: expected a number, got 'nan'"),
+        # sequences
+        (
+            "long-context -m mixtral-8x7b -c h100-eos --sequences abc",
+            "--sequences: expected numbers of tokens, such as",
+        ),
+        (
+            "long-context -m mixtral-8x7b -c h100-eos --sequences 4K,",
+            "--sequences: expected numbers of tokens, such as",
+        ),
+        ("long-context -m mixtral-8x7b -c h100-eos --sequences 0", "--sequences: expected numbers of tokens, such as"),
+        # files and folders
+        ("demo --output /dev/null", "'--output': expected a folder, got '/dev/null', which is none"),
+        ("demo --output empty/below", "which is none: name another"),
+        ("profiles export emulated-2x4 -o empty", "expected a folder, got"),
+        (
+            "profiles import list.json -o new.json",
+            "list.json: expected NCCL Inspector's JSON, one object a line, got 1",
+        ),
+        ("profiles import bytes -o new.json", "bytes: expected UTF-8 text with times of NCCL, got other bytes at 0"),
+        ("profiles import empty -o new.json --collective nope", "--collective: expected one of all_reduce"),
+        (
+            "profiles tuner emulated-2x4 emulated-2x8",
+            "emulated-2x4: expected files of nccl-tests, or one profile alone",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_the_words_of_who_typed_it(command: str, says: str) -> None:
+    assert says in refused(*command.split())
+
+
+@pytest.mark.parametrize("kind", [COUNT, RATE_GBPS])
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e400", "", "abc", "9" * 400])
+def test_what_is_no_number_is_refused(kind: click.ParamType, text: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(click.BadParameter):
+        kind.convert(text, None, None)
+
+
+def test_times_have_a_least_and_a_most() -> None:
+    assert DELAY_US.convert("10s", None, None) == 1e7
+    assert DELAY_US.convert("0us", None, None) == 0
+    for kind, text in ((DELAY_US, "11s"), (TIMEOUT_US, "0s"), (TIMEOUT_US, "99999999h")):
+        with pytest.raises(click.BadParameter):
+            kind.convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("Policy.tolerance: expected a fraction", "--tolerance: expected a fraction"),
+        ("max_chunks: expected at least 1", "--max-chunks: expected at least 1"),
+        ("profile: expected a name", "--profile: expected a name"),
+        ("max_chunks 0: expected at least 1", "--max-chunks 0: expected at least 1"),
+        ("elsewhere: expected", "elsewhere: expected"),
+        ("a sentence without a field", "a sentence without a field"),
+    ],
+)
+def test_errors_name_the_option_that_was_typed(message: str, typed: str) -> None:
+    assert as_typed(message, plan) == typed
+    assert as_typed(message, None) == message
+    assert as_typed(message, click.Group("group", commands={"plan": plan, "long": long_context})) == typed
+
+
+def test_nothing_that_fits_is_said_after_the_table() -> None:
+    command = ("long-context", "-m", "deepseek-v3", "-c", "h100-eos", "--sequences", "4K,8K")
+    result = run(*command)
+    assert result.exit_code == 2
+    assert "horizontal: nodes" in result.stdout
+    assert "no length can be estimated" in result.stderr
+    assert "give --pp" in result.stderr
+    told: Any = run(*command, "--json")
+    assert told.exit_code == 2
+    assert [row["fastest"] for row in json.loads(told.stdout)["rows"]] == [None, None]
+
+
+def test_a_file_counts_once_and_says_itself_of_what_it_is(here: Path) -> None:
+    assert run("profiles", "export", "emulated-2x4", "-o", "times").exit_code == 0
+    one, other = "times/all_reduce_inter_8.json", "times/../times/all_reduce_inter_8.json"
+    assert "expected each file once" in refused("profiles", "import", one, other, "-o", "new.json")
+    of_another = refused("profiles", "import", one, "--collective", "broadcast", "-o", "new.json")
+    assert "--collective: times/all_reduce_inter_8.json says itself" in of_another
+    assert not (here / "new.json").exists()
