@@ -6,7 +6,7 @@ import re
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["MOST_BYTES", "format_binary", "format_bytes", "format_us", "parse_bytes"]
+__all__ = ["EXBIBYTE", "format_binary", "format_bytes", "format_us", "parse_bytes"]
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -14,8 +14,8 @@ _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _LETTERS = {"k": 2**10, "m": 2**20, "g": 2**30}
 _UNITS = {"": 1, **_DECIMAL, **_BINARY, **_LETTERS}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\+?\d+)?|\.\d+(?:e\+?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-MOST_BYTES = 2**60
-"""No size is as large: 1 EiB."""
+EXBIBYTE = 2**60
+"""1 EiB: no size is as large."""
 _EXAMPLES = "for example 16MiB, 64KiB, 1.5GB, 256e6 or 16777216"
 
 
@@ -34,7 +34,7 @@ def parse_bytes(text: str) -> int:
     if unit not in _UNITS:
         raise UsageError(f"expected a size with the unit B, KB, MB, GB, KiB, MiB or GiB, got {text!r}: {_EXAMPLES}")
     size = float(match[1]) * _UNITS[unit]
-    if not size < MOST_BYTES:
+    if not size < EXBIBYTE:
         raise UsageError(f"expected a size below 1 EiB, got {text!r}: {_EXAMPLES}")
     if size != int(size):
         raise UsageError(f"expected whole bytes, got {text!r}, which is {size:.6g} bytes")

@@ -11,7 +11,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.group_profiles import fits, is_on_every_node
 from commlayer.scheduler.traffic import Traffic, dtype_bytes, moe_bytes
 from commlayer.scheduler.wire import NATIVE, Wire, parse_wire
-from commlayer.units import MOST_BYTES, format_bytes
+from commlayer.units import EXBIBYTE, format_bytes
 
 __all__ = ["GROUPS", "check_siblings", "group_traffic", "size_of", "traffic_for", "wires_for", "words"]
 
@@ -39,7 +39,7 @@ def size_of(
             f"{'--bytes 16MiB, say' if not given else missing}"
         )
     size = moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
-    if size >= MOST_BYTES:
+    if size >= EXBIBYTE:
         raise UsageError(f"--batch {batch} --sequence {sequence} --hidden {hidden}: expected less than 1 EiB together")
     return size
 
