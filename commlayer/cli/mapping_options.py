@@ -25,6 +25,7 @@ from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload
+from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical, unfit_recomputation
@@ -106,7 +107,24 @@ class _Modules(click.ParamType):  # type: ignore[type-arg]  # not generic before
         return f"[{'|'.join(self.words)}|MODULE+...]"
 
 
+class _PipelineLayout(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """Even, auto, or a layout that is spelt out."""
+
+    name = "layout"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return canonical_layout(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "[even|auto|LAYOUT]"
+
+
 RECOMPUTATION = _Modules("recomputation", RECOMPUTE, canonical)
+PIPELINE_LAYOUT = _PipelineLayout()
+_LAYOUT_HELP = "Layers of each chunk, such as 'Et*3|(tt|)*29m|L'; auto: the fastest that fits."
 _RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
 OFFLOADING = _Modules("offloading", (KEPT,), canonical_offload)
 _OFFLOAD_HELP = f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}."
@@ -201,6 +219,7 @@ space_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
+    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=AUTO, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Only mappings whose experts' groups are free of attention's.  [both]"),
     click.option("--unfolded", is_flag=True, help="Only those with etp = tp, and ep a part of dp."),
     click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
@@ -223,6 +242,7 @@ setup_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, default="none", show_default=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, default=KEPT, show_default=True, help=_OFFLOAD_HELP),
+    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=EVEN, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Experts' groups are free of attention's: the default."),
     click.option("--unfolded", is_flag=True, help="etp = tp, and ep a part of dp."),
 )
@@ -420,7 +440,8 @@ def read_space(given: dict[str, Any]) -> Space:
     folded = _folded(given)
     if folded is not None:
         chosen["folded"] = (folded,)
-    return Space(**chosen, within_domain=not given.pop("across_domains"))
+    layout = given.pop("pipeline_layout")
+    return Space(**chosen, pipeline_layout=layout, within_domain=not given.pop("across_domains"))
 
 
 def _folded(given: dict[str, Any]) -> bool | None:
@@ -435,5 +456,6 @@ def read_setup(given: dict[str, Any], gpus: int) -> Setup:
     """Take what :func:`setup_options` gave out of ``given``, and return the mapping. Raises GroupError for degrees that
     do not divide.
     """
-    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS, *_MODULES)}
+    names = (*_DEGREES, *_WORDS, *_MODULES, "pipeline-layout")
+    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in names}
     return Setup(gpus=gpus, folded=_folded(given) is not False, **{**chosen, "zero": int(chosen["zero"])})

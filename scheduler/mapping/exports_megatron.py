@@ -15,6 +15,8 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
+from commlayer.scheduler.mapping.parameters import chunks_laid
+from commlayer.scheduler.mapping.pipeline_layout import EVEN, written
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
@@ -234,24 +236,14 @@ def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
     yield from _flag("pipeline-model-parallel-size", setup.pp)
     if model.mtp_layers:
         yield from _flag("mtp-num-layers", model.mtp_layers)
-    stages = setup.pp * setup.vpp
     if setup.pp == 1:
         return
-    if model.layers % stages:
-        yield from _flag("pipeline-model-parallel-layout", _layout(model, stages))
+    stages = setup.pp * setup.vpp
+    if model.layers % stages or setup.pipeline_layout != EVEN:
+        chunks = chunks_laid(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        yield from _flag("pipeline-model-parallel-layout", written(chunks))
     elif setup.vpp > 1:
         yield from _flag("num-layers-per-virtual-pipeline-stage", model.layers // stages)
-
-
-def _layout(model: ModelShape, stages: int) -> str:
-    """Each stage's layers between bars: E the embedding, t a layer, m a module of multi-token prediction, L the loss. The first
-    stages have one more."""
-    fewest, more = divmod(model.layers, stages)
-    counts = [fewest + (stage < more) for stage in range(stages)]
-    return "|".join(
-        "E" * (stage == 0) + "t" * count + ("m" * model.mtp_layers + "L") * (stage == stages - 1)
-        for stage, count in enumerate(counts)
-    )
 
 
 def _batch(job: Job, setup: Setup) -> Iterator[str]:

@@ -12,6 +12,7 @@ from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
+from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import (
     PipelineSchedule,
     chunks_of,
@@ -85,10 +86,12 @@ class Setup:
         schedule: of micro-batches in the pipeline (:mod:`commlayer.scheduler.mapping.pipeline_schedule`).
         offload: activations that lie in the host's memory until their backward pass, by Megatron's names of modules
             (:mod:`commlayer.scheduler.mapping.offloading`); ``none``: all stay.
+        pipeline_layout: which layers each chunk has: ``even``, ``auto``, or spelt out, such as ``Et*3|(tt|)*6tL``
+            (:mod:`commlayer.scheduler.mapping.pipeline_layout`); it is kept in one way of writing.
 
     Raises:
         UsageError: a number or a word out of its range; a schedule that does not go with the other degrees, with what is
-            recomputed, or with what is sharded.
+            recomputed, or with what is sharded; a layout that is none, or of another number of chunks.
         GroupError: degrees that do not divide, or that are not of the unfolded kind although ``folded`` is False.
     """
 
@@ -108,6 +111,7 @@ class Setup:
     folded: bool = True
     schedule: PipelineSchedule = "1f1b"
     offload: Offload = KEPT
+    pipeline_layout: str = EVEN
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
@@ -128,6 +132,8 @@ class Setup:
         if self.schedule != "1f1b":
             self._check_schedule()
         self._check_activations()
+        if self.pipeline_layout != EVEN:
+            self._check_layout()
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
@@ -159,6 +165,18 @@ class Setup:
             )
         if why:
             raise UsageError(f"schedule {self.schedule}: {why}")
+
+    def _check_layout(self) -> None:
+        object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
+        if self.pipeline_layout == AUTO:
+            return
+        chunks = parse_layout(self.pipeline_layout)
+        if len(chunks) != self.num_chunks:
+            times = f" × vpp={self.vpp}" if self.vpp > 1 else ""
+            raise UsageError(
+                f"pipeline layout {self.pipeline_layout}: it has {len(chunks)} chunks, but pp={self.pp}{times} with "
+                f"{self.schedule} makes {self.num_chunks}: change it, pp or vpp"
+            )
 
     @property
     def dp(self) -> int:
@@ -243,6 +261,21 @@ class Setup:
             stage == 0 and self.schedule == "dualpipe"
         )
 
+    def has_modules(self, stage: int) -> bool:
+        """Whether a pipeline rank has the modules of multi-token prediction, where the model has any."""
+        if self.pipeline_layout in (EVEN, AUTO):
+            return self.has_head(stage)
+        laid = parse_layout(self.pipeline_layout)
+        return any(laid[chunk].modules for chunk in self.chunks(stage))
+
+    def chunk_of_modules(self, stage: int) -> int:
+        """Which of a pipeline rank's chunks has the modules, where the rank has them (:meth:`has_modules`)."""
+        own = self.chunks(stage)
+        if self.pipeline_layout in (EVEN, AUTO):
+            return own.index(self.num_chunks - 1)
+        laid = parse_layout(self.pipeline_layout)
+        return next(place for place, chunk in enumerate(own) if laid[chunk].modules)
+
     @property
     def copies(self) -> int:
         """Pipeline ranks that have the same layers: two with DualPipe."""
@@ -288,6 +321,7 @@ class Setup:
             "" if self.folded else "unfolded",
             "" if self.schedule == "1f1b" else self.schedule,
             "" if self.offload == KEPT else f"offload {self.offload}",
+            "" if self.pipeline_layout == EVEN else f"layout {self.pipeline_layout}",
         ]
         return ", ".join(word for word in words if word)
 

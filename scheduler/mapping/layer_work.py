@@ -292,23 +292,27 @@ def _products(wanted: Iterable[Product], precision: str, compute: AnyCompute) ->
     return sum((_product(each, precision, compute) for each in wanted), Times(0.0))
 
 
-def head_work(job: Job, setup: Setup, compute: AnyCompute) -> Times:
+def head_work(job: Job, setup: Setup, compute: AnyCompute, *, head: bool = True, modules: bool = True) -> Times:
     """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp. In BF16, as the router: FP8
     recipes (Transformer Engine's, MegaScale-MoE's) leave both alone.
 
     Once more for each module of multi-token prediction, with its two norms and its projection of both, that tp splits too.
+
+    ``head``, ``modules``: whether the stage has the one (with the losses of the modules), and the others.
     """
     whole, own = tokens_of(job, setup)
     model = job.model
-    columns = model.vocabulary / setup.tp
-    times = _product(Product(whole, model.hidden, columns), "bf16", compute)
-    logits = compute.memory_us(whole * columns * _LOGIT_PASSES)
     norm = compute.memory_us(2 * own * model.hidden * _BYTES)
-    head = times + Times(logits + norm, logits + 2 * norm)
-    if not model.mtp_layers:
-        return head
-    joined = _product(Product(whole, 2 * model.hidden, model.hidden / setup.tp), setup.precision, compute)
-    return head + (head + joined + Times(2 * norm, 4 * norm)) * model.mtp_layers
+    total = Times(0.0)
+    if head:
+        columns = model.vocabulary / setup.tp
+        times = _product(Product(whole, model.hidden, columns), "bf16", compute)
+        logits = compute.memory_us(whole * columns * _LOGIT_PASSES)
+        total += (times + Times(logits + norm, logits + 2 * norm)) * (1 + model.mtp_layers)
+    if modules and model.mtp_layers:
+        joined = _product(Product(whole, 2 * model.hidden, model.hidden / setup.tp), setup.precision, compute)
+        total += (joined + Times(2 * norm, 4 * norm)) * model.mtp_layers
+    return total
 
 
 def _product(product: Product, precision: str, compute: AnyCompute) -> Times:

@@ -20,7 +20,7 @@ from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
-from commlayer.scheduler.mapping.pipeline_schedule import in_flight_chunks
+from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
 from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
 from commlayer.scheduler.mapping.result import Memory
@@ -28,6 +28,7 @@ from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
     "LayerElements",
+    "Room",
     "estimate",
     "in_flight",
     "kept_elements",
@@ -35,6 +36,7 @@ __all__ = [
     "monta_parallel_activation_bytes",
     "offloaded_elements",
     "offloaded_layer_bytes",
+    "rooms",
     "state_bytes_per_parameter",
 ]
 
@@ -67,6 +69,7 @@ def kept_elements(
     etp: int,
     operand: float = 1.0,
     gated: float = 1.0,
+    output_kept: float = 0.0,
 ) -> LayerElements:
     """Count what a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many,
     narrower.
@@ -79,7 +82,8 @@ def kept_elements(
 
     ``operand``: what is kept of an element that goes into a product, in BF16 elements: 1, or in FP8 a half and its scales. There
     attention's output and the second norm's are kept in both, for others need them in BF16 (attention; the router). ``gated``:
-    the same of what goes into a gated activation function.
+    the same of what goes into a gated activation function. ``output_kept``: the same of attention's output, where one copy is
+    enough; 0: it is not.
     """
     if recompute == "full":
         return LayerElements(model.hidden, 0, 0, 0)
@@ -89,8 +93,11 @@ def kept_elements(
     latent = model.latent
     query, keys_values, output = _attention_elements(model, tp)
     cast = operand if operand < 1 else 0.0  # a copy beside what is kept in BF16
-    # of latent attention before and after the norms
-    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0
+    # of latent attention before the norms, and after them, where the projections up do not make them again: their layers have
+    # the norms in them (Transformer Engine's; DeepSeek-V3, section 3.2.3: all norms are made again)
+    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
+    if latent and "mla_up_proj" in modules_of(recompute):
+        down -= operand * (latent.q_rank + latent.kv_rank)
     if recompute == "selective":
         kept = 2 * model.hidden + query + keys_values + output
         return LayerElements(kept, first * model.dense_width, first * model.shared_width, first * model.width / etp)
@@ -103,7 +110,7 @@ def kept_elements(
     into_dense = (operand - 1) * model.hidden if norms else 0.0  # no router needs it in BF16 there
     is_moe_kept, is_shared_kept = "moe" not in modules, not modules & {"moe", "shared_experts"}
     return LayerElements(
-        attention=2 * model.hidden + norms + expanded + down + (twice + cast) * output,
+        attention=2 * model.hidden + norms + expanded + down + (twice * output_kept or twice + cast) * output,
         dense=into_dense + (first + operand) * model.dense_width if "mlp" not in modules else 0.0,
         shared=into_shared + (first + operand) * model.shared_width if is_shared_kept else 0.0,
         row=operand * model.hidden + (first + activated) * model.width / etp if is_moe_kept else 0.0,
@@ -143,13 +150,14 @@ def offloaded_elements(
     operand: float = 1.0,
     gated: float = 1.0,
     original: float = 1.0,
+    output_kept: float = 0.0,
 ) -> tuple[LayerElements, LayerElements]:
     """Count what of :func:`kept_elements` leaves the GPU, and what crosses to the host for it, of a layer with experts (a dense
     one has ``attention`` alone: its second norm and its FFN are no modules of these).
 
     More crosses than leaves where two modules keep one tensor (attention's output crosses for both, and leaves with the second),
-    and where it is computed again as well. ``operand``, ``gated``: as there. ``original``: what crosses of an element that goes
-    into the experts' first product, in BF16 elements: Megatron-Core keeps it in BF16 for that, but with MXFP8.
+    and where it is computed again as well. ``operand``, ``gated``, ``output_kept``: as there. ``original``: what crosses of an
+    element that goes into the experts' first product, in BF16 elements: Megatron-Core keeps it in BF16 for that, but with MXFP8.
     """
     modules = offloaded_modules(offload)
     query, keys_values, output = _attention_elements(model, tp)
@@ -158,18 +166,21 @@ def offloaded_elements(
     is_cast, copies = operand < 1 and not is_selective, 2 if attention == "ulysses" and not is_selective else 1
     norm = 0.0 if is_selective or "layernorm" in remade else operand * hidden
     down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
+    left = 0.0 if is_selective else down  # of what is projected down
+    if latent and "mla_up_proj" in remade:
+        left -= operand * (latent.q_rank + latent.kv_rank)
     expanded = 0.0 if "mla_up_proj" in remade else query + keys_values
     fused = 0.0 if latent else hidden
-    own_output = (
-        copies - 1 + operand * is_cast
-    )  # of attention, that the projection behind it keeps beside attention itself
+    one_copy = output_kept or 1.0
+    # of attention, that the projection behind it keeps beside attention itself
+    own_output = (copies - 1) * one_copy + (0.0 if output_kept else operand * is_cast)
     is_let_go = own_output > 0 or "attn_proj" in modules
     first = (model.matrices - 1) * (gated if model.gated else 1.0) * model.width / etp
     parts = {  # what leaves, and what crosses, for each token
         "attn_norm": (hidden - fused, hidden - fused),
-        "qkv_linear": (norm + fused + (0.0 if is_selective else down), operand * hidden + fused + down),
-        "core_attn": (expanded + output * is_let_go, query + keys_values + output),
-        "attn_proj": (output * own_output, output * max(own_output, operand)),
+        "qkv_linear": (norm + fused + left, operand * hidden + fused + down),
+        "core_attn": (expanded + output * one_copy * is_let_go, query + keys_values + output * one_copy),
+        "attn_proj": (output * own_output, output * max(own_output, output_kept or operand)),
         "mlp_norm": (hidden, hidden),
         "expert_fc1": (0.0, 0.0) if is_selective else (operand * hidden, original * hidden),
         "moe_act": (first, first),
@@ -225,54 +236,122 @@ def estimate(
             ``gradient_bytes`` other than 2 or 4.
         GroupError: the batch does not split over dp and micro-batches.
     """
-    if gradient_bytes not in (2, 4):
-        raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
-    micro_batches = setup.micro_batches(job)
-    recipe = None if gpu is None else recipe_of(setup.precision, gpu)
-    sizes = _sizes(job, setup, software, recipe)
-    over = parameters.replicas(setup, software)
-    adam = software.adam_bytes * (1 - software.offloaded_optimizer)
-    per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes, adam) for number in over]
-    most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    for held in parameters.held(job.model, setup, software):
-        stage = held.stage
-        weights, gradients, optimizer = (
-            sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
-        )
+    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    return max(map(counting.of, parameters.held(job.model, setup, software)), key=lambda found: found.total)
+
+
+class Room(NamedTuple):
+    """The memory of a pipeline rank, in bytes: what is left of it (below zero: what it lacks), what one layer more takes, as the
+    mean of the rank's chunks keeps its activations, and what a layer keeps of one micro-batch."""
+
+    left: float
+    layer: float
+    kept: float
+
+
+def rooms(
+    job: Job,
+    setup: Setup,
+    limit: float,
+    gradient_bytes: int = 4,
+    *,
+    software: Software = MEGATRON,
+    gpu: Gpu | None = None,
+) -> list[Room]:
+    """The room of each pipeline rank in ``limit`` bytes, where the layout of ``setup`` is spelt out; by layers that have experts,
+    where the rank has any. Other arguments and errors as :func:`estimate`."""
+    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    stages = parameters.held(job.model, setup, software)
+    places = parameters.stage_of_ranks(job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+    found = []
+    for rank, place in enumerate(places):
+        held = stages[place]._replace(stage=stages[place].stage._replace(number=rank))
+        found.append(Room(limit - counting.of(held).total, *counting.layer_bytes(held)))
+    return found
+
+
+class _Counting:
+    """The bytes of a GPU of any stage. Raises as :func:`estimate`."""
+
+    def __init__(self, job: Job, setup: Setup, gradient_bytes: int, software: Software, gpu: Gpu | None) -> None:
+        if gradient_bytes not in (2, 4):
+            raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
+        self.setup, self.gradient_bytes = setup, gradient_bytes
+        self.micro_batches = setup.micro_batches(job)
+        recipe = None if gpu is None else recipe_of(setup.precision, gpu)
+        self.sizes = _sizes(job, setup, software, recipe)
+        self.over = parameters.replicas(setup, software)
+        adam = software.adam_bytes * (1 - software.offloaded_optimizer)
+        self.per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes, adam) for number in self.over]
+        self.copies = 0.0
+        """Bytes of the FP8 copies of a weight, less what is not kept beside them."""
         if recipe is not None and gpu is not None and setup.zero < 3:
-            copies = recipe.copies(gpu) * recipe.copy_bytes() - (_WEIGHT if software.keeps_fp8_weights else 0)
-            weights += copies * parameters.multiplied_elements(job.model, setup, software, stage.number)
-        passes = in_flight(setup, stage.number, micro_batches)
-        if (
-            setup.schedule == "1f1b-overlap"
-        ):  # a layer of a forward task is there before one of the backward task is freed
-            passes += 1 / stage.layers
-        activations = (stage.sparse * sizes.sparse + stage.dense * sizes.dense) * passes
+            self.copies = recipe.copies(gpu) * recipe.copy_bytes() - (_WEIGHT if software.keeps_fp8_weights else 0)
+
+    def of(self, held: parameters.StageElements) -> Memory:
+        """A GPU of this stage."""
+        setup, sizes, stage = self.setup, self.sizes, held.stage
+        weights, gradients, optimizer = self._state(held.elements)
+        weights += self.copies * held.multiplied
+        under_way = self._under_way(held)
+        activations = self._over_chunks(held, sizes.sparse, sizes.dense)
         if setup.has_head(stage.number):
             activations += sizes.logits
-            activations += sizes.modules * in_flight(setup, stage.number, micro_batches)
+        if setup.has_modules(stage.number):
+            activations += sizes.modules * under_way[setup.chunk_of_modules(stage.number)]
         tasks = 2 if setup.is_merged else 1  # both have a layer under way
-        buffers = sizes.working * tasks
-        away = 0.0
+        buffers, away = sizes.working * tasks, 0.0
         if setup.offload != KEPT:
-            left = stage.sparse * sizes.offloaded.sparse_left + stage.dense * sizes.offloaded.dense_left
-            activations -= left * passes
-            buffers += left * min(passes, _LAYERS_AHEAD * tasks / stage.layers)
-            away = stage.sparse * sizes.offloaded.sparse_crosses + stage.dense * sizes.offloaded.dense_crosses
-            away *= passes
+            there = sizes.offloaded
+            left = self._over_chunks(held, there.sparse_left, there.dense_left)
+            mean = (stage.sparse * there.sparse_left + stage.dense * there.dense_left) / max(stage.layers, 1)
+            activations -= left
+            buffers += min(left, _LAYERS_AHEAD * tasks * mean)
+            away = self._over_chunks(held, there.sparse_crosses, there.dense_crosses)
         if setup.zero >= 2:
-            buffers += _absent(held, over) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
-        if (total := weights + gradients + optimizer + activations + buffers) > most:
-            most, fullest = total, (weights, gradients, optimizer, activations, buffers, away)
-    weights, gradients, optimizer, activations, buffers, away = fullest
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        buffers=buffers,
-        offloaded=away,
-    )
+            buffers += _absent(held, self.over) * (self.gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
+        return Memory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=activations,
+            buffers=buffers,
+            offloaded=away,
+        )
+
+    def _under_way(self, held: parameters.StageElements) -> tuple[float, ...]:
+        setup = self.setup
+        return in_flight_by_chunk(setup.schedule, setup.pp, held.stage.number, self.micro_batches, setup.vpp)
+
+    def _over_chunks(self, held: parameters.StageElements, sparse: float, dense: float) -> float:
+        """The bytes of all layers of a stage, each as often as micro-batches are under way in its chunk."""
+        found = sum(
+            number * (with_experts * sparse + without * dense)
+            for number, (with_experts, without) in zip(self._under_way(held), held.chunks, strict=True)
+        )
+        stage = held.stage
+        if self.setup.schedule == "1f1b-overlap" and stage.layers:
+            # a layer of a forward task is there before one of the backward task is freed
+            found += (stage.sparse * sparse + stage.dense * dense) / stage.layers
+        return found
+
+    def layer_bytes(self, held: parameters.StageElements) -> tuple[float, float]:
+        """What one layer more of the stage takes, its activations as the mean of its chunks has them, and these of one
+        micro-batch."""
+        under_way = in_flight(self.setup, held.stage.number, self.micro_batches)
+        sizes = self.sizes
+        kept = (
+            sizes.sparse - sizes.offloaded.sparse_left
+            if held.stage.sparse
+            else sizes.dense - sizes.offloaded.dense_left
+        )
+        return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
+
+    def _state(self, elements: parameters.Elements) -> list[float]:
+        """Weights, gradients and optimizer state of parameters, without FP8 copies."""
+        return [
+            sum(number * each[state] for number, each in zip(elements, self.per, strict=True)) for state in range(3)
+        ]
 
 
 def offloaded_layer_bytes(
@@ -304,11 +383,11 @@ def _offloaded(job: Job, setup: Setup, software: Software, recipe: Recipe | None
     if setup.offload == KEPT:
         return _NOTHING
     tokens, rows = _tokens_and_rows(job, setup)
-    operand, gated = _formats(software, recipe)
+    operand, gated, output = _formats(software, recipe)
     original = operand if recipe is not None and recipe.megatron == "mxfp8" else 1.0
     way = (setup.offload, setup.recompute, setup.attention, setup.tp, setup.etp)
     found = []
-    for each in offloaded_elements(job.model, *way, operand, gated, original):
+    for each in offloaded_elements(job.model, *way, operand, gated, original, output):
         found.append(_WEIGHT * (tokens * (each.attention + each.shared) + rows * each.row))
         found.append(_WEIGHT * tokens * each.attention)
     sparse_left, dense_left, sparse_crosses, dense_crosses = found
@@ -342,17 +421,17 @@ def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
     return tokens, (tokens if job.model.moe_layers else 0.0) * job.model.top_k * setup.etp * spread
 
 
-def _formats(software: Software, recipe: Recipe | None) -> tuple[float, float]:
-    """What is kept of an element that goes into a product, and into a gated activation function, in BF16 elements."""
-    operand = 1.0 if recipe is None else recipe.copy_bytes() / _WEIGHT
-    return operand, 1 / _WEIGHT if software.keeps_fp8_activations else 1.0
+def _formats(software: Software, recipe: Recipe | None) -> tuple[float, float, float]:
+    """What is kept of an element that goes into a product, of one that goes into a gated activation function, and of attention's
+    output, where one copy is enough (0: it is not), in BF16 elements."""
+    operand, output = (1.0, 0.0) if recipe is None else (recipe.copy_bytes() / _WEIGHT, recipe.output_bytes / _WEIGHT)
+    return operand, 1 / _WEIGHT if software.keeps_fp8_activations else 1.0, output
 
 
 def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Sizes:
     model, tp = job.model, setup.tp
     tokens, rows = _tokens_and_rows(job, setup)
     routed = tokens if model.moe_layers else 0.0
-    operand, gated = _formats(software, recipe)
     kept, again = _layer_elements(
         _Layer(
             model,
@@ -361,8 +440,7 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
             tp,
             setup.cp,
             setup.etp,
-            operand,
-            gated,
+            *_formats(software, recipe),
         ),
         _keeps(setup, software),
     )
@@ -402,6 +480,7 @@ class _Layer(NamedTuple):
     etp: int
     operand: float
     gated: float
+    output_kept: float
 
 
 class _Keeps(NamedTuple):
@@ -424,7 +503,7 @@ def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerE
 
     Selective recomputation gathers sequences again, and keeps what attention itself works on.
     """
-    formats = layer.operand, layer.gated
+    formats = layer.operand, layer.gated, layer.output_kept
     kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp, *formats)
     if modules := modules_of(layer.recompute):
         remade = bool(modules & {"moe", "mlp", "shared_experts"})

@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
+from commlayer.scheduler.mapping.pipeline_layout import EVEN, Chunk, laid_chunks
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.recomputation import modules_in, unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
@@ -35,14 +36,16 @@ __all__ = [
     "axis_of_whole",
     "bucket_bytes",
     "check",
+    "chunks_laid",
     "count",
     "end_parameters",
     "held",
     "held_elements",
+    "kinds_of_chunks",
     "layer_of",
     "layer_parameters",
     "layers_of",
-    "multiplied_elements",
+    "mean_elements",
     "per_gpu",
     "replicas",
     "replicated_elements",
@@ -149,11 +152,16 @@ class StageElements(NamedTuple):
     """Parameters on a GPU of ``stage``, in all and of one of its layers, one with experts where it has any.
 
     Of what tp splits, of what each of its ranks has whole (both are on all ranks of dp and cp besides), and of experts.
+    ``multiplied``: those of linear layers, which recipes of FP8 cast (not embedding, head, router and norms), in all and of one
+    layer. ``chunks``: for each chunk of the stage how many layers it has with experts, and with a dense FFN.
     """
 
     stage: Stage
     elements: Elements
     layer: Elements
+    multiplied: int
+    multiplied_layer: int
+    chunks: tuple[tuple[int, int], ...]
 
     @property
     def total(self) -> int:
@@ -266,89 +274,133 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
 
 
 @lru_cache(maxsize=4096)
-def stage_of_ranks(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, ...]:
+def stage_of_ranks(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
+) -> tuple[int, ...]:
     """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
-    every = stages(model, pp, vpp, schedule)
-    kinds = {_kind(stage.number, stage.kinds, pp, vpp, schedule): i for i, stage in enumerate(every)}
-    return tuple(kinds[_kind(rank, _kinds(model, pp, vpp, schedule, rank), pp, vpp, schedule)] for rank in range(pp))
+    kinds = {
+        _kind(model, pp, vpp, schedule, layout, stage.number): i
+        for i, stage in enumerate(_stages(model, pp, vpp, schedule, layout))
+    }
+    return tuple(kinds[_kind(model, pp, vpp, schedule, layout, rank)] for rank in range(pp))
 
 
-def _kind(rank: int, kinds: tuple[bool, ...], pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, int, int]:
+def _kind(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, rank: int
+) -> tuple[object, ...]:
     """Return what makes a rank like another: the ends of the model are like no other."""
-    own = chunks_of(schedule, pp, rank, vpp)
-    return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), len(kinds) - sum(kinds), sum(kinds)
+    ends = _ends_of(model, pp, vpp, schedule, layout, rank)
+    kinds = _kinds(model, pp, vpp, schedule, layout, rank)
+    each: tuple[int, ...] = ()
+    if is_dual(schedule) or layout != EVEN:  # its chunks may be of other sizes in another order
+        laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
+        each = tuple(len(laid[chunk]) for chunk in chunks_of(schedule, pp, rank, vpp))
+    return ends, len(kinds) - sum(kinds), sum(kinds), each
 
 
-@lru_cache(maxsize=4096)
-def stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b") -> tuple[Stage, ...]:
+def stages(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b", layout: str = EVEN
+) -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
-    The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the
+    The layers are cut into pp · vpp chunks as ``layout`` says (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as
+    equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the
     others of one less. Where the last one has modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts
     of DeepSeek-V3 (but with DualPipe, for which nobody published one). Chunk c is on stage c mod pp, as Megatron's
     interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
-        UsageError: a chunk would be empty; names the nearest degrees for which none is.
+        UsageError: a chunk would be empty; names the nearest degrees for which none is. A layout that does not hold this model.
     """
-    layers, chunks = model.layers, num_chunks(schedule, pp, vpp)
-    if chunks > layers:
-        if is_dual(schedule):
-            raise UsageError(
-                f"{layers} layers do not fill the {chunks} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
-                f"take at most pp={layers * pp // chunks}"
-            )
-        ways = [f"pp={layers // vpp}"] * (vpp <= layers) + [f"vpp={layers // pp}"] * (pp <= layers and vpp > 1)
-        raise UsageError(
-            f"{layers} layers do not fill pp={pp} × vpp={vpp} = {chunks} chunks: expected no chunk without a layer; take at most "
-            f"{' or '.join(ways) or f'{layers} chunks'}"
-        )
-    found: dict[tuple[int, int, int], Stage] = {}
+    return _stages(model, pp, vpp, schedule, layout)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str) -> tuple[Stage, ...]:
+    found: dict[tuple[object, ...], Stage] = {}
     for number in range(pp):
-        kinds = _kinds(model, pp, vpp, schedule, number)
-        key = _kind(number, kinds, pp, vpp, schedule)
+        key = _kind(model, pp, vpp, schedule, layout, number)
         known = found.get(key)
-        found[key] = known._replace(alike=known.alike + 1) if known else Stage(number, *key[1:], kinds)
+        kinds = _kinds(model, pp, vpp, schedule, layout, number)
+        one = Stage(number, len(kinds) - sum(kinds), sum(kinds), kinds)
+        found[key] = known._replace(alike=known.alike + 1) if known else one
     return tuple(found.values())
 
 
 def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
     """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages` says."""
-    kinds = _kinds(model, setup.pp, setup.vpp, setup.schedule, stage)
+    kinds = _kinds(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
     return len(kinds) - sum(kinds), sum(kinds)
 
 
-def _cut(layers: int, num: int, chunk: int, relieved: bool) -> tuple[int, int]:
-    """The first layer of a chunk, and the first behind it. ``relieved``: all layers that are missing for equal chunks are missing
-    in the last one, but that it keeps one."""
-    last = layers // num
-    if relieved and num > 1:
-        most = -(-layers // num)
-        last = most - min(most * num - layers, most - 1)
-        layers, num = layers - last, num - 1
-    each, larger = divmod(layers, num)
-    first = chunk * each + min(chunk, larger)
-    return first, first + (last if chunk == num else each + (chunk < larger))
+def chunks_laid(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
+) -> tuple[Chunk, ...]:
+    """What each of the pipeline's chunks has of ``model``. Raises as :func:`stages`."""
+    num = num_chunks(schedule, pp, vpp)
+    if layout == EVEN and num > model.layers:
+        raise UsageError(_too_many_chunks(model.layers, pp, vpp, schedule))
+    is_relieved = bool(model.mtp_layers) and not is_dual(schedule)
+    return laid_chunks(layout, num, model.layers, model.mtp_layers, is_relieved=is_relieved)
+
+
+def _too_many_chunks(layers: int, pp: int, vpp: int, schedule: PipelineSchedule) -> str:
+    chunks = num_chunks(schedule, pp, vpp)
+    if is_dual(schedule):
+        return (
+            f"{layers} layers do not fill the {chunks} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
+            f"take at most pp={layers * pp // chunks}"
+        )
+    ways = [f"pp={layers // vpp}"] * (vpp <= layers) + [f"vpp={layers // pp}"] * (pp <= layers and vpp > 1)
+    return (
+        f"{layers} layers do not fill pp={pp} × vpp={vpp} = {chunks} chunks: expected no chunk without a layer; take at most "
+        f"{' or '.join(ways) or f'{layers} chunks'}"
+    ) + (", or a pipeline layout with the embedding or the head alone in a chunk" if chunks <= layers + 2 else "")
+
+
+@lru_cache(maxsize=1 << 14)
+def kinds_of_chunks(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
+) -> tuple[tuple[bool, ...], ...]:
+    """For each chunk, and each of its layers, whether it has experts; those of modules for more tokens are among them."""
+    every, found, first = layer_kinds(model), [], 0
+    for chunk in chunks_laid(model, pp, vpp, schedule, layout):
+        found.append((*every[first : first + chunk.layers], *every[-1:] * chunk.modules))
+        first += chunk.layers
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)
-def _kinds(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, stage: int) -> tuple[bool, ...]:
-    """For each layer of a stage, chunk by chunk, whether it has experts; the last chunk has the modules' for more tokens too."""
-    num = num_chunks(schedule, pp, vpp)
-    relieved = bool(model.mtp_layers) and not is_dual(schedule)
-    every = layer_kinds(model)
-    found: list[bool] = []
-    for chunk in chunks_of(schedule, pp, stage, vpp):
-        found += every[slice(*_cut(model.layers, num, chunk, relieved))]
-        if chunk == num - 1:
-            found += every[-1:] * model.mtp_layers
-    return tuple(found)
+def _kinds(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int
+) -> tuple[bool, ...]:
+    """For each layer of a stage, chunk by chunk, whether it has experts."""
+    every = kinds_of_chunks(model, pp, vpp, schedule, layout)
+    return tuple(is_moe for chunk in chunks_of(schedule, pp, stage, vpp) for is_moe in every[chunk])
+
+
+class _Ends(NamedTuple):
+    """The parts of a model's ends that a stage has."""
+
+    embedding: bool
+    head: bool
+    modules: bool
+
+
+def _ends_of(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int) -> _Ends:
+    laid = chunks_laid(model, pp, vpp, schedule, layout)
+    own = [laid[chunk] for chunk in chunks_of(schedule, pp, stage, vpp)]
+    return _Ends(
+        any(chunk.has_embedding for chunk in own),
+        any(chunk.has_head for chunk in own),
+        any(chunk.modules for chunk in own),
+    )
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
     """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second. Of
     every kind of stage where dense layers lie between others, and with DualPipe and its V, whose ranks have a large chunk with a
-    small one, or two large ones.
+    small one, or two large ones, and with a layout that is spelt out.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
@@ -361,25 +413,31 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, setup.schedule, _sharding_of(setup, software))
+    return _held(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, _sharding_of(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
 def _held(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, sharding: _Sharding
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, sharding: _Sharding
 ) -> tuple[StageElements, ...]:
     _check(model, sharding)
-    every = stages(model, pp, vpp, schedule)
-    sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
+    every = _stages(model, pp, vpp, schedule, layout)
+    layers = [_layer(model, sharding, is_moe) for is_moe in (True, False)]
+    sparse, dense = map(_summed, layers)
+    cast = list(map(_multiplied, layers))
+    laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
     found = []
     # Of dense layers that come first the second stage has no fewer experts than any behind it.
-    is_mixed = is_dual(schedule) or model.dense_at
+    is_mixed = is_dual(schedule) or model.dense_at or layout != EVEN
     for stage in dict.fromkeys(every if is_mixed else (every[0], every[min(1, len(every) - 1)], every[-1])):
-        own = chunks_of(schedule, pp, stage.number, vpp)
-        first, last = _ends(model, sharding, 0 in own, num_chunks(schedule, pp, vpp) - 1 in own)
+        first, last = _ends(model, sharding, _ends_of(model, pp, vpp, schedule, layout, stage.number))
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
         elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
-        found.append(StageElements(stage, elements, sparse if stage.sparse else dense))
+        multiplied = stage.sparse * cast[0] + stage.dense * cast[1] + _multiplied([*first, *last])
+        one = (sparse, cast[0]) if stage.sparse else (dense, cast[1])
+        own = [laid[chunk] for chunk in chunks_of(schedule, pp, stage.number, vpp)]
+        chunks = tuple((sum(kinds), len(kinds) - sum(kinds)) for kinds in own)
+        found.append(StageElements(stage, elements, one[0], multiplied, one[1], chunks))
     return tuple(found)
 
 
@@ -415,10 +473,25 @@ def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float
     )
 
 
-def multiplied_elements(model: ModelShape, setup: Setup, software: Software, stage: int) -> int:
-    """Elements of linear layers' weights on a GPU of ``stage``, which recipes cast: not embedding, head, router and norms."""
+def _multiplied(parameters: Iterable[_Parameter]) -> int:
+    """Elements of linear layers' weights, which recipes cast."""
     left_out = ("embedding", "head", "router", "norms")
-    return sum(each.elements for each in _stage(model, setup, software, stage) if each.part not in left_out)
+    return sum(each.elements for each in parameters if each.part not in left_out)
+
+
+@lru_cache(maxsize=1 << 14)
+def _mean(model: ModelShape, ranks: float, sharding: _Sharding) -> Elements:
+    sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
+    kinds = layer_kinds(model)
+    number = sum(kinds) + model.mtp_layers * kinds[-1], len(kinds) - sum(kinds) + model.mtp_layers * (not kinds[-1])
+    first, last = _ends(model, sharding, _Ends(True, True, True))
+    parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
+    return Elements(*(int((number[0] * a + number[1] * b + c) / ranks) for a, b, c in parts))
+
+
+def mean_elements(model: ModelShape, setup: Setup, software: Software) -> Elements:
+    """What a GPU holds at least, the mean over the pipeline's ranks, however the layers are laid on them."""
+    return _mean(model, setup.pp / setup.copies, _sharding_of(setup, software))
 
 
 def axis_of_whole(setup: Setup, software: Software) -> str:
@@ -443,8 +516,7 @@ def replicated_elements(model: ModelShape, setup: Setup, software: Software, sta
 
 def end_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> tuple[list[Sized], list[Sized]]:
     """Embedding, and norm with head, on one rank of this stage, in order."""
-    ends = setup.has_embedding(stage), setup.has_head(stage)
-    first, last = _ends(model, _sharding_of(setup, software), *ends)
+    first, last = _ends(model, _sharding_of(setup, software), _ends_at(model, setup, stage))
     return _on_axes(first, setup, software), _on_axes(last, setup, software)
 
 
@@ -492,26 +564,28 @@ def _on_axes(parameters: Iterable[_Parameter], setup: Setup, software: Software)
 def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[_Parameter]:
     dense, sparse = layers_of(model, setup, stage)
     sharding = _sharding_of(setup, software)
-    first, last = _ends(model, sharding, setup.has_embedding(stage), setup.has_head(stage))
+    first, last = _ends(model, sharding, _ends_at(model, setup, stage))
     return [*first, *_layer(model, sharding, False) * dense, *_layer(model, sharding, True) * sparse, *last]
 
 
-def _ends(
-    model: ModelShape, sharding: _Sharding, has_embedding: bool, has_head: bool
-) -> tuple[list[_Parameter], list[_Parameter]]:
-    whole, modules = model.vocabulary * model.hidden, model.mtp_layers
+def _ends_at(model: ModelShape, setup: Setup, stage: int) -> _Ends:
+    return _ends_of(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
+
+
+def _ends(model: ModelShape, sharding: _Sharding, has: _Ends) -> tuple[list[_Parameter], list[_Parameter]]:
+    whole, modules = model.vocabulary * model.hidden, model.mtp_layers * has.modules
     axis, elements = ("dp_cp", -(-whole // sharding.tp)) if sharding.splits_ends else (_WHOLE, whole)
-    first = [_Parameter("embedding", axis, elements)] if has_embedding else []
-    if not has_head:
-        return first, []
-    is_own = not (has_embedding and model.ties_embeddings)
+    first = [_Parameter("embedding", axis, elements)] if has.embedding else []
+    is_own = has.head and not (has.embedding and model.ties_embeddings)
     head = [_Parameter("head", axis, elements)] if is_own else []
-    # Modules of multi-token prediction read the embedding, of which the last stage has a copy then (Megatron-LM).
-    copy = [_Parameter("embedding", axis, elements)] if modules and not (has_embedding or model.ties_embeddings) else []
+    # Modules of multi-token prediction read the embedding, of which their stage has a copy then (Megatron-LM).
+    is_there = has.embedding or (has.head and model.ties_embeddings)
+    copy = [_Parameter("embedding", axis, elements)] if modules and not is_there else []
     two = 2 * model.hidden * model.hidden
     projections = [_Parameter("mtp", axis, -(-two // sharding.tp) if sharding.splits_ends else two)] * modules
-    norms = _Parameter("norms", _WHOLE, (1 + 3 * modules) * model.hidden + model.end_vectors)
-    return first, [*copy, *projections, norms, *head]
+    vectors = 3 * modules * model.hidden + has.head * (model.hidden + model.end_vectors)
+    norms = [_Parameter("norms", _WHOLE, vectors)] if vectors else []
+    return first, [*copy, *projections, *norms, *head]
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ pictures show.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 __all__ = [
@@ -31,9 +32,11 @@ __all__ = [
     "count_merged",
     "course",
     "hops",
+    "in_flight_by_chunk",
     "in_flight_chunks",
     "is_dual",
     "makespan_us",
+    "merged_shares",
     "merges",
     "num_chunks",
     "passes",
@@ -113,6 +116,26 @@ def in_flight_chunks(schedule: PipelineSchedule, ranks: int, rank: int, micro_ba
     return min((ranks - rank - 1) * 2.0 + (chunks - 1) * ranks + 1, total)
 
 
+def in_flight_by_chunk(
+    schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int, chunks: int
+) -> tuple[float, ...]:
+    """For each chunk of ``rank`` (:func:`chunks_of`) the micro-batches whose activations it has, when
+    :func:`in_flight_chunks` are there.
+
+    With DualPipe and its V as many as there are chunks from it to the end of its direction. Interleaved: what the first forward
+    tasks are of, which go through all chunks by groups of p micro-batches.
+    """
+    total = in_flight_chunks(schedule, ranks, rank, micro_batches, chunks)
+    if is_dual(schedule):
+        num = num_chunks(schedule, ranks, chunks)
+        first = min(float(num - rank), total)
+        return first, min(float(rank + 1), total - first)
+    if chunks == 1:
+        return (total,)
+    rounds, left = divmod(int(total), ranks * chunks)
+    return tuple(float(rounds * ranks + min(max(left - chunk * ranks, 0), ranks)) for chunk in range(chunks))
+
+
 class StageTimes(NamedTuple):
     """µs of one micro-batch through all chunks of a rank: forward; backward, of which ``weights_us`` are products for weights'
     gradients; and both of two micro-batches merged (``merged_us``)."""
@@ -188,6 +211,19 @@ def count_merged(schedule: PipelineSchedule, ranks: int, rank: int, micro_batche
     each_way = passes(schedule, micro_batches)
     is_middle = place == half - 1
     return 2 * (each_way - 2 * half + place + 1) - is_middle + half - place - 1
+
+
+@lru_cache(maxsize=4096)
+def merged_shares(schedule: PipelineSchedule, ranks: int, micro_batches: int, chunks: int) -> tuple[float, float]:
+    """The least and the largest part of a rank's micro-batches that go through it in merged pairs."""
+    whole = passes(schedule, micro_batches)
+    if is_dual(schedule):
+        counts = [count_merged(schedule, ranks, rank, micro_batches) / 2 / whole for rank in range(ranks)]
+        return min(counts), max(counts)
+    if schedule == "1f1b-overlap":
+        share = 1 - min(1.0, ((chunks - 1) * ranks + 1) / chunks / whole)
+        return share, share
+    return 0.0, 0.0
 
 
 def bubble_us(stages_us: Sequence[float], chunks: int) -> float:

@@ -32,6 +32,8 @@ class Recipe:
         reads: how often an operand is read in BF16 to be cast: twice where its largest element is sought first.
         scale_bytes: of the scales, per element of a copy.
         rate: of the GPU's FP8 products with one scale for a tensor (``Gpu.gemm_fp8``).
+        output_bytes: of an element that attention gives, where one copy serves its backward pass and the projection behind it;
+            0: it is kept in BF16 for the one, and cast for the other.
         remakes: whether a cast may be made again for the backward pass; not where scales follow from a history.
         megatron: the name that Megatron-LM's --fp8-recipe has for it; empty: it has none.
     """
@@ -41,6 +43,7 @@ class Recipe:
     reads: int = 1
     scale_bytes: float = 0.0
     rate: float = 1.0
+    output_bytes: float = 0.0
     remakes: bool = True
     megatron: str = ""
 
@@ -66,8 +69,9 @@ RECIPES: dict[str, Recipe] = {
         # page, H200 NVL: 22.9 ms a layer with its casts, where one scale for a tensor takes 16.8 ms without and 20.3 ms with
         # them: less such casts, but for their second read, 20.0 ms are left.
         Recipe(name="fp8-blockwise", architectures={"hopper": 2}, scale_bytes=4 / 128, rate=0.84, megatron="blockwise"),
-        # The same format by DeepSeek's own kernels, whose published table Gpu.gemm_fp8 of Hopper is.
-        Recipe(name="fp8-deepgemm", architectures={"hopper": 2}, scale_bytes=4 / 128),
+        # The same format by DeepSeek's own kernels, whose published table Gpu.gemm_fp8 of Hopper is. Attention's output is kept
+        # once, in E5M6 with scales (DeepSeek-V3, arXiv:2412.19437, section 3.3.3): 12 bits.
+        Recipe(name="fp8-deepgemm", architectures={"hopper": 2}, scale_bytes=4 / 128, output_bytes=1.5 + 4 / 128),
         # Blocks of 32 with a scale of a byte. Rate: the same page, B300, pre-quantized: 7.16 ms a layer against 6.81 ms.
         Recipe(name="fp8-mxfp8", architectures={"blackwell": 2}, scale_bytes=1 / 32, rate=0.951, megatron="mxfp8"),
     )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.model import layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
+from commlayer.scheduler.mapping.parameters import kinds_of_chunks
 from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.step_collectives import step_exchanges
@@ -140,11 +140,10 @@ class _Graph:
             self.ends("embedding", is_gradient=True)
 
     def kinds(self, virtual: int) -> Sequence[bool]:
-        """For each layer of a chunk whether it has experts; the first chunks have the layers that are left over."""
-        every = layer_kinds(self.estimator.job.model)
-        each, more = divmod(len(every), self.chunks)
-        start = virtual * each + min(virtual, more)
-        return every[start : start + each + (virtual < more)]
+        """For each layer of a chunk whether it has experts."""
+        setup = self.setup
+        every = kinds_of_chunks(self.estimator.job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        return every[virtual]
 
     def run(self, program: Sequence[Item], name: str) -> None:
         """The items of a layer's program. What is still under way at its end is waited for by what comes next."""

@@ -26,8 +26,10 @@ from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, unfit_offload
+from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
@@ -90,10 +92,15 @@ class Estimates(Protocol):
         """The memory of the fullest GPU."""
         ...
 
+    def laid_out(self, setup: Setup, limit: float, /) -> LaidOut:
+        """The setup with the pipeline layout that it gets for ``limit`` bytes of memory, where it says ``auto``."""
+        ...
+
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """Bound the step's time from below. Level 0: also that of every setup that has another dispatch, recomputes more or
-        shards less by ZeRO, and is else the same. Levels 1 and 2: that of every one that recomputes more or shards less. Levels 3
-        to :data:`CLOSEST`: that of ``setup``. Each is closer and slower to find (or the same again)."""
+        shards less by ZeRO, and is else the same. Levels 1 and 2: that of every one that recomputes more or shards less. Up to
+        here, with the pipeline layout ``auto``, of every layout. Levels 3 to :data:`CLOSEST`: that of ``setup``. Each is
+        closer and slower to find (or the same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -211,7 +218,7 @@ def renames(one: StepEstimate, other: StepEstimate) -> bool:
 
 
 def _renamed(setup: Setup) -> tuple[Setup, float]:
-    plain = replace(setup, cp=1, micro_batch=1, folded=True)
+    plain = replace(setup, cp=1, micro_batch=1, folded=True, pipeline_layout=EVEN)
     return plain, setup.cp / setup.micro_batch
 
 
@@ -251,6 +258,9 @@ class _Frontier:
         self._heap: list[_Entry] = []
         self._order = itertools.count()
         self._limit = limit
+        self._is_open = space.pipeline_layout == AUTO
+        self._asked: set[Setup] = set()
+        """Setups of which more recomputation was asked for before they were final, as their fastest layout does not fit."""
         self._after = {
             word: chain[place + 1 :] for chain in recompute_chains(space.recompute) for place, word in enumerate(chain)
         }
@@ -279,7 +289,7 @@ class _Frontier:
                 taken += 1
                 if self._progress:
                     self._progress(self.num_valid + taken, self.num_valid + top)
-                self._recompute_more(entry.time_us, entry.item.setup)
+                self._recompute_later(entry.time_us, entry.item.setup)
                 yield entry.item
             elif isinstance(entry.item, Setup):
                 self._look_closer(entry, entry.item)
@@ -323,10 +333,13 @@ class _Frontier:
                 self._admit(bound_us, setup)
 
     def _admit(self, bound_us: float, setup: Setup) -> None:
-        """Where it fits; else the same with more recomputation."""
-        if self._fits(setup):
-            self._push(bound_us, setup, 3)
-        else:
+        """With its layout, where it fits; else, or where a faster layout does not, the same with more recomputation too."""
+        laid, is_fastest = self._estimator.laid_out(setup, self._limit)
+        fits = self._fits(laid)
+        if fits:
+            self._push(bound_us, laid, 3)
+        if not fits or not is_fastest:
+            self._asked.add(setup)
             self._recompute_more(bound_us, setup)
 
     def _push(self, bound_us: float, setup: Setup, level: int) -> None:
@@ -338,6 +351,13 @@ class _Frontier:
             self._push(entry.time_us, setup, entry.stage + 1)
         else:
             self._estimate(entry.time_us, setup)
+
+    def _recompute_later(self, time_us: float, setup: Setup) -> None:
+        """The same with more recomputation, now that ``setup`` is final, unless it was asked for already."""
+        if self._is_open and setup.pp > 1:
+            setup, time_us = replace(setup, pipeline_layout=AUTO), time_us * (1 - SAME)
+        if setup not in self._asked:
+            self._recompute_more(time_us, setup)
 
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
@@ -490,6 +510,7 @@ def _leanest(space: Space) -> Space:
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
         vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
+        pipeline_layout=EVEN if space.pipeline_layout == AUTO else space.pipeline_layout,
         schedule=(schedule,),
         recompute=(most,) if most in RECOMPUTE[1:] and set(space.offload) == {KEPT} else recompute,
         zero=(max(space.zero),),

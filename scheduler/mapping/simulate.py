@@ -16,6 +16,7 @@ Not modelled: data loading, checkpoints, stragglers, host stalls, and collective
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,10 +29,28 @@ from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, layer_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.layout_balance import (
+    LaidOut,
+    LayerTimes,
+    balanced,
+    least_slowest_us,
+    move_layers,
+    owners,
+)
+from commlayer.scheduler.mapping.model import layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
 from commlayer.scheduler.mapping.parameters import Stage
+from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, ended, parse_layout, written
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
-from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, hops, is_dual
+from commlayer.scheduler.mapping.pipeline_schedule import (
+    StageTimes,
+    bubble_us,
+    course,
+    hops,
+    in_flight_by_chunk,
+    is_dual,
+    merged_shares,
+)
 from commlayer.scheduler.mapping.pipeline_stage import (
     Exposed,
     boundary_us,
@@ -105,11 +124,13 @@ class Estimator:
         self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
+        self._kinds = layer_kinds(job.model)
         self._builders: dict[float, LayerBuilder] = {}
         self._known: dict[tuple[object, ...], Any] = {}
 
     def memory(self, setup: Setup) -> Memory:
         """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
+        setup = self.laid_out(setup, self.memory_limit).setup
         return memory.estimate(
             self._job(setup), setup, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
         )
@@ -121,8 +142,10 @@ class Estimator:
         computation takes less; 2 of all calls that layers and ends make, but for those of ZeRO 2 and 3; 3 of these too, and of
         what passes cannot hide of gradients and weights; 4 with gradients and weights sent when they are ready, nothing in each
         other's way. Each takes longer to find than the one before. For setups that :meth:`estimate` would take: nothing is
-        checked.
+        checked. With the pipeline layout ``auto``, up to level 2, it is a bound of every layout.
         """
+        if level > 2:
+            setup = self.laid_out(setup, self.memory_limit).setup
         stages = self._stages(setup)
         total = self._optimizer_us(setup)
         if level <= 2 and setup.zero > 1:
@@ -153,9 +176,12 @@ class Estimator:
         Raises:
             UsageError, GroupError: degrees that do not go with the model or the batch; names what would.
             PlanError: the cluster's profile lacks a curve that a call needs.
+
+        A pipeline layout ``auto`` becomes the one that is chosen (:meth:`laid_out`), which the estimate's ``setup`` has.
         """
         job = self._job(setup)
         setup.check(job)
+        setup = self.laid_out(setup, self.memory_limit).setup
         parameters.check(job.model, setup, self.software)
         why = unfit_recomputation(job.model, self.cluster.gpu, setup.recompute, setup.precision, setup.is_merged)
         if why:
@@ -289,10 +315,11 @@ class Estimator:
         return tuple(found[place] for place in self._places_of_ranks(setup, stages))
 
     def _places_of_ranks(self, setup: Setup, stages: tuple[Stage, ...]) -> Sequence[int]:
-        """For each pipeline rank, where its stage is in ``stages``; only DualPipe asks in which order."""
-        if is_dual(setup.schedule):
+        """For each pipeline rank, where its stage is in ``stages``; only DualPipe and layouts
+        that are spelt out ask in which order."""
+        if is_dual(setup.schedule) or setup.pipeline_layout != EVEN:
             model = self.job.model
-            return parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule)
+            return parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def _sending_us(self, setup: Setup) -> float:
@@ -360,26 +387,116 @@ class Estimator:
         return ask(self._builder(setup), setup, stage, template, is_bound=is_bound)
 
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
+        """The stages of a setup; of the even layout, where it is open."""
+        layout = EVEN if setup.pipeline_layout == AUTO else setup.pipeline_layout
+        return parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule, layout)
+
+    def laid_out(self, setup: Setup, limit: float) -> LaidOut:
+        """The setup with the pipeline layout that is fastest among those that fit into ``limit`` bytes, where it says ``auto``:
+        the even one where that fits and no other is faster, else the balanced one (mapping/layout_balance.py), with fewer layers
+        on ranks that lack memory. Where none fits it is the fastest."""
+        if setup.pipeline_layout != AUTO:
+            return LaidOut(setup, True)
+        if setup.pp == 1:
+            return LaidOut(replace(setup, pipeline_layout=EVEN), True)
+        return _kept(self._known, ("laid out", setup, limit), lambda: self._chosen_layout(setup, limit))
+
+    def _chosen_layout(self, setup: Setup, limit: float) -> LaidOut:
+        even = replace(setup, pipeline_layout=EVEN)
+        ways = [even] if setup.num_chunks <= self.job.model.layers else []
+        ways += self._balanced(setup, None)
+        if not ways:
+            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # says why
+        times = {way: self._least_pipeline_us(way, self._stages(way), 2) for way in ways}
+        best = min(ways, key=lambda way: times[way] * (1 + _FASTER * (way != even)))
+        used = {way: self._needed(way) for way in ways}
+        if used[best] <= limit:
+            return LaidOut(best, True)
+        for way in self._squeezed(setup, ways[-1], limit):
+            ways.append(way)
+            times[way], used[way] = self._least_pipeline_us(way, self._stages(way), 2), self._needed(way)
+        fitting = [way for way in ways if used[way] <= limit]
+        if fitting:
+            return LaidOut(min(fitting, key=lambda way: times[way] * (1 + _FASTER * (way != even))), False)
+        return LaidOut(best, False)
+
+    def _needed(self, setup: Setup) -> float:
+        return memory.estimate(
+            self._job(setup), setup, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
+        ).total
+
+    def _balanced(self, setup: Setup, room: Sequence[int] | None) -> list[Setup]:
+        """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where most tasks are."""
         model = self.job.model
-        return parameters.stages(model, setup.pp, setup.vpp, setup.schedule)
+        weights = self._layer_weights(setup, level=2)
+        kinds = self._kinds
+        modules_us = self._head_us(setup, False, True) + model.mtp_layers * weights[kinds[-1]]
+        times = LayerTimes(weights[True], weights[False], self._head_us(setup, True, False), modules_us)
+        chunks = balanced(kinds, model.mtp_layers, setup.schedule, setup.pp, setup.vpp, times, room)
+        return [] if chunks is None else [replace(setup, pipeline_layout=written(chunks))]
+
+    def _layer_weights(self, setup: Setup, level: int) -> dict[bool, float]:
+        """Of layers with experts and with a dense FFN what one takes of a rank, µs of a micro-batch."""
+        found = dict.fromkeys((True, False), 0.0)
+        for is_moe in set(self._kinds):
+            alone = self._least_layer_us(setup, is_moe, level)
+            if not setup.is_merged:
+                found[is_moe] = alone
+                continue
+            shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
+            both = self._merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
+            found[is_moe] = min(alone * (1 - share) + both * share for share in shares)
+        return found
+
+    def _squeezed(self, setup: Setup, start: Setup, limit: float) -> Iterator[Setup]:
+        """Layouts that take less memory than ``start``, which is balanced, of the ranks that lack it: with layers in chunks whose
+        activations fewer micro-batches keep (DualPipe and its V, of which a rank's chunks differ much in that), and with fewer
+        layers."""
+        model = self.job.model
+        own = owners(setup.schedule, setup.pp, setup.vpp)
+        for _ in range(_MOST_ROUNDS):
+            job = self._job(start)
+            rooms = memory.rooms(
+                job, start, limit, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
+            )
+            counts = [chunk.layers for chunk in parse_layout(start.pipeline_layout)]
+            most = []
+            for rank, chunks in enumerate(own):
+                left, layer, kept = rooms[rank]
+                if is_dual(setup.schedule):
+                    under_way = in_flight_by_chunk(setup.schedule, setup.pp, rank, setup.micro_batches(job), setup.vpp)
+                    left += move_layers(counts, chunks, under_way, -left, kept)
+                most.append(sum(counts[chunk] for chunk in chunks) + math.floor(left / layer))
+            moved = replace(setup, pipeline_layout=written(ended(counts, model.mtp_layers)))
+            if moved != start:
+                yield moved
+            elif sum(most) >= model.layers and (found := self._balanced(setup, most)) and found[0] != start:
+                moved = found[0]
+                yield moved
+            else:
+                return
+            start = moved
 
     def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
-        degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
+        degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch)
+        layers = (setup.vpp, setup.pipeline_layout) if setup.zero > 1 else ()
         key = (
             "ends",
             setup.has_embedding(stage.number),
             setup.has_head(stage.number),
+            setup.has_modules(stage.number),
+            *layers,
             *degrees,
             setup.schedule,
             setup.precision,
             setup.zero,
             setup.attention,
         )
-        return _kept(self._known, key, lambda: ends(self._builder(setup), setup, stage))
+        return _kept(self._known, key, lambda: ends(self._builder(setup), _with_a_layout(setup), stage))
 
     def _boundary(self, setup: Setup) -> tuple[float, str]:
         key = ("boundary", setup.pp, setup.tp, setup.cp, setup.micro_batch)
-        return _kept(self._known, key, lambda: boundary_us(self._builder(setup), setup))
+        return _kept(self._known, key, lambda: boundary_us(self._builder(setup), _with_a_layout(setup)))
 
     def _least_exposed_us(self, setup: Setup) -> float:
         """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
@@ -397,7 +514,7 @@ class Estimator:
             setup.zero,
             setup.copies,
         )
-        key = ("exposed", *degrees, stage.dense, stage.sparse)
+        key = ("exposed", *degrees, stage.dense, stage.sparse, setup.has_modules(stage.number))
         least = _kept(self._known, key, lambda: least_exposed(self._builder(setup), setup, stage))
         total = 0.0
         for place, side in (("gradients", 1), ("parameters", 0)):
@@ -443,6 +560,8 @@ class Estimator:
         alone = [
             stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
         ]
+        if setup.pipeline_layout == AUTO:
+            return self._least_of_layouts_us(setup, stages, alone, level)
         if not setup.is_merged:
             return count * max(alone) + _bubble_us(alone, stages, setup)
         merged = alone
@@ -451,6 +570,33 @@ class Estimator:
         times = [StageTimes(0.0, us, 0.0, both) for us, both in zip(alone, merged, strict=True)]
         ranks = [times[place] for place in self._places_of_ranks(setup, stages)]
         return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
+
+    def _least_of_layouts_us(
+        self, setup: Setup, stages: tuple[Stage, ...], alone: Sequence[float], level: int
+    ) -> float:
+        """Bound the time of all micro-batches, however the layers are laid on the ranks. ``alone``: a micro-batch's time in each
+        of ``stages``, which are those of any layout.
+
+        The slowest rank has at least the mean of all work, and at least what the layers with experts and the head make it have
+        where they are laid as evenly as whole layers go (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
+        """
+        count, weights = setup.passes(self.job), self._layer_weights(setup, level)
+        ranks = setup.pp // setup.copies
+        work = busy = sum(us * stage.alike for us, stage in zip(alone, stages, strict=True)) / setup.copies
+        dearest = 1.0  # what a layer takes alone, over what it takes of the slowest rank
+        if setup.is_merged:
+            for is_moe, us in weights.items():
+                single = self._least_layer_us(setup, is_moe, level) if us else 0.0
+                number = sum(stage.alike * (stage.sparse if is_moe else stage.dense) for stage in stages)
+                busy -= number * (single - us) / setup.copies
+                dearest = max(dearest, single / us) if us else dearest
+        sparse = sum(self._kinds) + self.job.model.mtp_layers * self._kinds[-1]
+        whole = least_slowest_us(sparse, ranks, weights[True], self._head_us(setup, True, False))
+        slowest = max(busy / ranks, whole)
+        if is_dual(setup.schedule):
+            return count * slowest
+        # the bubble is the other ranks' work: all but what the slowest takes by itself
+        return slowest * (count - dearest / setup.vpp) + work / setup.vpp
 
     def _least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
         """Bound the time of one layer, forward and backward, as :meth:`bound_us` says."""
@@ -469,13 +615,14 @@ class Estimator:
         """Bound the time of what a stage has beside its layers, in the same way."""
         if level >= 2:
             return self._ends(setup, stage).total_us
-        return self._head_us(setup) if setup.has_head(stage.number) else 0.0
+        has = setup.has_head(stage.number), setup.has_modules(stage.number)
+        return self._head_us(setup, *has) if any(has) else 0.0
 
-    def _head_us(self, setup: Setup) -> float:
-        key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision)
+    def _head_us(self, setup: Setup, has_head: bool, has_modules: bool) -> float:
+        key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision, has_head, has_modules)
 
         def times() -> float:
-            head = head_work(self.job, setup, self.compute)
+            head = head_work(self.job, setup, self.compute, head=has_head, modules=has_modules)
             return head.forward + head.backward
 
         return _kept(self._known, key, times)
@@ -484,16 +631,17 @@ class Estimator:
         """Adam on this rank's share, the gradients' buffers set to zero, and weights cast for products in FP8."""
 
         def time() -> float:
-            share = parameters.shard_elements(self.job.model, setup, self.software)
-            whole = parameters.held_elements(self.job.model, setup, self.software)
-            kept = whole if setup.zero < 2 else share
-            cast = self.compute.cast_bytes(setup.precision)
-            if cast:
+            cast = 0.0
+            if setup.pipeline_layout == AUTO:  # whatever the layout will be
+                mean = parameters.mean_elements(self.job.model, setup, self.software)
+                over = parameters.replicas(setup, self.software) if setup.zero else (1, 1, 1)
+                share, whole = sum(a / b for a, b in zip(mean, over, strict=True)), float(sum(mean))
+            else:
+                share = parameters.shard_elements(self.job.model, setup, self.software)
+                whole = parameters.held_elements(self.job.model, setup, self.software)
                 held = parameters.held(self.job.model, setup, self.software)
-                cast *= max(
-                    parameters.multiplied_elements(self.job.model, setup, self.software, each.stage.number)
-                    for each in held
-                )
+                cast = self.compute.cast_bytes(setup.precision) * max(each.multiplied for each in held)
+            kept = whole if setup.zero < 2 else share
             software, far = self.software, self.software.offloaded_optimizer * share
             moved = (share - far) * software.adam_moved_bytes + kept * software.gradient_bytes + cast
             # gradients to the host, and weights back; its own Adam is not in it (see the notes)
@@ -504,7 +652,7 @@ class Estimator:
             )
             return self.compute.memory_us(moved) + sent
 
-        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule)
+        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule, setup.pipeline_layout)
         return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention, setup.precision), time)
 
     def _job(self, setup: Setup) -> Job:
@@ -546,12 +694,21 @@ class Estimator:
         )
 
 
+_MOST_ROUNDS = 3
+"""So often is a layout changed that lacks memory: what a rank takes of a layer depends on which one it is."""
+_FASTER = 1e-3
+"""By what part another layout has to be faster than the even one."""
 _Value = TypeVar("_Value")
 _ORDER = (
     *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),
     *("gradients", "parameters", "offload", "bubble", "optimizer"),
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
+
+
+def _with_a_layout(setup: Setup) -> Setup:
+    """The even one, where any will do."""
+    return replace(setup, pipeline_layout=EVEN) if setup.pipeline_layout == AUTO else setup
 
 
 def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:

@@ -18,6 +18,7 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - Unfolded: etp = tp, and ep divides dp, or the part of it that dp has no room for divides cp. Where folding changes no group
   (etp = tp, and ep takes nothing of dp, or all of cp: so with cp = 1 or ep = 1) the setup counts once, as unfolded where the
   space has that.
+- A layout that is spelt out only with the pipelines that have as many chunks. Else each mapping has one layout.
 - What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
 - A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
@@ -41,6 +42,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
+from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import (
@@ -61,10 +63,12 @@ _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 class Space:
     """The space that the search chooses from: the allowed values of each field of a Setup; None: every valid one.
 
-    ``within_domain``: tp and etp stay inside NVLink domains.
+    ``pipeline_layout`` is one for all: ``auto``, which gives each mapping the layout that is the fastest of those that fit,
+    ``even``, or one that is spelt out, for the pipelines of as many chunks. ``within_domain``: tp and etp stay inside NVLink
+    domains.
 
     Raises:
-        UsageError: an empty choice, or a value out of its range.
+        UsageError: an empty choice, a value out of its range, or a layout that is none.
     """
 
     tp: tuple[int, ...] | None = None
@@ -82,6 +86,7 @@ class Space:
     folded: tuple[bool, ...] = (True, False)
     schedule: tuple[PipelineSchedule, ...] = ("1f1b",)
     offload: tuple[Offload, ...] = (KEPT,)
+    pipeline_layout: str = AUTO
     within_domain: bool = True
 
     def __str__(self) -> str:
@@ -111,6 +116,7 @@ class Space:
         if not self.offload:
             raise UsageError(f"offload: expected {KEPT}, or modules, got {self.offload!r}")
         object.__setattr__(self, "offload", tuple(map(canonical_offload, self.offload)))
+        object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
         for name, known in allowed.items():
             values = getattr(self, name)
             if not values or any(value not in known for value in values):
@@ -137,6 +143,7 @@ class Family(NamedTuple):
     attention: Attention
     folded: bool
     schedule: PipelineSchedule
+    pipeline_layout: str
     offload: Offload
     recompute: tuple[Recompute, ...]
     dispatch: tuple[Dispatch, ...]
@@ -164,8 +171,8 @@ class Family(NamedTuple):
         """Without Setup's own checks, which took most of the time: :func:`families` keeps the same rules, as tests show."""
         setup = object.__new__(Setup)
         own = (self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp, self.vpp, self.micro_batch)
-        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule, self.offload)
-        for put, value in zip(_PUT, (*own, *words), strict=True):
+        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule)
+        for put, value in zip(_PUT, (*own, *words, self.offload, self.pipeline_layout), strict=True):
             put(setup, value)
         return setup
 
@@ -213,7 +220,8 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                     sent = tuple(word for word in sent if word != "all_gather")
                 if not sent:
                     continue
-                own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
+                layout = EVEN if pp == 1 and space.pipeline_layout == AUTO else space.pipeline_layout
+                own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule, layout)
                 for offload, recompute in ways:
                     words = _ways(schedule, pp, recompute, zeros)
                     if words is None or is_unfit(recompute[0], precision, merges(schedule)):
@@ -259,7 +267,7 @@ def _attention_sides(
 ) -> Iterator[tuple[int, int, int, int, list[tuple[int, int, PipelineSchedule]]]]:
     """pp, tp, cp, dp, and every (vpp, micro_batch, schedule) that goes with them."""
     model = job.model
-    for pp in _divisors(job.gpus, space.pp, model.layers):
+    for pp in _divisors(job.gpus, space.pp, _most_chunks(job, space)):
         stage = job.gpus // pp
         for tp in _divisors(stage, space.tp, model.heads):
             if not (_heads_divide(job, tp) and _is_within(tp, job, cluster, space)):
@@ -277,15 +285,25 @@ def _attention_sides(
 
 def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int, PipelineSchedule]]:
     each, schedules = job.global_batch // dp, tuple(dict.fromkeys(space.schedule))
+    most = _most_chunks(job, space)
+    is_spelt = space.pipeline_layout not in (AUTO, EVEN)
     for micro_batch in _divisors(each, space.micro_batch, each):
         count = each // micro_batch
-        for vpp, schedule in product(_chunks(job.model.layers, pp, count, space.vpp), schedules):
-            if schedule == "1f1b" or _suits(schedule, job.model.layers, pp, vpp, count):
-                yield vpp, micro_batch, schedule
+        for vpp, schedule in product(_chunks(most, pp, count, space.vpp), schedules):
+            if schedule != "1f1b" and not _suits(schedule, most, pp, vpp, count):
+                continue
+            if is_spelt and num_chunks(schedule, pp, vpp) != most:
+                continue
+            yield vpp, micro_batch, schedule
 
 
-def _suits(schedule: PipelineSchedule, layers: int, pp: int, vpp: int, micro_batches: int) -> bool:
-    return not unfit(schedule, pp, vpp, micro_batches) and num_chunks(schedule, pp, vpp) <= layers
+def _most_chunks(job: Job, space: Space) -> int:
+    """As many as there are layers, or in a layout that is spelt out."""
+    return job.model.layers if space.pipeline_layout in (AUTO, EVEN) else len(parse_layout(space.pipeline_layout))
+
+
+def _suits(schedule: PipelineSchedule, most: int, pp: int, vpp: int, micro_batches: int) -> bool:
+    return not unfit(schedule, pp, vpp, micro_batches) and num_chunks(schedule, pp, vpp) <= most
 
 
 def _chunks(layers: int, pp: int, micro_batches: int, allowed: tuple[int, ...] | None) -> list[int]:

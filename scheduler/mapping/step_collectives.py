@@ -416,6 +416,7 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
             again = [replace(head, name="head_again")] if software.gathers_again else []
             found += [head, *again, _mirrored(head)]
             found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * heads))
+        if setup.has_modules(stage):
             # a module's own embedding of the token, and the two hidden states that its projection joins
             token = StepCollective("mtp_embedding", "tp", "tp", "reduce_scatter", size, "embedding", modules)
             joined = StepCollective("mtp_joined", "tp", "tp", "all_gather", 2 * size, "head", modules)
@@ -435,9 +436,10 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     found: list[StepCollective] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
-    is_shared = job.model.ties_embeddings or job.model.mtp_layers > 0
-    if is_shared and setup.pp > 1 and setup.has_embedding(stage) != setup.has_head(stage):
-        # Of the first and last stage alone; there is no axis of those two.
+    ties, modules = job.model.ties_embeddings, job.model.mtp_layers > 0
+    has_copy = (ties and setup.has_head(stage)) or (modules and setup.has_modules(stage))
+    if (ties or modules) and setup.pp > 1 and setup.has_embedding(stage) != has_copy:
+        # Of the stages with the embedding and with its copy alone; there is no axis of those.
         _, size = end_parameters(job.model, setup, software, 0)[0][0]
         found.append(
             StepCollective("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients")

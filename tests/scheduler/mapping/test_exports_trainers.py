@@ -19,6 +19,7 @@ from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pipeline_layout import parse_layout
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.software import (
     MEGATRON,
@@ -103,14 +104,12 @@ def test_ulysses_is_context_parallelism_to_megatron() -> None:
 def test_uneven_layers_are_laid_out_as_they_are_counted(pp: int, vpp: int) -> None:
     job = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=256, sequence=4096)
     tokens = megatron(job, Setup(gpus=256, ep=16, pp=pp, vpp=vpp))
-    stages = tokens[tokens.index("--pipeline-model-parallel-layout") + 1].split("|")
-    assert len(stages) == pp * vpp
-    counts = [stage.count("t") for stage in stages]
+    chunks = parse_layout(tokens[tokens.index("--pipeline-model-parallel-layout") + 1])
+    assert len(chunks) == pp * vpp
+    counts = [chunk.layers for chunk in chunks]
     assert sum(counts) == 61
     assert max(counts) - min(counts) == 1
     assert all(left >= right for left, right in pairwise(counts))
-    assert stages[0].startswith("E")
-    assert stages[-1].endswith("L")
 
 
 def test_latent_attention_dense_layers_and_shared_experts_have_their_flags() -> None:
@@ -483,7 +482,7 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
     flags = " ".join(megatron(job, setup, planned))
     for wanted in (
         "--mtp-num-layers 1",
-        "tttmL",
+        "--pipeline-model-parallel-layout Et*16|(t*16|)*2t*13mL",
         "--fp8-format e4m3 --fp8-recipe blockwise",
         "--recompute-granularity selective --recompute-modules moe_act mla_up_proj",
         "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype bf16",

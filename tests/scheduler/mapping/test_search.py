@@ -16,6 +16,7 @@ from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE
@@ -72,6 +73,7 @@ class Fake:
 
     def _times(self, setup: Setup) -> list[float]:
         """The bounds, level by level, and the step."""
+        setup = replace(setup, pipeline_layout="even")
         family = replace(setup, recompute="none", dispatch="all_to_all", zero=3)
         least = replace(setup, recompute="none")
         times = [100 + self._least("family", family)]
@@ -88,13 +90,17 @@ class Fake:
         return [time + more for time in times]
 
     def memory(self, setup: Setup) -> Memory:
-        used = 0.5 if self._least("memory", setup) <= self.fits else 1.5
+        used = 0.5 if self._least("memory", replace(setup, pipeline_layout="even")) <= self.fits else 1.5
         return Memory(weights=used, gradients=0, optimizer=0, activations=0, buffers=0)
+
+    def laid_out(self, setup: Setup, limit: float) -> LaidOut:
+        return LaidOut(replace(setup, pipeline_layout="even"), True)
 
     def bound_us(self, setup: Setup, level: int) -> float:
         return self._times(setup)[level]
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
+        setup = replace(setup, pipeline_layout="even")
         self.estimated.append(setup)
         return estimate_of(self.job, setup, self._times(setup)[-1], memory=self.memory(setup), limit=self.memory_limit)
 
@@ -173,7 +179,7 @@ def ranks(setup: Setup) -> tuple[frozenset[int], ...]:
 @pytest.mark.parametrize("model", [SMALL, LATENT])
 def test_setups_are_those_that_setup_itself_accepts(gpus: int, model: ModelShape) -> None:
     job = job_of(gpus, model=model, batch=24, sequence=96)
-    space = Space(recompute=("none",), dispatch=("all_to_all",), vpp=tuple(range(1, 7)))
+    space = Space(recompute=("none",), dispatch=("all_to_all",), vpp=tuple(range(1, 7)), pipeline_layout="even")
     got = list(setups(job, NODE, space))
     assert len(got) == len(set(got))
     expected = by_setup_itself(job, NODE, space)
@@ -486,7 +492,7 @@ def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
     fewer = replace(job, gpus=fit.gpus // 2)
     assert all(
         memory.estimate(fewer, setup, software=COMMLAYER).total > 75e9
-        for setup in setups(fewer, cluster, Space(micro_batch=(1,)))
+        for setup in setups(fewer, cluster, Space(micro_batch=(1,), pipeline_layout="even"))
     )
 
 
@@ -497,13 +503,15 @@ def test_the_smallest_fit_is_the_same_with_every_choice_left_open() -> None:
     fit = smallest_fit(job, cluster, memory_limit=30e9)
     assert fit is not None
     asked = replace(job, gpus=fit.gpus)
-    least = min(memory.estimate(asked, setup, software=COMMLAYER).total for setup in setups(asked, cluster))
+    even = Space(pipeline_layout="even")
+    least = min(memory.estimate(asked, setup, software=COMMLAYER).total for setup in setups(asked, cluster, even))
     assert fit.memory.total == pytest.approx(least)
 
 
 def test_the_smallest_fit_is_by_the_modules_that_keep_least() -> None:
     job = Job(model=replace(catalog.load("mixtral-8x7b"), layers=8), gpus=1, global_batch=32, sequence=4096)
-    space, cluster = Space(recompute=("moe", "moe_act"), micro_batch=(1,)), clusters.load("h100-eos")
+    space = Space(recompute=("moe", "moe_act"), micro_batch=(1,), pipeline_layout="even")
+    cluster = clusters.load("h100-eos")
     fit = smallest_fit(job, cluster, space, memory_limit=30e9)
     assert fit is not None
     asked = replace(job, gpus=fit.gpus)

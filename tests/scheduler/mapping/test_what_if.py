@@ -15,6 +15,7 @@ from commlayer.scheduler.mapping import catalog, clusters, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import crossover, crossover_of_values
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
@@ -43,6 +44,9 @@ class Fake:
 
     def memory(self, setup: Setup) -> Memory:
         return Memory(weights=40e9 if setup.gpus <= 64 else 90e9, gradients=0, optimizer=0, activations=0, buffers=0)
+
+    def laid_out(self, setup: Setup, limit: float) -> LaidOut:
+        return LaidOut(replace(setup, pipeline_layout="even"), True)
 
     def _us(self, setup: Setup) -> float:
         rate = 2.0 if setup.precision == "fp8" else 1.0
