@@ -23,7 +23,7 @@ _MOST_MOVES = 64
 
 
 class LayerTimes(NamedTuple):
-    """What the parts of a model take of a rank, µs: a layer with experts, a dense one, the head with its losses, the modules of
+    """The times of a model's parts on a rank, µs: a layer with experts, a dense one, the head with its losses, the modules of
     multi-token prediction with their layers."""
 
     sparse_us: float

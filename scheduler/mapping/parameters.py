@@ -336,7 +336,7 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
 def chunks_laid(
     model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
 ) -> tuple[Chunk, ...]:
-    """What each of the pipeline's chunks has of ``model``. Raises as :func:`stages`."""
+    """The content of each of the pipeline's chunks. Raises as :func:`stages`."""
     num = num_chunks(schedule, pp, vpp)
     if layout == EVEN and num > model.layers:
         raise UsageError(_too_many_chunks(model.layers, pp, vpp, schedule))
@@ -490,7 +490,7 @@ def _mean(model: ModelShape, ranks: float, sharding: _Sharding) -> Elements:
 
 
 def mean_elements(model: ModelShape, setup: Setup, software: Software) -> Elements:
-    """What a GPU holds at least, the mean over the pipeline's ranks, however the layers are laid on them."""
+    """Count what a GPU holds at least, the mean over the pipeline's ranks, however the layers are laid on them."""
     return _mean(model, setup.pp / setup.copies, _sharding_of(setup, software))
 
 
