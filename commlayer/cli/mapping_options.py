@@ -25,7 +25,7 @@ from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical, unfit_recomputation
@@ -219,7 +219,7 @@ space_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
-    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=AUTO, show_default=True, help=_LAYOUT_HELP),
+    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=AUTO_LAYOUT, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Only mappings whose experts' groups are free of attention's.  [both]"),
     click.option("--unfolded", is_flag=True, help="Only those with etp = tp, and ep a part of dp."),
     click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
@@ -242,7 +242,7 @@ setup_options = in_order(
     ),
     click.option("--recompute", type=RECOMPUTATION, default="none", show_default=True, help=_RECOMPUTE_HELP),
     click.option("--offload-modules", "offload", type=OFFLOADING, default=KEPT, show_default=True, help=_OFFLOAD_HELP),
-    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=EVEN, show_default=True, help=_LAYOUT_HELP),
+    click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=EVEN_LAYOUT, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Experts' groups are free of attention's: the default."),
     click.option("--unfolded", is_flag=True, help="etp = tp, and ep a part of dp."),
 )

@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.offloading import KEPT
-from commlayer.scheduler.mapping.pipeline_layout import EVEN
+from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.precisions import recipe_of
 from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
@@ -183,7 +183,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
         f"it splits layers evenly, got the layout {setup.pipeline_layout}: choose the pipeline layout even": (
-            setup.pipeline_layout != EVEN
+            setup.pipeline_layout != EVEN_LAYOUT
         ),
         f"it has no {setup.schedule}: choose the schedule 1f1b or dualpipev": (
             setup.schedule in ("1f1b-overlap", "dualpipe")
@@ -254,7 +254,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "it has no context parallelism beside Ulysses: set cp=1, or attention ulysses with tp": setup.cp > 1,
         "its pipeline is 1F1B without chunks: set vpp=1": setup.vpp > 1,
         f"its configuration has no layout of layers, got {setup.pipeline_layout}: choose the pipeline layout even": (
-            setup.pipeline_layout != EVEN
+            setup.pipeline_layout != EVEN_LAYOUT
         ),
         f"it has no {setup.schedule}: choose the schedule 1f1b": setup.schedule != "1f1b",
         "its pipeline engine takes ZeRO 0 or 1": setup.pp > 1 and setup.zero >= 2,

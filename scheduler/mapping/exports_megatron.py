@@ -16,7 +16,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.parameters import chunks_laid
-from commlayer.scheduler.mapping.pipeline_layout import EVEN, written
+from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, written
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES, modules_of
@@ -239,7 +239,7 @@ def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
     if setup.pp == 1:
         return
     stages = setup.pp * setup.vpp
-    if model.layers % stages or setup.pipeline_layout != EVEN:
+    if model.layers % stages or setup.pipeline_layout != EVEN_LAYOUT:
         chunks = chunks_laid(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
         yield from _flag("pipeline-model-parallel-layout", written(chunks))
     elif setup.vpp > 1:

@@ -12,7 +12,7 @@ from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout, parse_layout
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import (
     PipelineSchedule,
     chunks_of,
@@ -111,7 +111,7 @@ class Setup:
     folded: bool = True
     schedule: PipelineSchedule = "1f1b"
     offload: Offload = KEPT
-    pipeline_layout: str = EVEN
+    pipeline_layout: str = EVEN_LAYOUT
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
@@ -132,7 +132,7 @@ class Setup:
         if self.schedule != "1f1b":
             self._check_schedule()
         self._check_activations()
-        if self.pipeline_layout != EVEN:
+        if self.pipeline_layout != EVEN_LAYOUT:
             self._check_layout()
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
@@ -168,7 +168,7 @@ class Setup:
 
     def _check_layout(self) -> None:
         object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
-        if self.pipeline_layout == AUTO:
+        if self.pipeline_layout == AUTO_LAYOUT:
             return
         chunks = parse_layout(self.pipeline_layout)
         if len(chunks) != self.num_chunks:
@@ -263,7 +263,7 @@ class Setup:
 
     def has_modules(self, stage: int) -> bool:
         """Whether a pipeline rank has the modules of multi-token prediction, where the model has any."""
-        if self.pipeline_layout in (EVEN, AUTO):
+        if self.pipeline_layout in (EVEN_LAYOUT, AUTO_LAYOUT):
             return self.has_head(stage)
         laid = parse_layout(self.pipeline_layout)
         return any(laid[chunk].modules for chunk in self.chunks(stage))
@@ -271,7 +271,7 @@ class Setup:
     def chunk_of_modules(self, stage: int) -> int:
         """Which of a pipeline rank's chunks has the modules, where the rank has them (:meth:`has_modules`)."""
         own = self.chunks(stage)
-        if self.pipeline_layout in (EVEN, AUTO):
+        if self.pipeline_layout in (EVEN_LAYOUT, AUTO_LAYOUT):
             return own.index(self.num_chunks - 1)
         laid = parse_layout(self.pipeline_layout)
         return next(place for place, chunk in enumerate(own) if laid[chunk].modules)
@@ -321,7 +321,7 @@ class Setup:
             "" if self.folded else "unfolded",
             "" if self.schedule == "1f1b" else self.schedule,
             "" if self.offload == KEPT else f"offload {self.offload}",
-            "" if self.pipeline_layout == EVEN else f"layout {self.pipeline_layout}",
+            "" if self.pipeline_layout == EVEN_LAYOUT else f"layout {self.pipeline_layout}",
         ]
         return ", ".join(word for word in words if word)
 

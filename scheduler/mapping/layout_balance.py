@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.pipeline_layout import Chunk, ended
+from commlayer.scheduler.mapping.pipeline_layout import PipelineChunk, ended
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, num_chunks
 
 __all__ = ["LaidOut", "LayerTimes", "balanced", "least_slowest_us", "move_layers", "owners"]
@@ -53,7 +53,7 @@ def balanced(
     vpp: int,
     times: LayerTimes,
     room: Sequence[int] | None = None,
-) -> tuple[Chunk, ...] | None:
+) -> tuple[PipelineChunk, ...] | None:
     """The chunks of a balanced layout; None where the layers do not fill them, or have no room.
 
     Args:

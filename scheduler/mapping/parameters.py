@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
-from commlayer.scheduler.mapping.pipeline_layout import EVEN, Chunk, laid_chunks
+from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, PipelineChunk, laid_chunks
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.recomputation import modules_in, unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
@@ -275,7 +275,7 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
 
 @lru_cache(maxsize=4096)
 def stage_of_ranks(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
 ) -> tuple[int, ...]:
     """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
     kinds = {
@@ -292,21 +292,21 @@ def _kind(
     ends = _ends_of(model, pp, vpp, schedule, layout, rank)
     kinds = _kinds(model, pp, vpp, schedule, layout, rank)
     each: tuple[int, ...] = ()
-    if is_dual(schedule) or layout != EVEN:  # its chunks may be of other sizes in another order
+    if is_dual(schedule) or layout != EVEN_LAYOUT:  # its chunks may be of other sizes in another order
         laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
         each = tuple(len(laid[chunk]) for chunk in chunks_of(schedule, pp, rank, vpp))
     return ends, len(kinds) - sum(kinds), sum(kinds), each
 
 
 def stages(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b", layout: str = EVEN
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b", layout: str = EVEN_LAYOUT
 ) -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as ``layout`` says (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as
     equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the
     others of one less. Where the last one has modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts
-    of DeepSeek-V3 (but with DualPipe, for which nobody published one). Chunk c is on stage c mod pp, as Megatron's
+    of DeepSeek-V3 (but with DualPipe, for which nobody published one). PipelineChunk c is on stage c mod pp, as Megatron's
     interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
@@ -334,11 +334,11 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
 
 
 def chunks_laid(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
-) -> tuple[Chunk, ...]:
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
+) -> tuple[PipelineChunk, ...]:
     """The content of each of the pipeline's chunks. Raises as :func:`stages`."""
     num = num_chunks(schedule, pp, vpp)
-    if layout == EVEN and num > model.layers:
+    if layout == EVEN_LAYOUT and num > model.layers:
         raise UsageError(_too_many_chunks(model.layers, pp, vpp, schedule))
     is_relieved = bool(model.mtp_layers) and not is_dual(schedule)
     return laid_chunks(layout, num, model.layers, model.mtp_layers, is_relieved=is_relieved)
@@ -360,7 +360,7 @@ def _too_many_chunks(layers: int, pp: int, vpp: int, schedule: PipelineSchedule)
 
 @lru_cache(maxsize=1 << 14)
 def kinds_of_chunks(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
 ) -> tuple[tuple[bool, ...], ...]:
     """For each chunk, and each of its layers, whether it has experts; those of modules for more tokens are among them."""
     every, found, first = layer_kinds(model), [], 0
@@ -428,7 +428,7 @@ def _held(
     laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
     found = []
     # Of dense layers that come first the second stage has no fewer experts than any behind it.
-    is_mixed = is_dual(schedule) or model.dense_at or layout != EVEN
+    is_mixed = is_dual(schedule) or model.dense_at or layout != EVEN_LAYOUT
     for stage in dict.fromkeys(every if is_mixed else (every[0], every[min(1, len(every) - 1)], every[-1])):
         first, last = _ends(model, sharding, _ends_of(model, pp, vpp, schedule, layout, stage.number))
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)

@@ -3,7 +3,7 @@
 A layout is described as Megatron-Core's ``--pipeline-model-parallel-layout`` describes it, chunk by chunk, with bars between
 them: ``E`` the embedding, ``t`` a layer, ``m`` a module of multi-token prediction, ``L`` the head and the loss; ``x*n`` and
 ``(…)*n`` repeat, commas mean nothing. ``Et*3|(tt|)*29m|L`` has four layers' places in the first of 32 chunks, of which the last
-but one has the module alone, and the last the head alone. Chunk c is on the rank where the schedule has it
+but one has the module alone, and the last the head alone. PipelineChunk c is on the rank where the schedule has it
 (:func:`~commlayer.scheduler.mapping.pipeline_schedule.chunks_of`).
 
 Two words stand for layouts: ``even``, layers as equally as they go, and ``auto``, the one that an estimator finds to be the
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 
 __all__ = [
-    "AUTO",
-    "EVEN",
-    "Chunk",
+    "AUTO_LAYOUT",
+    "EVEN_LAYOUT",
+    "PipelineChunk",
     "canonical_layout",
     "ended",
     "even_chunks",
@@ -32,8 +32,8 @@ __all__ = [
     "written",
 ]
 
-EVEN = "even"
-AUTO = "auto"
+EVEN_LAYOUT = "even"
+AUTO_LAYOUT = "auto"
 _CHUNK = re.compile(r"(E?)(t*)(m*)(L?)\Z")
 _REPEATED = (re.compile(r"\(([^()]*)\)\*(\d+)"), re.compile(r"([EtmL|])\*(\d+)"))
 """A group that is repeated, then a single letter."""
@@ -41,7 +41,7 @@ _MOST = 4096
 """The most letters of a layout, and the most repetitions of a group."""
 
 
-class Chunk(NamedTuple):
+class PipelineChunk(NamedTuple):
     """The content of a chunk: how many layers, how many modules of multi-token prediction, and which ends of the model."""
 
     layers: int
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def parse_layout(layout: str) -> tuple[Chunk, ...]:
+def parse_layout(layout: str) -> tuple[PipelineChunk, ...]:
     """The chunks of a layout that is spelt out, in the order of the model.
 
     Raises:
@@ -66,10 +66,10 @@ def parse_layout(layout: str) -> tuple[Chunk, ...]:
 
 def canonical_layout(layout: str) -> str:
     """One way of writing each layout; ``even`` and ``auto`` stay. Raises as :func:`parse_layout`."""
-    return layout if layout in (EVEN, AUTO) else written(parse_layout(layout))
+    return layout if layout in (EVEN_LAYOUT, AUTO_LAYOUT) else written(parse_layout(layout))
 
 
-def written(chunks: Sequence[Chunk]) -> str:
+def written(chunks: Sequence[PipelineChunk]) -> str:
     """Describe chunks in Megatron-Core's grammar, equal ones in a row together: ``Ettt|(tttt|)*14tmL``."""
     runs = [(text, len(list(same))) for text, same in groupby(map(_letters, chunks))]
     parts = []
@@ -82,7 +82,7 @@ def written(chunks: Sequence[Chunk]) -> str:
     return "".join(parts)
 
 
-def even_chunks(layers: int, modules: int, num: int, *, is_relieved: bool) -> tuple[Chunk, ...]:
+def even_chunks(layers: int, modules: int, num: int, *, is_relieved: bool) -> tuple[PipelineChunk, ...]:
     """Cut ``layers`` into ``num`` chunks as equally as they go, the larger ones first.
 
     ``is_relieved``: all layers that are missing for equal chunks are missing in the last one, which has the modules too, but that
@@ -98,21 +98,23 @@ def even_chunks(layers: int, modules: int, num: int, *, is_relieved: bool) -> tu
     return ended(counts, modules)
 
 
-def ended(counts: Sequence[int], modules: int) -> tuple[Chunk, ...]:
+def ended(counts: Sequence[int], modules: int) -> tuple[PipelineChunk, ...]:
     """Chunks of so many layers, the first with the embedding, the last with head and modules."""
     end = len(counts) - 1
-    return tuple(Chunk(count, modules * (place == end), place == 0, place == end) for place, count in enumerate(counts))
+    return tuple(
+        PipelineChunk(count, modules * (place == end), place == 0, place == end) for place, count in enumerate(counts)
+    )
 
 
-def laid_chunks(layout: str, num: int, layers: int, modules: int, *, is_relieved: bool) -> tuple[Chunk, ...]:
+def laid_chunks(layout: str, num: int, layers: int, modules: int, *, is_relieved: bool) -> tuple[PipelineChunk, ...]:
     """The ``num`` chunks of a model's layers by a layout, ``even`` or spelt out.
 
     Raises:
         UsageError: a layout of another number of chunks, layers or modules; or ``auto``, which only an estimator can resolve.
     """
-    if layout == EVEN:
+    if layout == EVEN_LAYOUT:
         return even_chunks(layers, modules, num, is_relieved=is_relieved)
-    if layout == AUTO:
+    if layout == AUTO_LAYOUT:
         raise UsageError("pipeline layout auto: expected one that is resolved: take Estimator.laid_out(setup)")
     chunks = parse_layout(layout)
     found = {
@@ -146,7 +148,7 @@ def _unrolled(layout: str) -> str:
     return text
 
 
-def _chunk(layout: str, place: int, text: str) -> Chunk:
+def _chunk(layout: str, place: int, text: str) -> PipelineChunk:
     if unknown := next((letter for letter in text if letter not in "EtmL"), ""):
         raise UsageError(
             f"pipeline layout {layout!r}: expected E (embedding), t (a layer), m (a module of multi-token prediction), L (head "
@@ -159,10 +161,10 @@ def _chunk(layout: str, place: int, text: str) -> Chunk:
         raise UsageError(
             f"pipeline layout {layout!r}: expected E, t, m and L in this order in chunk {place}, got {text!r}"
         )
-    return Chunk(len(order[2]), len(order[3]), bool(order[1]), bool(order[4]))
+    return PipelineChunk(len(order[2]), len(order[3]), bool(order[1]), bool(order[4]))
 
 
-def _faults(chunks: Sequence[Chunk]) -> Iterator[str]:
+def _faults(chunks: Sequence[PipelineChunk]) -> Iterator[str]:
     if [chunk.has_embedding for chunk in chunks] != [place == 0 for place in range(len(chunks))]:
         yield "expected the embedding E at the front of the first chunk, and nowhere else"
     if [chunk.has_head for chunk in chunks] != [place == len(chunks) - 1 for place in range(len(chunks))]:
@@ -174,6 +176,6 @@ def _faults(chunks: Sequence[Chunk]) -> Iterator[str]:
         yield f"expected no layer t behind the modules m, which read what the last layer gives, got m in chunk {places[0]}"
 
 
-def _letters(chunk: Chunk) -> str:
+def _letters(chunk: PipelineChunk) -> str:
     layers = "t" * chunk.layers if chunk.layers < 5 else f"t*{chunk.layers}"
     return "E" * chunk.has_embedding + layers + "m" * chunk.modules + "L" * chunk.has_head

@@ -29,7 +29,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, unfit_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
@@ -218,7 +218,7 @@ def renames(one: StepEstimate, other: StepEstimate) -> bool:
 
 
 def _renamed(setup: Setup) -> tuple[Setup, float]:
-    plain = replace(setup, cp=1, micro_batch=1, folded=True, pipeline_layout=EVEN)
+    plain = replace(setup, cp=1, micro_batch=1, folded=True, pipeline_layout=EVEN_LAYOUT)
     return plain, setup.cp / setup.micro_batch
 
 
@@ -258,7 +258,7 @@ class _Frontier:
         self._heap: list[_Entry] = []
         self._order = itertools.count()
         self._limit = limit
-        self._is_open = space.pipeline_layout == AUTO
+        self._is_open = space.pipeline_layout == AUTO_LAYOUT
         self._asked: set[Setup] = set()
         """Setups of which more recomputation was asked for before they were final, as their fastest layout does not fit."""
         self._after = {
@@ -355,7 +355,7 @@ class _Frontier:
     def _recompute_later(self, time_us: float, setup: Setup) -> None:
         """The same with more recomputation, now that ``setup`` is final, unless it was asked for already."""
         if self._is_open and setup.pp > 1:
-            setup, time_us = replace(setup, pipeline_layout=AUTO), time_us * (1 - SAME)
+            setup, time_us = replace(setup, pipeline_layout=AUTO_LAYOUT), time_us * (1 - SAME)
         if setup not in self._asked:
             self._recompute_more(time_us, setup)
 
@@ -510,7 +510,7 @@ def _leanest(space: Space) -> Space:
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
         vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
-        pipeline_layout=EVEN if space.pipeline_layout == AUTO else space.pipeline_layout,
+        pipeline_layout=EVEN_LAYOUT if space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout,
         schedule=(schedule,),
         recompute=(most,) if most in RECOMPUTE[1:] and set(space.offload) == {KEPT} else recompute,
         zero=(max(space.zero),),

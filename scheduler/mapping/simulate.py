@@ -40,7 +40,7 @@ from commlayer.scheduler.mapping.layout_balance import (
 from commlayer.scheduler.mapping.model import layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
 from commlayer.scheduler.mapping.parameters import Stage
-from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, ended, parse_layout, written
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, ended, parse_layout, written
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
 from commlayer.scheduler.mapping.pipeline_schedule import (
     StageTimes,
@@ -317,7 +317,7 @@ class Estimator:
     def _places_of_ranks(self, setup: Setup, stages: tuple[Stage, ...]) -> Sequence[int]:
         """For each pipeline rank, where its stage is in ``stages``; only DualPipe and layouts
         that are spelt out ask in which order."""
-        if is_dual(setup.schedule) or setup.pipeline_layout != EVEN:
+        if is_dual(setup.schedule) or setup.pipeline_layout != EVEN_LAYOUT:
             model = self.job.model
             return parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
@@ -388,21 +388,21 @@ class Estimator:
 
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
         """The stages of a setup; of the even layout, where it is open."""
-        layout = EVEN if setup.pipeline_layout == AUTO else setup.pipeline_layout
+        layout = EVEN_LAYOUT if setup.pipeline_layout == AUTO_LAYOUT else setup.pipeline_layout
         return parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule, layout)
 
     def laid_out(self, setup: Setup, limit: float) -> LaidOut:
         """The setup with the pipeline layout that is fastest among those that fit into ``limit`` bytes, where it says ``auto``:
         the even one where that fits and no other is faster, else the balanced one (mapping/layout_balance.py), with fewer layers
         on ranks that lack memory. Where none fits it is the fastest."""
-        if setup.pipeline_layout != AUTO:
+        if setup.pipeline_layout != AUTO_LAYOUT:
             return LaidOut(setup, True)
         if setup.pp == 1:
-            return LaidOut(replace(setup, pipeline_layout=EVEN), True)
+            return LaidOut(replace(setup, pipeline_layout=EVEN_LAYOUT), True)
         return _kept(self._known, ("laid out", setup, limit), lambda: self._chosen_layout(setup, limit))
 
     def _chosen_layout(self, setup: Setup, limit: float) -> LaidOut:
-        even = replace(setup, pipeline_layout=EVEN)
+        even = replace(setup, pipeline_layout=EVEN_LAYOUT)
         ways = [even] if setup.num_chunks <= self.job.model.layers else []
         ways += self._balanced(setup, None)
         if not ways:
@@ -560,7 +560,7 @@ class Estimator:
         alone = [
             stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
         ]
-        if setup.pipeline_layout == AUTO:
+        if setup.pipeline_layout == AUTO_LAYOUT:
             return self._least_of_layouts_us(setup, stages, alone, level)
         if not setup.is_merged:
             return count * max(alone) + _bubble_us(alone, stages, setup)
@@ -632,7 +632,7 @@ class Estimator:
 
         def time() -> float:
             cast = 0.0
-            if setup.pipeline_layout == AUTO:  # whatever the layout will be
+            if setup.pipeline_layout == AUTO_LAYOUT:  # whatever the layout will be
                 mean = parameters.mean_elements(self.job.model, setup, self.software)
                 over = parameters.replicas(setup, self.software) if setup.zero else (1, 1, 1)
                 share, whole = sum(a / b for a, b in zip(mean, over, strict=True)), float(sum(mean))
@@ -708,7 +708,7 @@ _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimi
 
 def _with_a_layout(setup: Setup) -> Setup:
     """The even one, where any will do."""
-    return replace(setup, pipeline_layout=EVEN) if setup.pipeline_layout == AUTO else setup
+    return replace(setup, pipeline_layout=EVEN_LAYOUT) if setup.pipeline_layout == AUTO_LAYOUT else setup
 
 
 def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:

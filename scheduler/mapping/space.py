@@ -42,7 +42,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO, EVEN, canonical_layout, parse_layout
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import (
@@ -86,7 +86,7 @@ class Space:
     folded: tuple[bool, ...] = (True, False)
     schedule: tuple[PipelineSchedule, ...] = ("1f1b",)
     offload: tuple[Offload, ...] = (KEPT,)
-    pipeline_layout: str = AUTO
+    pipeline_layout: str = AUTO_LAYOUT
     within_domain: bool = True
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                     sent = tuple(word for word in sent if word != "all_gather")
                 if not sent:
                     continue
-                layout = EVEN if pp == 1 and space.pipeline_layout == AUTO else space.pipeline_layout
+                layout = EVEN_LAYOUT if pp == 1 and space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule, layout)
                 for offload, recompute in ways:
                     words = _ways(schedule, pp, recompute, zeros)
@@ -286,7 +286,7 @@ def _attention_sides(
 def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int, PipelineSchedule]]:
     each, schedules = job.global_batch // dp, tuple(dict.fromkeys(space.schedule))
     most = _most_chunks(job, space)
-    is_spelt = space.pipeline_layout not in (AUTO, EVEN)
+    is_spelt = space.pipeline_layout not in (AUTO_LAYOUT, EVEN_LAYOUT)
     for micro_batch in _divisors(each, space.micro_batch, each):
         count = each // micro_batch
         for vpp, schedule in product(_chunks(most, pp, count, space.vpp), schedules):
@@ -299,7 +299,11 @@ def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, in
 
 def _most_chunks(job: Job, space: Space) -> int:
     """As many as there are layers, or in a layout that is spelt out."""
-    return job.model.layers if space.pipeline_layout in (AUTO, EVEN) else len(parse_layout(space.pipeline_layout))
+    return (
+        job.model.layers
+        if space.pipeline_layout in (AUTO_LAYOUT, EVEN_LAYOUT)
+        else len(parse_layout(space.pipeline_layout))
+    )
 
 
 def _suits(schedule: PipelineSchedule, most: int, pp: int, vpp: int, micro_batches: int) -> bool:
