@@ -55,13 +55,14 @@ def planned_process_group(
         timeout: of each call, and of making a group anew.
         options: all options of the groups, instead of ``wire`` and ``plan``.
 
-    Raises UsageError where torchft is not installed, or for a ``wire`` or ``options`` that are none.
+    Raises UsageError where torchft is not installed, or for a ``wire``, ``options`` or a ``timeout`` that are none.
     """
     is_given_both = (wire or plan) is not None and options is not None
     if is_given_both or not (options is None or isinstance(options, GroupOptions)):
         raise UsageError(
             f"give wire and plan, or options, a commlayer.GroupOptions; got wire {wire!r}, plan {plan!r} and options {options!r}"
         )
+    _check_timeout(timeout)
     if wire is not None and not isinstance(wire, str):
         raise UsageError(f"wire must be a text such as int8! or bf16!, or None; got {wire!r}")
     try:
@@ -75,6 +76,11 @@ def planned_process_group(
         options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
     made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(timeout, options)
     return made
+
+
+def _check_timeout(timeout: timedelta) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise UsageError(f"timeout: expected a timedelta above zero, such as timedelta(seconds=60), got {timeout!r}")
 
 
 def _class_of(wrapper: Any) -> Any:
@@ -107,6 +113,7 @@ def _class_of(wrapper: Any) -> Any:
 
         def set_timeout(self, timeout: timedelta) -> None:
             """The timeout of calls from now on, and of making a group anew."""
+            _check_timeout(timeout)
             super().set_timeout(timeout)
             if self._pg is not None:
                 self.parent.set_timeout(timeout)

@@ -85,7 +85,7 @@ def traffics_dict(traffics: Sequence[Traffics]) -> list[dict[str, Any]]:
 def export_dict(exported: Export | None) -> dict[str, Any] | None:
     if exported is None:
         return None
-    return {"trainer": exported.trainer, "values": exported.values, "notes": list(exported.notes)}
+    return {"target": exported.target, "values": exported.values, "notes": list(exported.notes)}
 
 
 def first_export(

@@ -38,9 +38,10 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """``values``: the arguments, or the configuration by section. ``text``: as the trainer reads it. ``notes``: what differs."""
+    """A mapping for somebody else's program: ``target``, a trainer or a simulator. ``values``: the arguments, or the configuration
+    by section. ``text``: as the target reads it. ``notes``: what differs."""
 
-    trainer: str
+    target: str
     values: list[str] | Section
     text: str
     notes: tuple[str, ...] = ()

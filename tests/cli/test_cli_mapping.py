@@ -139,6 +139,7 @@ def test_search_exports_the_best_that_a_trainer_can_run() -> None:
     assert "MFU" not in result.stdout
     assert "mapping" in result.stderr
     exported = call_json("search", *JOB, *FEW, "--export", "torchtitan")["export"]
+    assert exported["target"] == "torchtitan"
     assert exported["values"]["parallelism"]["expert_parallel_degree"] == 8
 
 

@@ -53,6 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"wire": 8}, "wire must be a text such as int8!"),
     "plan": ({"plan": "fastest"}, "GroupOptions.plan must be one of"),
     "no options": ({"options": {"wire": "int8!"}}, "or options, a commlayer.GroupOptions; got wire None"),
+    "no time": ({"timeout": timedelta(seconds=-1)}, "timeout: expected a timedelta above zero"),
+    "a number": ({"timeout": 60}, "timeout: expected a timedelta above zero"),
     "both": ({"wire": "int8!", "options": GroupOptions()}, "give wire and plan, or options"),
 }
 

@@ -27,15 +27,21 @@ pytest.importorskip("google.protobuf")
 
 JOB = Job(model=catalog.load("mixtral-8x7b"), gpus=32, global_batch=32, sequence=4096)
 CLUSTER = clusters.load("h100-eos")
-SETUP = Setup(gpus=32, tp=2, ep=8, pp=4, vpp=2)
+SETUPS = {f"ZeRO {zero}": Setup(gpus=32, tp=2, ep=8, pp=4, vpp=2, zero=zero) for zero in (1, 2, 3)}
+"""Where data parallelism shards gradients too, layers send theirs; where weights too, layers gather theirs before each pass."""
 SCHEMA = "CHAKRA_SCHEMA"
 """A variable that names et_def.proto of mlcommons/chakra."""
 
 
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return SETUPS[request.param]
+
+
 @pytest.fixture(scope="module")
-def graphs() -> dict[int, list[RankNode]]:
+def graphs(setup: Setup) -> dict[int, list[RankNode]]:
     estimator = Estimator(JOB, CLUSTER, MEGATRON, efficiency=0.9)
-    return {rank: rank_graph(estimator, SETUP, stage) for stage, rank in enumerate(stage_ranks(SETUP))}
+    return {rank: rank_graph(estimator, setup, stage) for stage, rank in enumerate(stage_ranks(setup))}
 
 
 # The graph
@@ -67,7 +73,7 @@ def _reaches(nodes: list[RankNode], node: RankNode, number: int) -> bool:
     return False
 
 
-def test_messages_are_known_to_both_sides(graphs: dict[int, list[RankNode]]) -> None:
+def test_messages_are_known_to_both_sides(graphs: dict[int, list[RankNode]], setup: Setup) -> None:
     sent: Counter[tuple[Any, ...]] = Counter()
     received: Counter[tuple[Any, ...]] = Counter()
     for rank, nodes in graphs.items():
@@ -77,13 +83,13 @@ def test_messages_are_known_to_both_sides(graphs: dict[int, list[RankNode]]) -> 
                 (sent if node.collective == "send" else received)[node.ranks, node.tag, node.nbytes] += 1
     assert sent == received
     assert set(sent.values()) == {1}
-    micro_batches = SETUP.micro_batches(JOB)
-    assert len(sent) == 2 * micro_batches * (SETUP.pp * SETUP.vpp - 1)
+    micro_batches = setup.micro_batches(JOB)
+    assert len(sent) == 2 * micro_batches * (setup.pp * setup.vpp - 1)
 
 
-def test_a_graph_has_what_an_estimate_counts(graphs: dict[int, list[RankNode]]) -> None:
-    estimate = Estimator(JOB, CLUSTER, MEGATRON, efficiency=0.9).estimate(SETUP)
-    nodes = graphs[stage_ranks(SETUP)[-1]]
+def test_a_graph_has_what_an_estimate_counts(graphs: dict[int, list[RankNode]], setup: Setup) -> None:
+    estimate = Estimator(JOB, CLUSTER, MEGATRON, efficiency=0.9).estimate(setup)
+    nodes = graphs[stage_ranks(setup)[-1]]
     counted = Counter(
         (node.axis, node.collective) for node in nodes if node.collective not in ("compute", "send", "recv")
     )
@@ -95,8 +101,25 @@ def test_a_graph_has_what_an_estimate_counts(graphs: dict[int, list[RankNode]]) 
     working = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
     computed_us = sum(node.us for node in nodes)
     assert computed_us == pytest.approx(sum(estimate.parts.get(part, 0.0) for part in working), rel=0.02)
-    assert all(node.ranks == group_ranks(SETUP, node.axis, 24) for node in nodes if node.axis in ("tp", "ep", "edp"))
-    assert group_ranks(SETUP, "ep", 27) == tuple(range(24, 32))
+    assert all(node.ranks == group_ranks(setup, node.axis, 24) for node in nodes if node.axis in ("tp", "ep", "edp"))
+    assert group_ranks(setup, "ep", 27) == tuple(range(24, 32))
+
+
+def test_sharded_weights_and_gradients_are_waited_for(graphs: dict[int, list[RankNode]], setup: Setup) -> None:
+    """Layers that gather the next one's weights (ZeRO 3) and send gradients (ZeRO 2) do so behind what they compute, what is
+    computed next waits for it, and the optimizer for all."""
+    for nodes in graphs.values():
+        *_, optimizer = (node for node in nodes if node.name == "optimizer")
+        sharded = [node for node in nodes if node.axis == "dp_cp"]
+        assert sharded
+        assert all(_reaches(nodes, optimizer, node.number) for node in sharded)
+        backward = [node for node in sharded if "gradients backward" in node.name]
+        forward = [node for node in sharded if "parameters forward" in node.name]
+        assert bool(backward) == (setup.zero >= 2)
+        assert bool(forward) == (setup.zero == 3)
+        assert all(any(nodes[earlier].collective == "compute" for earlier in node.after) for node in backward)
+        waited_for = {earlier for node in nodes if node.collective == "compute" for earlier in node.after}
+        assert {node.number for node in backward + forward} <= waited_for
 
 
 @pytest.mark.parametrize(
@@ -169,7 +192,7 @@ def test_exchanges_of_tokens_are_all_to_alls_and_times_add_up(
 
 
 def test_the_schema_is_that_of_mlcommons(graphs: dict[int, list[RankNode]]) -> None:
-    """With mlcommons/chakra of August 2026 this passed."""
+    """With mlcommons/chakra 21585d8 (2026-05-20) this passed."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     path = os.environ.get(SCHEMA)
@@ -260,6 +283,9 @@ def test_the_command_names_its_files_and_asks_for_a_folder(tmp_path: Path) -> No
     found = CliRunner().invoke(main, [*call, "--output", str(tmp_path / "new")])
     assert found.exit_code == 0, found.output
     assert [Path(line).name for line in found.stdout.splitlines()] == ["rank.0.et", "rank.8.et", "comm_groups.json"]
+    told = json.loads(CliRunner().invoke(main, [*call, "--output", str(tmp_path / "new"), "--json"]).stdout)["export"]
+    assert told["target"] == "chakra"
+    assert "trainer" not in told
     assert CliRunner().invoke(main, ["search", *call[1:]]).exit_code == 2
     assert CliRunner().invoke(main, [*call[:-2], "--output", str(tmp_path)]).exit_code == 2
     assert CliRunner().invoke(main, [*call[:-1], "megatron", "--output", str(tmp_path)]).exit_code == 2
