@@ -331,8 +331,8 @@ def _anonymous() -> int:
 
 
 def peaks_of(way: str) -> dict[str, int]:
-    """What one reduce_scatter adds to this rank's memory, its tensors already there. Through Gloo alone, and with everything
-    connected by a call of a small tensor."""
+    """Measure what one reduce_scatter adds to this rank's memory, its tensors already there: through Gloo alone, and with
+    everything connected by a call of a small tensor."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_INTRA"] = "gloo"
     os.environ["COMMLAYER_PLAN"] = "flat_direct"

@@ -27,8 +27,8 @@ _WIDER = 2
 
 
 class RankCompute(MeasuredCompute):
-    """What one rank computes while all do. ``kernel_us``: of every kernel that memory bounds, before its first byte; here mostly
-    what Python and autograd take."""
+    """The time of what one rank computes while all do. ``kernel_us``: of every kernel that memory bounds, before its first byte;
+    here mostly what Python and autograd take."""
 
     def __init__(self, times: ComputeTimes, kernel_us: float, byte_us: float) -> None:
         super().__init__(times.products, memory_gbps=1.0)

@@ -45,7 +45,7 @@ _HELD = {
 guide, section 2.3)."""
 
 DEAR = 3
-"""So many times as dear a launch would make up for what is missing in many rows with x86 hosts."""
+"""The factor by which a launch would have to be dearer to make up for what is missing in many rows with x86 hosts."""
 _TEXT = """
 ### Short layers and launches
 

@@ -208,7 +208,7 @@ class Notes:
             self._memory[place : place + 2] = bytes((generation % 255 + 1, zlib.crc32(plan.encode()) % 255 + 1))
 
     def records(self, call: int) -> list[bytes]:
-        """What the ranks that came to a call have noted."""
+        """Return what the ranks that came to a call have noted."""
         places = [self._RECORDS + 2 * (rank * _MOST_CALLS + call) for rank in range(self.world_size)]
         found = [bytes(self._memory[place : place + 2]) for place in places]
         return [each for each in found if each != b"\0\0"]

@@ -38,8 +38,11 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A mapping for somebody else's program: ``target``, a trainer or a simulator. ``values``: the arguments, or the configuration
-    by section. ``text``: as the target reads it. ``notes``: what differs."""
+    """A mapping for somebody else's program.
+
+    ``target``: a trainer or a simulator. ``values``: the arguments, or the configuration by section. ``text``: as the target
+    reads it. ``notes``: what differs.
+    """
 
     target: str
     values: list[str] | Section

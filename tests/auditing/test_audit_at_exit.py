@@ -72,7 +72,7 @@ def test_the_file_is_written_once_more_at_the_end_and_not_after(tmp_path: Path) 
 
 
 def test_the_file_is_written_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a rank that a signal ends has left one."""
+    """A rank that a signal ends has left a file."""
     monkeypatch.setattr(at_exit, "_EVERY_S", 0.01)
     open_ = report(tmp_path)
     while not (tmp_path / audit_name(0)).exists():

@@ -193,7 +193,7 @@ def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulate
 
 
 def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_cluster: ClusterFactory) -> None:
-    """What is not there at the second appointment, or is owed to a busy processor, changes nothing."""
+    """A slowness that is gone at the second appointment, or is owed to a busy processor, changes nothing."""
 
     def job() -> list[bool]:
         group = start()

@@ -26,7 +26,7 @@ def run(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """What stderr says, on one line. stdout stays empty: nobody takes nonsense for an answer."""
+    """Return what stderr says, on one line. stdout stays empty: nobody takes nonsense for an answer."""
     result = run(*arguments)
     assert result.exit_code == 2, f"{result.output}\n{result.exception!r}"
     assert not result.stdout

@@ -1,4 +1,4 @@
-"""What ``commlayer emulate`` says of emulated accelerators."""
+"""The words of ``commlayer emulate`` about emulated accelerators."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def test_a_cached_profile_that_is_off_is_measured_again_and_replaced_with_one_wa
 def test_a_cached_profile_without_a_format_is_completed_and_nothing_else_is_measured(
     emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that was kept before there was INT8, in a job that allows it."""
+    """A profile that was kept before there was INT8 is found by a job that allows it."""
 
     def job() -> list[str]:
         os.environ.pop("COMMLAYER_PROFILE", None)

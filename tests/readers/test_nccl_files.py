@@ -249,7 +249,7 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_written_says_which_ranks_formed_groups(key: str, groups: list[int]) -> None:
-    """As nccl-tests does with NCCL_TESTS_SPLIT."""
+    """Groups are numbered as nccl-tests does it with NCCL_TESTS_SPLIT."""
     devices = json.loads(nccl_tests_json(catalog.load("emulated-2x4"))[f"{key}.json"])["devices"]
     assert [device["group"] for device in devices] == groups
     assert [device["rank"] for device in devices] == list(range(8))

@@ -135,7 +135,7 @@ def test_a_change_is_not_learnt_as_usual_before_anybody_has_looked() -> None:
 
 
 def test_calls_that_are_usual_again_are_known_at_once_after_a_change_was_accepted() -> None:
-    """What delayed them was no link, and was taken for usual; when it ends, nobody waits until that is learnt anew."""
+    """The delay was no link's, and was taken for usual; when it ends, nobody waits until that is learnt anew."""
     rng, drift = random.Random(4), Drift()
     rounds(drift, 6, 1.0, BIASES, 6, rng)
     assert rounds(drift, 6, 3.0, BIASES, 2, rng) is not None

@@ -1,4 +1,4 @@
-"""What a program that names CUDA devices gets on a machine without any, and how it is run."""
+"""Programs that name CUDA devices on a machine without any: what they get, and how they are run."""
 
 from __future__ import annotations
 

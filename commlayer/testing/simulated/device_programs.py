@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 DEVICE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-"""Those whose plans go over nodes, beside exchanges."""
+"""The collectives whose plans go over nodes, beside exchanges."""
 _TURNS = 4
 _WIRES = (NATIVE, Wire(WireFormat.BF16, 16), Wire(WireFormat.FP8_E4M3, 16))
 _WAYS = (

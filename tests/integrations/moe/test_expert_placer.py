@@ -124,7 +124,7 @@ def train(
 
 
 def refuse_to_load(model: MoELanguageModel, optimizer: torch.optim.Optimizer, mesh: FoldedMesh) -> None:
-    """What is loaded while experts are on their way would be written over when they arrive."""
+    """Load while experts are on their way: refused, since what is loaded would be written over when they arrive."""
     whole = TrainingState(model, optimizer, mesh)
     for part in (model, optimizer, whole):
         with pytest.raises(UsageError, match="on their way"):
@@ -258,7 +258,7 @@ def test_a_skewed_load_is_seen_and_evened_out(
 
 
 def without_profile() -> tuple[list[str], int]:
-    """What is printed where the search cannot be made, and how many steps' loads are kept then."""
+    """Return what is printed where the search cannot be made, and how many steps' loads are kept then."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     printed: list[str] = []

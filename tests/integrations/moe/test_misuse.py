@@ -318,7 +318,7 @@ def test_a_group_is_not_saved_with_a_module() -> None:
 
 
 def test_a_router_that_refuses_does_so_last() -> None:
-    """So that it has taken part in what its ranks exchange."""
+    """The router has taken part by then in what its ranks exchange, and leaves none of them waiting."""
     calls = []
 
     class Watched(GroupCommunicator):

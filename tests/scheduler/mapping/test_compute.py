@@ -75,7 +75,7 @@ def test_a_layer_on_blackwell_takes_what_is_published(precision: str, with_casts
 
 
 def test_groups_of_random_rows_lose_half_a_tile_each() -> None:
-    """By trying: the tiles of groups whose rows are drawn, against the declared mean."""
+    """The tiles of groups whose rows are drawn are counted, against the declared mean."""
     random = Random(7)
     for mean in (300, 1000, 5000):
         tiles = [-(-round(random.uniform(0.7, 1.3) * mean) // TILE) for _ in range(20000)]

@@ -276,7 +276,7 @@ def test_stages_of_interleaved_layers_have_both_kinds_in_order() -> None:
 
 
 def test_memory_is_that_of_the_fullest_stage_wherever_its_experts_lie() -> None:
-    """Of four stages the third has the experts: neither the first, nor the second, nor the last."""
+    """The third of four stages has the experts: neither the first, nor the second, nor the last."""
     model = _alternating(experts=64, vocabulary=1000)
     late = dataclasses.replace(model, dense_layers=6, dense_at=(0, 1, 2, 3, 6, 7))
     setup = Setup(gpus=4, pp=4)
@@ -781,7 +781,7 @@ def _output_by_hand(output: float, operand: float, precision: str) -> float:
 
 
 def _kept_by_hand(model: ModelShape, modules: set[str], operand: float, precision: str, is_moe: bool) -> float:
-    """What a layer keeps of a token, tensor by tensor as Megatron-Core's modules do, in BF16 elements; without parallelism."""
+    """Count what a layer keeps of a token, tensor by tensor as Megatron-Core's modules do, in BF16 elements."""
     is_fp8 = operand < 1
     latent = model.latent
     heads = model.heads * (latent.nope_dim + latent.rope_dim) if latent else model.heads * model.head_dim

@@ -82,7 +82,7 @@ def setups(draw: st.DrawFn, gpus: int = 64) -> Setup:
 
 
 def _schedules(setup: Setup) -> Iterator[str]:
-    """Those that go with a setup, for the batch of :func:`estimator`."""
+    """The schedules that go with a setup, for the batch of :func:`estimator`."""
     for schedule in SCHEDULES:
         try:
             replace(setup, schedule=schedule).check(estimator(MODELS[0]).job)

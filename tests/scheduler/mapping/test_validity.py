@@ -48,7 +48,7 @@ def test_a_checked_kind_has_a_run_of_a_like_model() -> None:
 
 
 def test_runs_of_the_same_model_come_first() -> None:
-    """Of its kind or not far from it, they make the interval that as many runs of other models would widen."""
+    """The model's own runs, of its kind or not far from it, make the interval that as many runs of others would widen."""
     mine = rows([0.01 * index for index in range(5)]) + rows([-0.01 * index for index in range(5)], precision="fp8")
     others = rows([0.5, 0.6, 0.7], family="mixtral-8x7b", attention="gqa", billions=47)
     found = assess(KIND, others + mine)

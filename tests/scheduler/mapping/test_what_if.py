@@ -1,4 +1,4 @@
-"""What-if: what would be different, and where two ways change places."""
+"""Variations: what would be different, and where two ways change places."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_value_that_cannot_be_says_why() -> None:
 
 
 def test_what_if_leaves_a_margin_of_memory() -> None:
-    """Of 80 GB: 40 GB are half."""
+    """Half of 80 GB is left free: a setup of more than 40 GB does not fit."""
     variation = Variation("inter_gbps", (10.0, 40.0))
     for setup in (None, SETUP):
         kept = what_if(JOB, EOS, variation, setup=setup, margin=0.5, make=Fake)

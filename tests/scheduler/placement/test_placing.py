@@ -148,7 +148,7 @@ def test_relabelling_keeps_who_is_together(prices: PlacementPrices) -> None:
 
 
 def test_relabelling_begins_with_the_rank_that_has_most_already() -> None:
-    """As one would by hand: time and again the pair of ranks with most experts in common, the first of equal ones."""
+    """The result is that of a hand: time and again the pair of ranks with most experts in common, the first of equal ones."""
     before = ExpertPlacement.in_order(64, 8)
     for seed in range(5):
         placement = ExpertPlacement(np.random.default_rng(seed).permutation(64).reshape(8, 8), 64)
