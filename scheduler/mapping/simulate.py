@@ -286,12 +286,26 @@ class Estimator:
         return found
 
     def _stage_merged(self, setup: Setup, stage: Stage, *, is_bound: bool = False) -> Breakdown:
-        """The same with forward and backward of two micro-batches merged, layers with experts among themselves."""
+        """The same with forward and backward of two micro-batches merged, layers with experts among themselves. A layer that has
+        no partner in the other task, as the chunks of a rank differ, is by itself: one with experts, where there are any."""
         found = Breakdown()
+        alone = self._unpaired(setup, stage)
         for is_moe, number in stage.numbers:
-            found.add(self._merged_times(setup, is_moe, is_bound=is_bound), number)
+            single = min(float(number), alone)
+            alone -= single
+            found.add(self._merged_times(setup, is_moe, is_bound=is_bound), number - single)
+            if single:
+                for times in self._layer_times(setup, is_moe, is_bound=is_bound):
+                    found.add(times, single)
         found.add(self._ends(setup, stage))
         return found
+
+    def _unpaired(self, setup: Setup, stage: Stage) -> float:
+        """Layers of a rank, forward and backward, that are merged with no other: the forward task of a chunk goes with the
+        backward task of the one that is as far from the rank's last as it is from the first."""
+        kinds = parameters.kinds_of_chunks(self.job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        layers = [len(kinds[chunk]) for chunk in setup.chunks(stage.number)]
+        return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
 
     def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
         """A stage's times as the schedule asks for them: without a split, where none of it matters to how long all takes."""
@@ -445,7 +459,7 @@ class Estimator:
                 continue
             shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
             both = self._merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
-            found[is_moe] = min(alone * (1 - share) + both * share for share in shares)
+            found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
         return found
 
     def _squeezed(self, setup: Setup, start: Setup, limit: float) -> Iterator[Setup]:
@@ -460,21 +474,22 @@ class Estimator:
                 job, start, limit, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
             )
             counts = [chunk.layers for chunk in parse_layout(start.pipeline_layout)]
-            most = []
+            most, fewer = [], []
             for rank, chunks in enumerate(own):
                 left, layer, kept = rooms[rank]
+                fewer.append(sum(counts[chunk] for chunk in chunks) + math.floor(left / layer))
                 if is_dual(setup.schedule):
                     under_way = in_flight_by_chunk(setup.schedule, setup.pp, rank, setup.micro_batches(job), setup.vpp)
                     left += move_layers(counts, chunks, under_way, -left, kept)
                 most.append(sum(counts[chunk] for chunk in chunks) + math.floor(left / layer))
-            moved = replace(setup, pipeline_layout=written(ended(counts, model.mtp_layers)))
-            if moved != start:
-                yield moved
-            elif sum(most) >= model.layers and (found := self._balanced(setup, most)) and found[0] != start:
-                moved = found[0]
-                yield moved
-            else:
+            found = [replace(setup, pipeline_layout=written(ended(counts, model.mtp_layers)))]
+            for room in (most, fewer):
+                found += self._balanced(setup, room) if sum(room) >= model.layers else []
+            others = [way for way in dict.fromkeys(found) if way != start]
+            yield from others
+            if not others:
                 return
+            moved = others[0]
             start = moved
 
     def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
