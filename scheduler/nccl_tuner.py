@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.decision import Decision
 from commlayer.scheduler.plan import Strategy
@@ -91,7 +92,7 @@ def rows_of_decisions(decisions: Iterable[Decision]) -> tuple[list[TunerRow], li
             plan = each.plan
             algorithm = _OF_PLANS.get((collective, plan.strategy)) if plan.wire == NATIVE else None
             if algorithm is None and (plan.strategy is not Strategy.FLAT or plan.wire != NATIVE):
-                untold.append(f"{collective} of {each.traffic.logical_bytes} bytes by {plan.name}")
+                untold.append(f"{collective} of {counted(each.traffic.logical_bytes, 'byte')} by {plan.name}")
             choices.append((each.traffic.logical_bytes, None if algorithm is None else (algorithm, "simple")))
         rows += _rows(collective, choices, len(nodes), sum(nodes))
     return rows, untold

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from commlayer.cli.option_types import COUNT, POSITIVE, RATE_GBPS, NameOrPath, RealNumber, WholeNumber, in_order
+from commlayer.cli.option_types import COUNT, GPUS, POSITIVE, RATE_GBPS, NameOrPath, RealNumber, WholeNumber, in_order
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -156,7 +156,7 @@ cluster_options = in_order(
 job_options = in_order(
     model_option,
     cluster_options,
-    click.option("--gpus", "-g", type=COUNT, required=True, help="In all."),
+    click.option("--gpus", "-g", type=GPUS, required=True, help="In all."),
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
     click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
     click.option(

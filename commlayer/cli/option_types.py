@@ -22,6 +22,7 @@ __all__ = [
     "COUNT",
     "DELAY_US",
     "DURATION_US",
+    "GPUS",
     "NODE_RATE",
     "OUTPUT_FILE",
     "OUTPUT_FOLDER",
@@ -278,6 +279,7 @@ DELAY_US = _Duration("10s")
 DURATION_US = _Duration()
 NODE_RATE = _NodeRate()
 PAIR_RATE = _PairRate()
+GPUS = WholeNumber(1, 1 << 20)
 OUTPUT_FILE = _OutputFile()
 OUTPUT_FOLDER = _OutputFolder()
 PICTURE = _Picture()

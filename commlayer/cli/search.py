@@ -31,6 +31,7 @@ from commlayer.drawing.mapping_cells import (
     other_bests,
     short_mappings,
 )
+from commlayer.profiles.counted import counted
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
@@ -137,7 +138,7 @@ def _export(
 def _figure(result: SearchResult) -> Figure:
     from commlayer.drawing.mapping_figures import breakdown_figure, labelled
 
-    title = f"{result.job.model.name} on {result.job.gpus} GPUs of {result.cluster}"
+    title = f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')} of {result.cluster}"
     return breakdown_figure(labelled(result), title)
 
 

@@ -27,6 +27,7 @@ from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import exposed_share, job_words, short_mappings, speed_cells
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
@@ -229,7 +230,7 @@ def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) 
     marks = _marks(crossing) if crossing else []
     return curves_figure(
         lines,
-        f"{first.job.model.name} on {first.cluster}" + f", {first.job.gpus} GPUs" * (kind != "gpus"),
+        f"{first.job.model.name} on {first.cluster}" + f", {counted(first.job.gpus, 'GPU')}" * (kind != "gpus"),
         _LABELS[kind],
         label,
         crossings=marks,

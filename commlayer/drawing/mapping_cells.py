@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -60,10 +61,11 @@ _ACTIVATION_BYTES = 2
 
 def job_words(job: Job, cluster: str, software: str) -> str:
     """Describe a job: what is trained, on what."""
-    counted = parameters.count(job.model)
+    sizes = parameters.count(job.model)
     words = (
-        f"{job.model.name} ({counted.total / 1e9:.4g} B parameters, {counted.active / 1e9:.4g} B active) on {job.gpus} GPUs of "
-        f"{cluster}, {software}: {job.global_batch} sequences of {job.sequence} tokens a step"
+        f"{job.model.name} ({sizes.total / 1e9:.4g} B parameters, {sizes.active / 1e9:.4g} B active) on "
+        f"{counted(job.gpus, 'GPU')} of {cluster}, {software}: {counted(job.global_batch, 'sequence')} of "
+        f"{counted(job.sequence, 'token')} a step"
     )
     if job.capacity_factor is not None:
         words += f", capacity factor {job.capacity_factor:g}"

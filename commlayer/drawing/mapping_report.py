@@ -24,6 +24,7 @@ from commlayer.drawing.mapping_cells import (
 from commlayer.drawing.mapping_figures import breakdown_figure, labelled, memory_figure
 from commlayer.drawing.page import cards, definitions, figure, page, section, table
 from commlayer.drawing.step_course import course_figure
+from commlayer.profiles.counted import counted
 from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
@@ -74,7 +75,7 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         "others cannot be faster, or do not fit."
     )
     parts = [
-        _header(f"{result.job.model.name} on {result.job.gpus} GPUs", result.job, cluster, result.software),
+        _header(f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')}", result.job, cluster, result.software),
         cards(boxes),
         section("Why this one", *(f"<p>{escape(reason)}</p>" for reason in reasons)),
         section(

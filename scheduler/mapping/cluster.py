@@ -138,7 +138,8 @@ class Cluster:
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
         if not nodes or min(nodes) < 1 or max(nodes) > self.domain:
             raise PlanError(
-                f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group {nodes}"
+                f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group "
+                f"{shape_text(nodes)}"
             )
         shape = shape_text(nodes)
         return Profile.create(

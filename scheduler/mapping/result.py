@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from commlayer.profiles.counted import counted
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
@@ -95,7 +96,7 @@ class StepEstimate:
         setup, needed = self.setup, f"{self.memory.total / 1e9:.1f} of {self.memory_limit / 1e9:.1f} GB"
         degrees = " ".join(f"{name}={getattr(setup, name)}" for name in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp"))
         return (
-            f"{self.job.model.name} on {setup.gpus} GPUs of {self.cluster} by {self.software}, {degrees}: a step of "
+            f"{self.job.model.name} on {counted(setup.gpus, 'GPU')} of {self.cluster} by {self.software}, {degrees}: a step of "
             f"{self.step_us / 1e3:,.1f} ms, {self.tokens_per_s / setup.gpus:,.0f} tokens/s and {self.tflops:,.0f} TFLOP/s a GPU, "
             f"MFU {self.mfu:.1%}, most of it {self.bottleneck}, memory {needed}{'' if self.fits else ': does not fit'}"
         )

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -412,8 +413,8 @@ def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
         "sequences, or allow more degrees"
     )
     return (
-        f"no mapping of {job.model.name} onto {job.gpus} GPUs of {cluster.name} is valid with global_batch={job.global_batch}, "
-        f"sequence={job.sequence} ({space}): {why}"
+        f"no mapping of {job.model.name} onto {counted(job.gpus, 'GPU')} of {cluster.name} is valid with "
+        f"global_batch={job.global_batch}, sequence={job.sequence} ({space}): {why}"
     )
 
 
@@ -469,14 +470,14 @@ def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[
     needed, setup = lightest
     limit = estimator.memory_limit * (1 - margin)
     message = (
-        f"{job.model.name} fits in no mapping on {job.gpus} GPUs of {estimator.cluster.name}: the least needs "
+        f"{job.model.name} fits in no mapping on {counted(job.gpus, 'GPU')} of {estimator.cluster.name}: the least needs "
         f"{needed.total / 1e9:.1f} GB of {limit / 1e9:.1f} GB on a GPU ({setup}; {describe_memory(needed)})"
     )
     fit = smallest_fit(job, estimator.cluster, space, memory_limit=limit, software=estimator.software)
     if fit is None:
         return f"{message}. Nor does it on any number up to {MOST_GPUS}: allow recomputation, a higher ZeRO stage or more degrees"
     return (
-        f"{message}. {fit.gpus} GPUs would do: {fit.setup} takes {fit.memory.total / 1e9:.1f} GB "
+        f"{message}. {counted(fit.gpus, 'GPU')} would do: {fit.setup} takes {fit.memory.total / 1e9:.1f} GB "
         f"({describe_memory(fit.memory)})"
     )
 

@@ -94,7 +94,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             f"what-if {JOB} --vary gpus --from 1 --to 1e300",
             "--to of gpus: '1.0000000000000001e+300' is not a valid integer",
         ),
-        (f"what-if {JOB} --vary gpus --from -5 --to 5", "--from of gpus: -5 is not in the range x>=1"),
+        (f"what-if {JOB} --vary gpus --from -5 --to 5", "--from of gpus: -5 is not in the range 1<=x<=1048576"),
+        (f"what-if {JOB} --vary gpus --values 1000000000", "--values of gpus: 1000000000 is not in the range"),
+        (f"what-if {JOB} --vary gpu --values h200,", "--values of gpu: expected names between commas"),
         (f"what-if {JOB} --vary skew --values 1e300", "--values of skew: 1e+300 is not in the range"),
         (f"what-if {JOB} --vary inter-gbps --values nan", "--values of inter-gbps: expected a number, got 'nan'"),
         # sequences

@@ -204,7 +204,7 @@ def test_a_whole_rack_is_one_domain() -> None:
 
 
 def test_a_group_that_fits_no_domain_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"expected 1 to 8 ranks on each node, got the group \(16,\)"):
+    with pytest.raises(PlanError, match=r"expected 1 to 8 ranks on each node, got the group 1x16"):
         H100.profile_of((16,))
 
 
