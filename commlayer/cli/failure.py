@@ -12,7 +12,7 @@ import click
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["CommandFailure", "as_typed", "exit_code", "wants_traceback"]
+__all__ = ["CommandFailure", "as_typed", "exit_code", "wants_traceback", "without_field"]
 
 _NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
 """A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
@@ -42,6 +42,13 @@ def as_typed(message: str, command: click.Command | None) -> str:
     found = _NAMED.match(message)
     option = dict(_options(command)).get(found[1]) if found and command is not None else None
     return message if found is None or option is None else option + message[found.end() :]
+
+
+def without_field(error: Exception) -> str:
+    """The message of an error without the field that it begins with, for who puts the option before it."""
+    message = str(error)
+    found = _NAMED.match(message)
+    return message if found is None else message[found.end() :].removeprefix(": ")
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,16 @@ from typing import Any, get_args
 
 import click
 
-from commlayer.cli.option_types import COUNT, GPUS, POSITIVE, RATE_GBPS, NameOrPath, RealNumber, WholeNumber, in_order
+from commlayer.cli.failure import without_field
+from commlayer.cli.option_types import (
+    COUNT,
+    NUM_GPUS,
+    RATE_GBPS,
+    NameOrPath,
+    RealNumber,
+    WholeNumber,
+    in_order,
+)
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -101,7 +110,7 @@ class _Modules(click.ParamType):  # type: ignore[type-arg]  # not generic before
         try:
             return self.canonical(str(value).replace(",", "+"))
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(without_field(error), param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return f"[{'|'.join(self.words)}|MODULE+...]"
@@ -156,13 +165,17 @@ cluster_options = in_order(
 job_options = in_order(
     model_option,
     cluster_options,
-    click.option("--gpus", "-g", type=GPUS, required=True, help="In all."),
+    click.option("--gpus", "-g", type=NUM_GPUS, required=True, help="In all."),
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
     click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
     click.option(
         "--mtp", type=WholeNumber(min=0), help="Modules of multi-token prediction that are trained.  [the model's]"
     ),
-    click.option("--capacity-factor", type=POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
+    click.option(
+        "--capacity-factor",
+        type=RealNumber(min=0.01, max=1000),
+        help="Rows of an expert over its fair share.  [dropless]",
+    ),
     click.option("--imbalance", type=RealNumber(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
     click.option(
         "--routing",

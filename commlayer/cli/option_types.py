@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from commlayer.cli.failure import without_field
 from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.topology import Topology
@@ -22,8 +23,8 @@ __all__ = [
     "COUNT",
     "DELAY_US",
     "DURATION_US",
-    "GPUS",
     "NODE_RATE",
+    "NUM_GPUS",
     "OUTPUT_FILE",
     "OUTPUT_FOLDER",
     "PAIR_RATE",
@@ -175,7 +176,7 @@ class _Shape(click.ParamType):  # type: ignore[type-arg]  # not generic before c
         try:
             Topology.parse(str(value))
         except TopologyError as error:
-            self.fail(str(error).removeprefix("topology: "), param, ctx)
+            self.fail(without_field(error), param, ctx)
         return str(value)
 
 
@@ -279,7 +280,7 @@ DELAY_US = _Duration("10s")
 DURATION_US = _Duration()
 NODE_RATE = _NodeRate()
 PAIR_RATE = _PairRate()
-GPUS = WholeNumber(1, 1 << 20)
+NUM_GPUS = WholeNumber(1, 1 << 20)
 OUTPUT_FILE = _OutputFile()
 OUTPUT_FOLDER = _OutputFolder()
 PICTURE = _Picture()

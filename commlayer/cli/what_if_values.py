@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commlayer.cli.option_types import COUNT, GPUS, RATE_GBPS, RealNumber
+from commlayer.cli.option_types import COUNT, NUM_GPUS, RATE_GBPS, RealNumber
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["WORDS", "values_of"]
@@ -81,7 +81,7 @@ def _number(kind: str, given: float | str, option: str) -> float | int:
     """The number that ``option`` says, checked as that of the option that ``kind`` is named after would be."""
     text = given if isinstance(given, str) else f"{given:.17g}"
     try:
-        number: float | int = _NUMBERS.get(kind, GPUS if kind == "gpus" else COUNT).convert(text, None, None)
+        number: float | int = _NUMBERS.get(kind, NUM_GPUS if kind == "gpus" else COUNT).convert(text, None, None)
     except click.BadParameter as error:
         raise UsageError(f"{option} of {kind.replace('_', '-')}: {error.message}") from error
     return number

@@ -62,6 +62,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("profile --emulate 2x2 --factor 1.0000001", "a factor that makes at most 1000 sizes"),
         ("profile --emulate 2x2 --timeout 0s", "'--timeout': expected a time above zero"),
         ("emulate --delay 99h -- true", "'--delay': expected at most 10s, got '99h'"),
+        (f"estimate {JOB} --capacity-factor 1e300", "'--capacity-factor': 1e+300 is not in the range"),
+        (f"estimate {JOB} --recompute nope", "'--recompute': expected none, selective, full, or some of"),
         ("demo --shape 100000x100000", "'--shape': expected \"NODESxRANKS\""),
         # options of which one would be ignored
         (f"estimate {JOB} --folded --unfolded", "expected --folded or --unfolded, got both"),
