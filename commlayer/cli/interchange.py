@@ -91,7 +91,8 @@ def import_command(
     )
     if not base:
         echo(
-            "note: peaks are the highest bus bandwidths that were measured; with --base plans have its other curves",
+            "note: peaks are the highest bus bandwidths that were measured, and how links slow each other down is not known; "
+            "with --base plans have its peaks, its other curves and its slowdowns",
             err=True,
         )
 

@@ -17,6 +17,14 @@ from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers.nccl_files import nccl_profile, nccl_tests_json, read_nccl_runs
 from commlayer.scheduler.decision import choose
 from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.mapping import catalog as models
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.hardware import GPUS
+from commlayer.scheduler.mapping.job import Job
+from commlayer.scheduler.mapping.search import search
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import MEGATRON
+from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.traffic import Traffic
 
 TEXT = """# nccl-tests version 2.18.3 nccl-headers=23004 nccl-library=23004
@@ -210,6 +218,23 @@ def test_there_and_back_gives_the_same_decisions(tmp_path: Path, name: str) -> N
     assert any(differ)
 
 
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "moonlight-16b-a3b"])
+def test_there_and_back_gives_the_same_mappings(tmp_path: Path, model: str) -> None:
+    profile = catalog.load("emulated-2x8")
+    for file, text in nccl_tests_json(profile).items():
+        (tmp_path / file).write_text(text)
+    runs = [run for path in sorted(tmp_path.iterdir()) for run in read_nccl_runs(path)[0]]
+    again = nccl_profile(runs, name="again", base=profile)
+    job = Job(model=models.load(model), gpus=16, global_batch=32, sequence=4096)
+    space = Space(tp=(1, 2), cp=(1,), ep=(4, 8), pp=(1, 2), vpp=(1,), micro_batch=(1,), recompute=("selective",))
+    found = []
+    for measured in (profile, again):
+        estimator = Estimator(job, Cluster.from_profile(measured, GPUS["h200"]), MEGATRON)
+        found.append([(each.setup, each.step_us) for each in search(job, estimator, space, top=3).ranked])
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
 def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     text, output = tmp_path / "a.txt", tmp_path / "cluster.json"
     text.write_text(TEXT.format(program="all_reduce_perf"))
@@ -217,6 +242,7 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, call)
     assert found.exit_code == 0, found.output
     assert "all_reduce of 4 ranks, 3 sizes" in found.output
+    assert "how links slow each other down is not known" in found.output
     assert read_profile(output).name == "cluster"
     assert CliRunner().invoke(main, call).exit_code == 2
     assert CliRunner().invoke(main, [*call, "--force", "--base", "emulated-2x4"]).exit_code == 0
