@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.profile import Profile
 
@@ -69,7 +70,7 @@ def _curves(a: Profile, b: Profile) -> list[Difference]:
 
 def _curve(field: str, a: Curve | None, b: Curve | None) -> Difference:
     if a is None or b is None:
-        left, right = (_MISSING if curve is None else f"{len(curve.bytes)} sizes" for curve in (a, b))
+        left, right = (_MISSING if curve is None else counted(len(curve.bytes), "size") for curve in (a, b))
         return Difference(field, left, right)
     changes = {size: b.at(size) / a.at(size) - 1 for size in sorted({*a.bytes, *b.bytes})}
     size = max(changes, key=lambda nbytes: abs(changes[nbytes]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve
 
 __all__ = ["doubts", "least_samples"]
@@ -33,7 +34,7 @@ def _doubts(curve: Curve, confidence: float) -> Iterator[str]:
     if few:
         sizes = f"{few[0][0]} bytes" if len(few) == 1 else f"{few[0][0]} to {few[-1][0]} bytes"
         yield (
-            f"{name}{len(few)} of {len(curve.bytes)} sizes ({sizes}) measured fewer than {least} times (down to "
+            f"{name}{len(few)} of {counted(len(curve.bytes), 'size')} ({sizes}) measured fewer than {least} times (down to "
             f"{min(num for _, num in few)}), so their medians have no {confidence:.0%} interval and their p99 is the slowest time"
         )
         name = ""

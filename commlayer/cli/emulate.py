@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.emulated_device import describe_computation, describe_device
+from commlayer.cli.failure import without_field
 from commlayer.cli.option_types import COUNT, DELAY_US, NODE_RATE, PAIR_RATE, TIMEOUT_US, PairRate, RealNumber
 from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.counted import counted
@@ -135,7 +136,7 @@ def _slow_down(cluster: EmulatedCluster, node: int, rate: str) -> None:
     try:
         cluster.shape(inter=rate, node=node)
     except UsageError as error:
-        raise UsageError(f"--slow-node {node}:{rate}: {error}") from error
+        raise UsageError(f"--slow-node {node}:{rate}: {without_field(error)}") from error
 
 
 def _slow_down_pair(cluster: EmulatedCluster, pair: PairRate) -> None:
@@ -143,7 +144,7 @@ def _slow_down_pair(cluster: EmulatedCluster, pair: PairRate) -> None:
     try:
         cluster.shape_pair(pair.sender, pair.receiver, pair.rate, is_one_way=pair.is_one_way)
     except UsageError as error:
-        raise UsageError(f"--slow-pair {pair}: {error}") from error
+        raise UsageError(f"--slow-pair {pair}: {without_field(error)}") from error
 
 
 def _described(slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> str:

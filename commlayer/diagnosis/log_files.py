@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file, write_file
 
@@ -77,7 +78,7 @@ def read_logs(folder: Path) -> list[RankLog]:
             troubles.append(str(error))
     jobs = {log.job for log in logs if log.job}  # whose store was gone, a rank could not read its job's name
     if not troubles and len(jobs) > 1:
-        each = ", ".join(f"{job} ({sum(log.job == job for log in logs)} files)" for job in sorted(jobs))
+        each = ", ".join(f"{job} ({counted(sum(log.job == job for log in logs), 'file')})" for job in sorted(jobs))
         troubles.append(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")
     if troubles:
         raise UsageError("\n".join(troubles))

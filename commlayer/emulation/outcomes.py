@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import RankFailedError
 
 __all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError", "exit_status"]
@@ -103,7 +104,7 @@ def _describe(failures: Sequence[RankFailure]) -> str:
 
 def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure]) -> RanksFailedError:
     """Make the error of a run in which ranks failed; chained to the first rank's own exception."""
-    head = f"{len(failures)} of {len(outcomes)} ranks failed, first rank {failures[0].rank}"
+    head = f"{len(failures)} of {counted(len(outcomes), 'rank')} failed, first rank {failures[0].rank}"
     message = f"{head}:\n{_describe(failures)}"
     error = RanksFailedError(message, failures, [outcome.value for outcome in outcomes])
     error.__cause__ = failures[0].exception
@@ -116,7 +117,7 @@ def timed_out_error(
     """Make the error of a run that was not done in time; it names the ranks that were running and where they hung."""
     names = ", ".join(str(rank) for rank in running)
     head = (
-        f"{len(running)} of {len(outcomes)} ranks still ran after {timeout_s:g} s and were killed: rank {names} "
+        f"{len(running)} of {counted(len(outcomes), 'rank')} still ran after {timeout_s:g} s and were killed: rank {names} "
         "(a larger timeout_s= gives them longer)"
     )
     message = f"{head}:\n{_describe(failures)}"

@@ -36,6 +36,7 @@ from commlayer.measure.profiler import (
 )
 from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
@@ -281,8 +282,8 @@ def _doubted(probe: Profile) -> str:
     if not (few := doubts(probe.curves)):
         return ""
     return (
-        f"{len(few)} of its {len(probe.curves)} curves rest on too few times to know their error, which is taken to be "
-        f"{_PROBE_ERROR:.0%}. "
+        f"It has too few times to know the error of {len(few)} of its {counted(len(probe.curves), 'curve')}, which is taken "
+        f"to be {_PROBE_ERROR:.0%}. "
     )
 
 

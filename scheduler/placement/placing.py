@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.eplb import balanced_packs, eplb_placement
@@ -93,8 +94,8 @@ class PlacementDecision:
         if self.moves:
             pays = self.chosen.migration_us / max(kept.total_us - chosen.total_us, 1e-9)
             words += (
-                f"; {len(self.moves)} copies move, {_gb(self.moved_bytes)}, once {_ms(self.chosen.migration_us)}, "
-                f"paid back after {max(1, round(pays))} of {self.horizon} steps"
+                f"; {counted(len(self.moves), 'copy moves', 'copies move')}, {_gb(self.moved_bytes)}, "
+                f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of {counted(self.horizon, 'step')}"
             )
         return words
 

@@ -53,7 +53,7 @@ def test_interleaved_ranks_are_described_truthfully() -> None:
     assert topology.describe() == (
         "4+2: 6 ranks on 2 nodes, uneven\n  node 0 (east): 4 ranks (0, 2, 4-5)\n  node 1 (west): 2 ranks (1, 3)"
     )
-    assert Topology.parse("1x1").describe() == "1x1: 1 ranks on 1 node\n  node 0: 1 rank (0)"
+    assert Topology.parse("1x1").describe() == "1x1: 1 rank on 1 node\n  node 0: 1 rank (0)"
 
 
 def test_what_the_nodes_are_called_does_not_make_another_topology() -> None:

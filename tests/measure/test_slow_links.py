@@ -139,7 +139,7 @@ def test_a_slow_pair_of_the_command_is_said_and_holds(tmp_path: Path) -> None:
     assert "0>1 100mbit, 1>0 100mbit, 2>1 1gbit" in (tmp_path / "links").read_text()
     result = CliRunner().invoke(main, ["emulate", "--slow-pair", "0,5=100mbit", "--", "true"])
     assert result.exit_code == 2
-    assert "--slow-pair 0,5=100mbit: nodes: expected two different ones of 0 to 1, got 0 and 5" in result.output
+    assert "--slow-pair 0,5=100mbit: expected two different ones of 0 to 1, got 0 and 5" in result.output
 
 
 @pytest.mark.parametrize("victims", [(4, 5), (0, 1)])

@@ -83,6 +83,6 @@ def test_profiles_show_says_which_curves_rest_on_few_times() -> None:
 def test_a_job_that_measures_says_how_little_its_curves_rest_on() -> None:
     probe = synthetic_profile().replace(curves=[curve(2, 2, 1)])
     assert calibrate._doubted(probe) == (
-        "1 of its 1 curves rest on too few times to know their error, which is taken to be 25%. "
+        "It has too few times to know the error of 1 of its 1 curve, which is taken to be 25%. "
     )
     assert calibrate._doubted(probe.replace(curves=[curve(6, 6, 6)])) == ""
