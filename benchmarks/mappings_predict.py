@@ -14,7 +14,7 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.prediction import prediction_error
 from commlayer.profiles.profile import Profile, parse_profile
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
-from commlayer.scheduler.mapping.compute import MeasuredCompute
+from commlayer.scheduler.mapping.compute import CoreTiles, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -35,10 +35,12 @@ class RankCompute(MeasuredCompute):
         self.kernel_us, self.byte_us = kernel_us, byte_us
         self._cores = {False: _curve(times.core_forward), True: _curve(times.core_backward)}
 
-    def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
+    def attention_us(
+        self, flops: float, precision: str = "bf16", *, backward: bool = False, tiles: CoreTiles | None = None
+    ) -> float:
         return self._cores[backward].at(flops)
 
-    def memory_us(self, nbytes: float) -> float:
+    def memory_us(self, nbytes: float, kernels: int = 1) -> float:
         return self.kernel_us + nbytes * self.byte_us if nbytes else 0.0
 
 

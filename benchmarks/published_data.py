@@ -30,9 +30,10 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ``overlap``: of the exchange with experts: none, 1f1b (another micro-batch's computation, as Megatron-Core), dualpipe,
     operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or selective. ``offload``:
     Megatron's modules whose inputs are in the host's memory. ``balance``: forced (the router is made even) or natural.
-    ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold. ``also``: the same configuration in
-    other releases. ``assumed``: what the source leaves open, and what was taken why. ``cannot``: why the planner cannot express
-    it. ``doubt``: what the source itself says against a comparison.
+    ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold.
+    ``gradients``: the format in which they are summed (grad_reduce_in_fp32). ``also``: the same configuration in other releases.
+    ``assumed``: what the source leaves open, and what was taken why. ``cannot``: why the planner cannot express it. ``doubt``:
+    what the source itself says against a comparison.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     balance: Literal["forced", "natural"] = "forced"
     capacity: float | None = None
     graph: str = "none"
+    gradients: Literal["fp32", "bf16"] = "fp32"
     software: Literal["megatron", "fsdp2", "megascale"] = "megatron"
     also: tuple[tuple[str, float], ...] = ()
     assumed: dict[str, str] = {}

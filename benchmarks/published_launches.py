@@ -9,10 +9,12 @@ Engine launch at least, less what CUDA graphs hold:
 - the router's 31 forward, or 17 where kernels dispatch (NVIDIA's guide to DeepSeek-V3 on GB200, sections 2.1.4 and 2.2.1), and
   backward its two products, as nobody says more.
 
-The time of a launch is that of PyTorch's ``nn.Linear`` forward, one kernel, on the host (TransformerEngine#2053, 2025-08-11).
-That is long for kernels that a loop in C++ launches, as experts', and short for Transformer Engine's modules in Python, of which
-the same table has 99.66 µs for a ``Linear`` on GB200. Left out: a floor of the estimate's layers made of these, as it explains no
-far row. Rejected: a dearer launch, fitted to the rows, which others of them contradict (:data:`DEAR`).
+The time of a launch is that of PyTorch's ``nn.Linear`` forward, one kernel, on the host (TransformerEngine#2053, 2025-08-11),
+which is short for Transformer Engine's modules in Python, of which the same table has 99.66 µs for a ``Linear`` on GB200. That of
+an expert's product is longer (:data:`PRODUCT_US`): cuBLAS is asked for an algorithm each time. Forward and backward are compared
+apart, as the host waits for the counts of tokens in every forward pass of an all_to_all, and is not ahead of the GPU then. Left
+out: a floor of the estimate's passes made of these, as it explains hardly a far row. Rejected: a dearer launch, fitted to the
+rows, which others of them contradict (:data:`DEAR`).
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher
 from commlayer.scheduler.mapping.step_collectives import layer_backward, layer_forward
 
-__all__ = ["DEAR", "HOST_US", "Launches", "launches", "section"]
+__all__ = ["DEAR", "HOST_US", "PRODUCT_US", "Launches", "launches", "section"]
 
 HOST_US = {"x86": 13.48, "grace": 37.08}
 """The host's time for PyTorch's nn.Linear forward, µs: a DGX H100 (Xeon Platinum 8480C), and a GB200 (TransformerEngine#2053)."""
+PRODUCT_US = 33.4
+"""The host's time for one expert's product in Transformer Engine's grouped product of several streams, µs: 0.267 ms for eight
+of 128 × 2048 × 2048 in NVFP4, which a Blackwell does in a quarter of that by one launch (TransformerEngine#3134, 2026-06-17; on
+which host is not said)."""
 _ROUTER, _ROUTER_BESIDE_KERNELS = 31, 17
 _HELD = {
     "none": (),
@@ -50,14 +56,17 @@ _TEXT = """
 ### Short layers and launches
 
 Sources call runs like these bound by the host, which launches kernels more slowly than they run. Launches are not modelled, as
-no public number that we found explains the rows. Below is what a layer with experts launches at least for a micro-batch, forward
-and backward, times what PyTorch's `nn.Linear` takes a host ({x86} µs on a DGX H100's Xeon, {grace} µs on a GB200's Grace:
-TransformerEngine#2053), beside the whole layer as predicted and as published (the step without the pipeline's bubble, over
-layers and micro-batches). `benchmarks/published_launches.py` says what is counted.
+no public number that we found explains the rows. Below is what a layer with experts launches at least for a micro-batch, times
+what PyTorch's `nn.Linear` takes a host ({x86} µs on a DGX H100's Xeon, {grace} µs on a GB200's Grace: TransformerEngine#2053),
+and {product} µs for each expert's product (0.267 ms for eight small ones: TransformerEngine#3134), beside the passes as
+predicted, forward + backward, and the whole layer as published (the step without the pipeline's bubble, over layers and
+micro-batches). An all_to_all has the host wait in each forward pass, so that neither pass can take less than its launches.
+`benchmarks/published_launches.py` says what is counted.
 """
 _SAID = """
-By this count {late} of these {far} rows launch for longer than their layers are predicted to take. Launches {dear} times as dear
-would make up for much, but of all {all} runs {faster} take less than that, as published. Other sources say that launches matter,
+By this count {late} of these {far} rows launch a pass for longer than it is predicted to take; the largest change of a layer that
+this makes is {most}. Launches {dear} times as dear would make up for much, but of all {all} runs {faster} take less than that, as
+published. Other sources say that launches matter,
 and that they are not all: of what the steps in NVIDIA's guide to DeepSeek-V3 on GB200 saved, 37 % is of those that concern the
 host alone (fewer kernels in the router, graphs, cores bound; from its table of TFLOP/s); and CUDA graphs of attention and router
 shortened one Qwen3-30B's step on 16 H100 from 623 to 484 ms (TP2 PP2 EP4), and another's not at all (EP16: 41.36 s without,
@@ -112,23 +121,41 @@ def _products(number: int, casts: int) -> Launches:
     return Launches(number * (1 + casts), number * (2 + casts))
 
 
+def _launched_us(each: Outcome) -> tuple[float, float]:
+    """The host's time for a layer's launches, forward and backward."""
+    assert each.estimate is not None
+    job, setup, row = each.estimate.job, each.estimate.setup, each.row
+    number, host_us = launches(job, setup, row), HOST_US["grace" if row.system.startswith("gb") else "x86"]
+    products = 0 if "experts" in _HELD[row.graph] else 2 * max(1, job.model.experts // setup.ep)
+    dearer_us = max(PRODUCT_US - host_us, 0.0)
+    again = products if setup.recompute == "full" else 0
+    return number.forward * host_us + products * dearer_us, number.backward * host_us + (
+        2 * products + again
+    ) * dearer_us
+
+
 def section(found: Sequence[Outcome], far: float) -> str:
     """Rows with short layers that were predicted too fast by more than ``far``: their launches beside what their layers take."""
-    lines, late, faster = [], 0, 0
+    lines, late, faster, most = [], 0, 0, 0.0
     for each in found:
         assert each.estimate is not None
-        number, layer_us = sum(launches(each.estimate.job, each.estimate.setup, each.row)), _layer_us(each.estimate)
-        launched_us = number * HOST_US["grace" if each.row.system.startswith("gb") else "x86"]
+        launched, layer_us = _launched_us(each), _layer_us(each.estimate)
         published_us = layer_us * each.predicted / each.published
-        faster += published_us < DEAR * launched_us
+        faster += published_us < DEAR * sum(launched)
         if each.kind is not None and each.kind.short and (each.error or 0.0) > far:
-            late += launched_us > layer_us
-            lines.append((each.row.key, number, *(f"{us / 1e3:.1f}" for us in (launched_us, layer_us, published_us))))
+            waited_us = sum(max(us - passed_us, 0.0) for us, passed_us in zip(launched, each.passes_us, strict=True))
+            late, most = late + (waited_us > 0), max(most, waited_us / layer_us)
+            number = sum(launches(each.estimate.job, each.estimate.setup, each.row))
+            lines.append((each.row.key, number, *map(_both, (launched, each.passes_us)), f"{published_us / 1e3:.1f}"))
     if not lines:
         return ""
-    head = ("row", "launches", "they take, ms", "layer as predicted, ms", "layer as published, ms")
-    said = _SAID.format(late=late, far=len(lines), dear=DEAR, all=len(found), faster=faster)
-    return "\n\n".join((prose(_TEXT.format(**HOST_US)), prose(said), table(head, lines)))
+    head = ("row", "launches", "they take, ms", "passes as predicted, ms", "layer as published, ms")
+    said = _SAID.format(late=late, far=len(lines), most=f"{most:.0%}", dear=DEAR, all=len(found), faster=faster)
+    return "\n\n".join((prose(_TEXT.format(product=PRODUCT_US, **HOST_US)), prose(said), table(head, lines)))
+
+
+def _both(passes_us: tuple[float, float]) -> str:
+    return " + ".join(f"{us / 1e3:.1f}" for us in passes_us)
 
 
 def _layer_us(estimate: StepEstimate) -> float:

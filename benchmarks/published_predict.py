@@ -22,8 +22,16 @@ from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import canonical
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
+from commlayer.scheduler.mapping.software import (
+    COMMLAYER,
+    MEGATRON,
+    Software,
+    with_dispatcher,
+    with_fused_experts,
+    with_optimizer,
+)
 from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, kind_of
+from commlayer.scheduler.programs import run_alone
 
 __all__ = ["CLUSTERS", "Outcome", "order_pairs", "predict", "predict_all"]
 
@@ -51,7 +59,8 @@ _SOFTWARE = {"megatron": MEGATRON, "fsdp2": _FSDP, "megascale": _MEGASCALE}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row and what came of it. ``published``, ``predicted``: tokens/s of a GPU. ``reason``: why there is no prediction."""
+    """A row and what came of it. ``published``, ``predicted``: tokens/s of a GPU. ``reason``: why there is no prediction.
+    ``passes_us``: of a layer with experts, forward and backward, nothing in each other's way."""
 
     row: Published
     published: float = 0.0
@@ -59,6 +68,7 @@ class Outcome:
     kind: CaseKind | None = None
     reason: str = ""
     left_out: tuple[str, ...] = field(default=())
+    passes_us: tuple[float, float] = (0.0, 0.0)
 
     @property
     def predicted(self) -> float:
@@ -97,7 +107,8 @@ def predict(row: Published) -> Outcome:
     except CommlayerError as error:
         return Outcome(row, reason=str(error))
     kind = kind_of(job, setup, estimator.cluster, software, estimate.step_us * (1 - estimate.bubble))
-    return Outcome(row, _tokens(row, job), estimate, kind, left_out=(*left_out, *more))
+    forward, backward = (run_alone(program).total_us for program in estimator.programs(setup, job.model.moe_layers > 0))
+    return Outcome(row, _tokens(row, job), estimate, kind, "", (*left_out, *more), (forward, backward))
 
 
 def _job(row: Published) -> Job:
@@ -126,7 +137,9 @@ def _tokens(row: Published, job: Job) -> float:
 def _software(row: Published) -> tuple[Software, list[str]]:
     software = _SOFTWARE[row.software]
     if row.software != "megascale":
-        software = with_dispatcher(software, row.dispatcher)
+        software = with_optimizer(with_dispatcher(software, row.dispatcher), main_grads_dtype=row.gradients)
+    if row.graph == "full iteration":  # Megatron-Bridge's recipes have both or none
+        software = with_fused_experts(software)
     return software, [f"graphs of {row.graph}"] if row.graph != "none" else []
 
 

@@ -48,6 +48,7 @@ from commlayer.scheduler.mapping.software import (
     software,
     with_dispatcher,
     with_fp8_activations,
+    with_fused_experts,
     with_optimizer,
     with_overlap,
 )
@@ -212,6 +213,9 @@ job_options = in_order(
     click.option("--fp8-param-gather", is_flag=True, help="Weights of linear layers in FP8 alone, and gathered so."),
     click.option("--activation-func-fp8-input-store", is_flag=True, help="What goes into SwiGLU is kept in FP8."),
     click.option(
+        "--use-transformer-engine-op-fuser", is_flag=True, help="Experts' SwiGLU and casts are part of their products."
+    ),
+    click.option(
         "--optimizer-offload-fraction",
         type=RealNumber(0, 1),
         help="Of the optimizer's state, in the host's memory.  [0]",
@@ -361,6 +365,7 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
     state = {name: given.pop(name) for name in _STATE}
     keeps_fp8, dispatcher = given.pop("activation_func_fp8_input_store"), given.pop("dispatcher")
     precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")
+    fuses = given.pop("use_transformer_engine_op_fuser")
     if is_beside and not job.model.shared_width:
         raise UsageError(f"--shared-expert-overlap: {job.model.name} has no shared experts")
     if keeps_fp8 and not job.model.gated:
@@ -371,6 +376,8 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
             runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
         if keeps_fp8:
             runs = with_fp8_activations(runs)
+        if fuses:
+            runs = with_fused_experts(runs)
         if dispatcher is not None:
             runs = with_dispatcher(runs, dispatcher)
         return with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)

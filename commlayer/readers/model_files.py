@@ -386,6 +386,7 @@ def _gpt_oss(config: _Config) -> dict[str, Any]:
         "vectors": found["vectors"] + found["heads"],
         "moe_vectors": experts,
         "expert_vectors": 2 * found["width"] + found["hidden"],
+        "clamps": True,
     }
 
 

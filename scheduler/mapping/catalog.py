@@ -42,7 +42,7 @@ _SHAPES: dict[str, tuple[Any, ...]] = {
 }
 _LATENT = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 _LATENT_DIRECT = LatentAttention(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-_GPT_OSS = {"qkv_bias": True, "vectors": 64 + 2880, "expert_vectors": 3 * 2880}
+_GPT_OSS = {"qkv_bias": True, "vectors": 64 + 2880, "expert_vectors": 3 * 2880, "clamps": True}
 
 _MORE: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {

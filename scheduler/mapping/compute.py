@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
@@ -15,7 +16,7 @@ from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.precisions import recipe_of
 
-__all__ = ["DEFAULT_FACTOR", "TILE", "GpuCompute", "MeasuredCompute", "efficiency_for"]
+__all__ = ["DEFAULT_FACTOR", "TILE", "CoreTiles", "GpuCompute", "MeasuredCompute", "efficiency_for"]
 
 TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
@@ -27,6 +28,13 @@ _ACCUMULATED_BYTES = 8
 """The bytes of an element of an FP32 sum: read and written."""
 _UNEVEN_TILES = 0.5
 """The tiles of rows that a group loses on average where its rows are as routing has them, not a multiple of a tile."""
+
+
+class CoreTiles(NamedTuple):
+    """Attention in tiles of 128 × 128: ``queries``, of all heads, and ``met``: tiles of keys that these meet, all in all."""
+
+    queries: float
+    met: float
 
 
 class GpuCompute:
@@ -83,25 +91,35 @@ class GpuCompute:
         added = groups * _ACCUMULATED_BYTES * rows * columns / rate if accumulates else 0.0
         return max(waves * tile_us / self.factor, moved / rate) + added + gpu.launch_us
 
-    def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
+    def attention_us(
+        self, flops: float, precision: str = "bf16", *, backward: bool = False, tiles: CoreTiles | None = None
+    ) -> float:
         """Fused attention of ``flops`` (a causal mask counted by half), in BF16 whatever the precision of products.
 
-        ``flops`` of the backward pass are its own: 2.5 times the forward pass's in FlashAttention's count.
-        Raises UsageError for an unknown precision or a negative number.
+        ``flops`` of the backward pass are its own: 2.5 times the forward pass's in FlashAttention's count. ``tiles``: of heads of
+        at most 64 elements, by which these are timed where the GPU's are known: with a short window most of their time is none
+        of the products'. Raises UsageError for an unknown precision or a negative number.
         """
         self._peak(precision)
         if flops < 0:
             raise UsageError(f"flops: expected at least 0, got {flops!r}")
         if not flops:
             return 0.0
+        narrow = self.gpu.narrow_attention
+        if tiles is not None and narrow is not None:
+            start_us, met_us = narrow[2:] if backward else narrow[:2]
+            work_us = tiles.queries * start_us + tiles.met * met_us
+            return work_us / self.gpu.multiprocessors / self.factor + self.gpu.launch_us
         part = self.gpu.attention_backward if backward else self.gpu.attention
         return flops / (self.gpu.bf16_tflops * part * self.factor * 1e6) + self.gpu.launch_us
 
-    def memory_us(self, nbytes: float) -> float:
-        """A kernel that reads and writes ``nbytes`` together. Raises UsageError for a negative number."""
+    def memory_us(self, nbytes: float, kernels: int = 1) -> float:
+        """Kernels, one after another, that read and write ``nbytes`` together. Raises UsageError for a negative number."""
         if nbytes < 0:
             raise UsageError(f"nbytes: expected at least 0, got {nbytes!r}")
-        return nbytes / (self.gpu.memory_gbps * self.gpu.memory * 1e3) + self.gpu.launch_us if nbytes else 0.0
+        if not nbytes:
+            return 0.0
+        return nbytes / (self.gpu.memory_gbps * self.gpu.memory * 1e3) + kernels * self.gpu.launch_us
 
     def _peak(self, precision: str) -> tuple[float, float]:
         """TFLOP/s that large products reach, and the bytes of an operand's element."""
@@ -109,6 +127,14 @@ class GpuCompute:
         if recipe is None:
             return self.gpu.bf16_tflops * self.gpu.gemm, 2
         return self.gpu.fp8_tflops * self.gpu.gemm_fp8 * recipe.rate, recipe.copy_bytes()
+
+    def cast_us(self, elements: float, precision: str, groups: int = 1) -> float:
+        """The time of casting what goes into products of ``groups``: a kernel for each, but where the recipe casts all in one.
+        0 in BF16. Raises as :meth:`gemm_us`."""
+        recipe = recipe_of(precision, self.gpu)
+        if recipe is None:
+            return 0.0
+        return self.memory_us(recipe.cast_bytes(self.gpu) * elements, 1 if recipe.casts_together else groups)
 
     def cast_bytes(self, precision: str) -> float:
         """The bytes that are moved to cast an element for its products: 0 in BF16. Raises as :meth:`gemm_us`."""
@@ -149,15 +175,21 @@ class MeasuredCompute:
         """``groups`` products one after the other. What adding to a sum costs is in the times, or it is not."""
         return groups * self._curve.at(2.0 * rows * inner * columns)
 
-    def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
+    def attention_us(
+        self, flops: float, precision: str = "bf16", *, backward: bool = False, tiles: CoreTiles | None = None
+    ) -> float:
         """Time attention as one product of so many FLOPs."""
         return self._curve.at(flops)
 
-    def cast_bytes(self, precision: str) -> float:
+    def cast_us(self, elements: float, precision: str, groups: int = 1) -> float:
         """Nothing: precision makes no difference to what was measured."""
         return 0.0
 
-    def memory_us(self, nbytes: float) -> float:
+    def cast_bytes(self, precision: str) -> float:
+        """Nothing, as :meth:`cast_us`."""
+        return 0.0
+
+    def memory_us(self, nbytes: float, kernels: int = 1) -> float:
         """At the memory's rate."""
         return nbytes / (self.memory_gbps * 1e3)
 

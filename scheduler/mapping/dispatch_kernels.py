@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commlayer.scheduler.mapping.hardware import Architecture
+
 __all__ = [
     "DEEPEP",
     "DISPATCH_KERNELS",
@@ -16,16 +18,28 @@ __all__ = [
     "NCCL_MESSAGE_MULTIPROCESSORS",
     "NCCL_MOVES",
     "NCCL_MULTIPROCESSORS",
+    "ROW_BYTES",
     "DispatchKernels",
 ]
 
 
+ROW_BYTES = 14336
+"""The bytes of the rows that the published tables are of: DeepSeek-V3's 7,168 elements in BF16."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchKernels:
-    """One library: the parts of the links' peaks that its large calls reach.
+    """One library: the parts of the links' peaks that its large calls reach, with rows of :data:`ROW_BYTES`.
 
-    ``network``: of a GPU's card, counting what crosses it. ``inside``: of NVLink, counting what leaves a GPU. ``held_inside``,
-    ``held_across``: multiprocessors that a call holds, in a node and between nodes.
+    Attributes:
+        network: of a GPU's card, counting what crosses it.
+        inside: of NVLink, counting what leaves a GPU; ``inside_blackwell``: there, where NVLink is twice as fast.
+        held_inside, held_across: multiprocessors that a call holds, in a node and between nodes.
+        network_row_bytes, inside_row_bytes: what a row costs beyond its own bytes, as bytes.
+        prepare_us: of a forward dispatch before its rows go.
+        permutes: the calls put rows into the order of experts and back, and into blocks of as many as products in FP8 want
+            (Megatron-Core, transformer/moe: fused_a2a.py, dispatch_with_permute; moe_utils.py, skip_routed_expert_padding);
+            rates are of whole calls with such a copy.
     """
 
     name: str
@@ -33,7 +47,22 @@ class DispatchKernels:
     inside: float
     held_inside: int
     held_across: int
+    network_row_bytes: float = 0.0
+    inside_row_bytes: float = 0.0
+    prepare_us: float = 0.0
+    permutes: bool = False
+    inside_blackwell: float | None = None
     source: str
+
+    def inside_of(self, architecture: Architecture) -> float:
+        """The part of NVLink's peak that calls reach among GPUs of a generation."""
+        found = self.inside_blackwell if architecture == "blackwell" else None
+        return self.inside if found is None else found
+
+    def sent_bytes(self, row_bytes: float, *, crosses: bool) -> float:
+        """The bytes that a row takes the time of, where one of :data:`ROW_BYTES` takes that of its own."""
+        beyond = self.network_row_bytes if crosses else self.inside_row_bytes
+        return (row_bytes + beyond) * ROW_BYTES / (ROW_BYTES + beyond)
 
     def multiprocessors(self, num_nodes: int) -> int:
         """The multiprocessors that a call of a group on so many nodes holds."""
@@ -45,12 +74,21 @@ DEEPEP = DispatchKernels(
     # EP 32 over 4 nodes: dispatch 58, combine 57 GB/s, of which 3/4 cross; EP 64 over 8: 51 and 50, of which 7/8 cross: 43.5,
     # 42.8, 44.6 and 43.8 of a card's 50 GB/s. (EP 16 over 2 nodes waits for NVLink: 43 GB/s, half of which cross.)
     network=0.87,
-    # EP 8: 153 and 158 GB/s, 7/8 of which leave the GPU: 134 and 138 of an H800's 200. 8 B200, 24 multiprocessors: 494 and 420,
-    # which is 0.48 and 0.41 of 900: with so few it is the multiprocessors that bound it there, as on GB200.
+    # EP 8: 153 and 158 GB/s, 7/8 of which leave the GPU: 134 and 138 of an H800's 200.
     inside=0.68,
+    # 8 B200, BF16: with 16 and 24 multiprocessors 348 and 494 GB/s, combine 302 and 420, so some 388 with 20, 7/8 of which leave
+    # the GPU: it is the multiprocessors that bound it there, as on GB200 (branch hybrid-ep, docs/README_Hybrid-EP.md).
+    inside_blackwell=0.38,
     # Megatron-Core's default for it, and what DeepSeek-V3 trained with (arXiv:2412.19437, section 3.2.2: 20 of 132).
     held_inside=20,
     held_across=20,
+    # Rows of 7,168 and of 2,048 elements in BF16, dispatch and combine, 24 multiprocessors: 85 and 68, 59 and 59 GB/s between two
+    # nodes, 335 and 326, 302 and 287 in a node (NVIDIA-NeMo/Automodel, docs/deepep_vs_hybridep_benchmark.md, H100, 2026-07-22):
+    # a line through the mean times of a row.
+    network_row_bytes=1830,
+    inside_row_bytes=740,
+    # The same: layout 39 µs, and 35 µs in which the host waits for how many rows will come.
+    prepare_us=74,
     source="deepseek-ai/DeepEP, docs/legacy.md, performance of normal kernels: H800, 400 Gb/s cards, 4096 tokens, hidden 7168, "
     "top-8 in 4 groups",
 )
@@ -65,6 +103,11 @@ HYBRIDEP = DispatchKernels(
     # The defaults of its configuration (csrc/hybrid_ep/config.cuh).
     held_inside=24,
     held_across=8,
+    # As DeepEP's: 367 and 364, 325 and 304 GB/s with 24 multiprocessors in a node; between nodes with 8 of them dispatch 86 and
+    # 65. Combine falls from 77 to 34 there, which that page's own training runs do not show: it is taken like dispatch.
+    network_row_bytes=2040,
+    inside_row_bytes=1000,
+    permutes=True,
     source="deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md, its tables of H100 and GB200",
 )
 NCCL_MULTIPROCESSORS = 16

@@ -332,6 +332,8 @@ def _state(setup: Setup, software: Software) -> Iterator[str]:
         yield "--fp8-param-gather"
     if software.keeps_fp8_activations:
         yield "--activation-func-fp8-input-store"
+    if software.fuses_experts:
+        yield "--use-transformer-engine-op-fuser"
     if software.offloaded_optimizer:
         yield "--optimizer-cpu-offload"
         yield from _flag("optimizer-offload-fraction", f"{software.offloaded_optimizer:g}")

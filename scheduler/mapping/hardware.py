@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from commlayer.profiles.errors import UsageError
 
@@ -24,6 +24,7 @@ __all__ = [
     "NVLINK",
     "NVLINK5",
     "Architecture",
+    "AttentionTiles",
     "Gpu",
     "Link",
     "Points",
@@ -33,6 +34,16 @@ Architecture = Literal["ampere", "hopper", "blackwell"]
 """The generation, which decides what formats its tensor cores multiply and how operands lie."""
 Points = tuple[tuple[float, float], ...]
 """(bytes, fraction of the peak), by increasing bytes."""
+
+
+class AttentionTiles(NamedTuple):
+    """The times of one multiprocessor for fused attention in tiles of 128, µs: for each tile of queries of a head, whatever it
+    meets, and for each tile of keys that it meets; backward likewise."""
+
+    start_us: float
+    met_us: float
+    start_backward_us: float
+    met_backward_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,8 @@ class Gpu:
             what tiles and waves lose. FP8: with one scale for a tensor.
         tile_us: of a multiprocessor for each tile beyond its products: the pipeline fills, and the result is written.
         attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
+        narrow_attention: of heads of at most 64 elements, which leave the tensor cores waiting for exponentials; None: as wide
+            ones.
         memory: of memory_gbps, by kernels that only move data.
         launch_us: of each kernel that nothing hides.
         host_gbps: between the GPU's memory and its host's, 1e9 B/s, as copies reach in the slower direction.
@@ -65,6 +78,7 @@ class Gpu:
     tile_us: float = 0.0
     attention: float = 0.58
     attention_backward: float = 0.46
+    narrow_attention: AttentionTiles | None = None
     memory: float = 0.80
     launch_us: float = 3.0
     host_gbps: float = 53.0
@@ -162,6 +176,11 @@ _ATTENTION = (
     "attention: FlashAttention-3 (arXiv:2407.08608, figures 5 and 6, head dim 128, 4K to 16K tokens): cuDNN 600 and "
     "FA-3 640 TFLOP/s forward, 500 and 550 backward, without a mask, of 989; a causal mask costs about a tenth of that"
 )
+_NARROW_HOPPER = AttentionTiles(5.9, 0.71, 19.1, 1.83)
+_NARROW = (
+    "heads of 64: NVIDIA's cudnn-frontend, benchmark/sdpa_benchmark_training/results (gpt_oss, cuDNN 9.19 of 2026-02 and 9.22 of "
+    "2026-04, BF16): start and tile are the lines through the times of {}"
+)
 _MEMORY = "memory 0.80: MoNTA table 8 (a copy of 64 MB); ml-engineering's p2pBandwidthLatencyTest has 0.75 (H100), 0.78 (A100)"
 _PCIE5 = (
     "host: PCIe 5.0 ×16, 64 GB/s by its data sheet; copies on H100 reach 52.8 GB/s to the host (nvbandwidth#24) and 55.6 from it "
@@ -170,8 +189,15 @@ _PCIE5 = (
 
 
 def _hopper(
-    name: str, memory_gib: float, memory_gbps: float, *, bf16: float = 989.5, multiprocessors: int = 132
+    name: str,
+    memory_gib: float,
+    memory_gbps: float,
+    *,
+    bf16: float = 989.5,
+    multiprocessors: int = 132,
+    narrow: AttentionTiles | None = _NARROW_HOPPER,
 ) -> Gpu:
+    heads = _NARROW.format("an H200 with a window of 1,024 at 2K, 4K and 8K tokens")
     return Gpu(
         name=name,
         bf16_tflops=bf16,
@@ -185,7 +211,8 @@ def _hopper(
         tile_us=1.0,
         attention=0.57,
         attention_backward=0.47,
-        source=f"NVIDIA's data sheet; {_DENSE}; {_DEEPGEMM}; {_ATTENTION}; {_MEMORY}; {_PCIE5}",
+        narrow_attention=narrow,
+        source=f"NVIDIA's data sheet; {_DENSE}; {_DEEPGEMM}; {_ATTENTION}; {heads}; {_MEMORY}; {_PCIE5}",
     )
 
 
@@ -218,6 +245,19 @@ _BLACKWELL = (
 )
 
 
+_NARROW_BLACKWELL = AttentionTiles(2.54, 0.604, 5.23, 1.517)
+_NARROW_ULTRA = AttentionTiles(2.70, 0.449, 4.83, 1.493)
+_NARROW_HEADS = _NARROW.format(
+    "8K tokens with windows of 128 and of 1,024, on GB200 and GB300. Without a window they give 794 and 895 TFLOP/s forward at "
+    "4K and 8K tokens on GB200, where flash-attention#2605 has 708 to 1,011 and 797 to 1,169 in four runs of its own kernel"
+)
+_ULTRA_ATTENTION = 1646 / 2250, 1195 / 2250
+_ULTRA = (
+    "Ultra's attention: the same results, causal, 4K tokens, heads of 128 (llama3.1) and of 192 and 128 (dsv3), on GB300: 1,703 "
+    "and 1,590 TFLOP/s forward, 1,248 and 1,143 backward, where GB200 has 1,408, 1,406, 1,148 and 1,057"
+)
+
+
 def _blackwell(
     name: str,
     bf16: float,
@@ -227,7 +267,10 @@ def _blackwell(
     gemm_fp8: float = 0.63,
     host_gbps: float = 53.0,
     source: str = "",
+    ultra: bool = False,
 ) -> Gpu:
+    """``ultra``: Blackwell Ultra, whose units for exponentials are twice as fast."""
+    attention, backward = _ULTRA_ATTENTION if ultra else (0.63, 0.50)
     return Gpu(
         name=name,
         bf16_tflops=bf16,
@@ -238,17 +281,18 @@ def _blackwell(
         multiprocessors=148,
         gemm=gemm,
         gemm_fp8=gemm_fp8,
-        attention=0.63 * 2250 / bf16,
-        attention_backward=0.50 * 2250 / bf16,
+        attention=attention * 2250 / bf16,
+        attention_backward=backward * 2250 / bf16,
+        narrow_attention=_NARROW_ULTRA if ultra else _NARROW_BLACKWELL,
         memory=0.75,
         host_gbps=host_gbps,
-        source=f"NVIDIA's data sheet; {_BLACKWELL}; {source or _PCIE5}",
+        source=f"NVIDIA's data sheet; {_BLACKWELL}; {_NARROW_HEADS}; {f'{_ULTRA}; ' if ultra else ''}{source or _PCIE5}",
     )
 
 
 _GRACE = (
     "beyond a B200's: ml-engineering's maximum achievable matmul FLOPS has 1,822 in BF16 and 3,616 in FP8 where a B200 has 1,745 "
-    "and 3,433, and large products are assumed to be as much faster; attention as fast as a B200's; host: NVLink-C2C, 450 GB/s a "
+    "and 3,433, and large products are assumed to be as much faster; host: NVLink-C2C, 450 GB/s a "
     "direction for the two GPUs of a Grace by the data sheet; copies on a GH200 reach 346 of 450 GB/s from it and 15 % less "
     "to it (NVIDIA/nvbandwidth#23), and the slower part of a GB200's is taken"
 )
@@ -259,16 +303,24 @@ GPUS: dict[str, Gpu] = {
     "a100": _ampere("A100 SXM 80GB"),
     "a800": _ampere("A800 SXM 80GB"),
     "b200": _blackwell("B200 SXM", 2250, 180),
-    "b300": _blackwell("B300 SXM", 2250, 268),
+    "b300": _blackwell("B300 SXM", 2250, 268, ultra=True),
     "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=_GRACE),
     # Its BF16 and FP8 are a GB200's by the data sheet; nobody has published its products.
     "gb300": _blackwell(
-        "GB300", 2500, 268, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=f"{_GRACE}; as GB200"
+        "GB300",
+        2500,
+        268,
+        gemm=_GRACE_BF16,
+        gemm_fp8=_GRACE_FP8,
+        host_gbps=150.0,
+        source=f"{_GRACE}; products as GB200",
+        ultra=True,
     ),
     "h100": _hopper("H100 SXM 80GB", 80, 3350),
     "h200": _hopper("H200 SXM", 141, 4800),
-    # MegaScale-MoE, table 4: 148 TFLOP/s, 96 GB, 4 TB/s; that fewer multiprocessors reach the same fraction is assumed.
-    "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78),
+    # MegaScale-MoE, table 4: 148 TFLOP/s, 96 GB, 4 TB/s; that fewer multiprocessors reach the same fraction is assumed. Its
+    # tensor cores are so slow that narrow heads wait for nothing else (flash-attention#1310: as fast as wide ones).
+    "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78, narrow=None),
     "h800": _hopper("H800 SXM 80GB", 80, 3350),
 }
 """The known GPUs, by the name that a cluster file may use."""

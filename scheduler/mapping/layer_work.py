@@ -4,7 +4,8 @@ T: tokens that a tensor-parallel group shares (micro_batch · sequence / cp), t 
 parts. A product of T rows takes 2·T·inner·columns FLOPs forward; backward one such product for its input's gradient and one for
 its weight's, which adds to a main gradient in FP32. Everything between products is bound by memory: bytes read and written, BF16,
 one kernel each where software fuses them (RMSNorm; SwiGLU; rotary embeddings; residual sums; rows in the order of experts and
-back, and where a rank has several experts once more, as rows arrive by sender).
+back, and where a rank has several experts once more, as rows arrive by sender; what experts have beside that, their biases and
+clamps, in as many kernels as PyTorch makes of it where software does not fuse it).
 """
 
 from __future__ import annotations
@@ -14,24 +15,43 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from commlayer.scheduler.mapping.compute import GpuCompute, MeasuredCompute
+from commlayer.scheduler.mapping.compute import TILE, CoreTiles, GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions, mean_tiles
 from commlayer.scheduler.mapping.recomputation import modules_of
 
-__all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
+__all__ = ["LayerWork", "Product", "TokenArrival", "expert_rows", "head_work", "layer_work", "tokens_of"]
 
 AnyCompute = GpuCompute | MeasuredCompute
 _BYTES = 2
+_NARROW_HEAD = 64
+"""Elements of a head up to which attention is timed by its tiles."""
+_CLAMPED = 8, 10
+"""Elements that limiting both halves of an FFN's first products moves, forward and backward, for each of its width: each half is
+read and written, and both are joined (Megatron-Core, fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
+_BIASED = 6, 8
+"""The same for the bias that experts add to their output, times a token's weight, for each hidden element: a product, a sum, and
+all experts' rows joined; backward two products that are summed, over rows and over elements, and the rows joined
+(Megatron-Core, transformer/moe/experts.py, TEGroupedMLP._apply_bias, in BF16)."""
 _LOGIT_PASSES = 4 + 4 + 2
 """Bytes per logit forward: FP32 maximum and sum, and BF16 logits written; backward the same."""
+
+
+class TokenArrival(NamedTuple):
+    """How tokens come that kernels send once to each rank: as so many ``rows`` on a rank, which are then read and put into the
+    order of experts. ``is_copied``: a call reads and writes each of them once more itself, into this order and into blocks for
+    products in FP8, where a token is once for each of its experts on the rank."""
+
+    rows: float
+    is_copied: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows.
 
-    ``uneven``: as routing has it.
+    ``uneven``: as routing has it. ``casts``: in FP8, the kernels that cast what goes in, and backward the output's gradient; 0:
+    another product's kernel does.
     """
 
     rows: float
@@ -39,6 +59,7 @@ class Product:
     columns: float
     groups: int = 1
     uneven: bool = False
+    casts: tuple[int, int] = (1, 1)
 
     @property
     def flops(self) -> float:
@@ -74,7 +95,8 @@ class LayerWork:
     """Segments between which a layer communicates.
 
     ``norm``: before attention; ``projections``: q, k, v and their rotation; ``core``; ``out``; ``middle``: residual sum and the
-    norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU; ``unpermute``:
+    norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU
+    (``expert_memory``) and ``expert_biases``, those that are kernels of their own; ``unpermute``:
     the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN). ``forward``,
     ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients. ``up_projections``: of
     ``projections`` forward, latent attention's up, µs.
@@ -90,6 +112,7 @@ class LayerWork:
     permute: Times
     experts: Times
     expert_memory: Times
+    expert_biases: Times
     unpermute: Times
     shared: Times
     up_projections: float = 0.0
@@ -112,8 +135,12 @@ class LayerWork:
     @property
     def beside_us(self) -> float:
         """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
-        beside = (self.permute, self.experts, self.expert_memory, self.unpermute, self.shared)
-        return sum(each.forward + each.backward for each in beside)
+        return sum(each.forward + each.backward for each in self._of_experts)
+
+    @property
+    def _of_experts(self) -> tuple[Times, ...]:
+        memory = self.expert_memory, self.expert_biases
+        return (self.permute, self.experts, *memory, self.unpermute, self.shared)
 
     def remade(self, recompute: str) -> float:
         """The time of what a way of recomputation computes again, µs. ``selective`` (MegaScale-MoE, A.2): norms, the order of
@@ -131,8 +158,7 @@ class LayerWork:
             "mlp": 0.0 if is_moe else self.shared.forward,
         }
         if is_moe and "moe" in modules:
-            segments = (self.router, self.permute, self.experts, self.expert_memory, self.unpermute, self.shared)
-            times["moe"] = sum(each.forward for each in segments)
+            times["moe"] = self.router.forward + sum(each.forward for each in self._of_experts)
         elif is_moe:
             times |= {"moe_act": self.expert_memory.forward, "shared_experts": self.shared.forward}
         return sum(us for module, us in times.items() if module in modules)
@@ -162,11 +188,20 @@ def expert_rows(job: Job, setup: Setup) -> float:
 
 
 def layer_work(
-    job: Job, setup: Setup, compute: AnyCompute, is_moe: bool = True, splits_shared: bool = True
+    job: Job,
+    setup: Setup,
+    compute: AnyCompute,
+    is_moe: bool = True,
+    splits_shared: bool = True,
+    fuses_experts: bool = False,
+    arrival: TokenArrival | None = None,
 ) -> LayerWork:
     """The work of one layer for a micro-batch. Cached by what it depends on.
 
     ``splits_shared``: tp splits shared experts and dense FFNs; else each rank has them whole, for its own tokens.
+    ``fuses_experts``: experts' activation function, biases and clamps are part of their products
+    (:class:`commlayer.scheduler.mapping.software.Software`). ``arrival``: of rows by kernels that send a token once
+    to each rank; None: tokens go by all_to_all, which wants them by rank.
     """
     key = _Key(
         job.model,
@@ -178,6 +213,8 @@ def layer_work(
         setup.precision,
         is_moe,
         job.capacity_factor is None,
+        fuses_experts,
+        arrival,
     )
     return _layer_work(key, compute)
 
@@ -192,6 +229,8 @@ class _Key(NamedTuple):
     precision: str
     is_moe: bool
     uneven: bool
+    fuses_experts: bool
+    arrival: TokenArrival | None
 
 
 @lru_cache(maxsize=65536)
@@ -202,14 +241,19 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
     own = whole / tp
     split, at = (tp, whole) if key.splits_attention else (1, own)
     hidden, tokens = model.hidden, own * model.hidden
-    router = permute = unpermute = experts = expert_memory = Times(0.0)
+    router = permute = unpermute = experts = expert_memory = expert_biases = Times(0.0)
     if key.is_moe:
         local, width, sent = max(1, model.experts // ep), model.width / etp, rows / etp * hidden
-        again = 2 * rows * hidden if local * etp > 1 else 0.0  # rows arrive by sender, and are wanted by expert
+        copied = _copied(key, tokens, rows * hidden, local, etp)
         router = _products([Product(own, hidden, model.experts)], "bf16", compute)
-        permute = _memory(tokens + sent + again, tokens + sent + again, compute)
-        unpermute = _memory(sent + tokens + again, 2 * sent + tokens + again, compute)
-        experts, expert_memory = _ffn(model, rows, width, local, precision, compute, key.uneven)
+        weighted = sent if key.arrival is None else 0.0  # backward, gradients of their sum and of its weights
+        permute, unpermute = _memory(copied, copied, compute), _memory(copied, copied + weighted, compute)
+        experts, expert_memory = _ffn(model, rows, width, local, precision, compute, key.uneven, key.fuses_experts)
+        if not key.fuses_experts:
+            if model.clamps:
+                expert_memory += _memory(_CLAMPED[0] * rows * width, _CLAMPED[1] * rows * width, compute)
+            if model.expert_vectors:
+                expert_biases = _memory(_BIASED[0] * rows * hidden, _BIASED[1] * rows * hidden, compute)
     shared_width = model.shared_width if key.is_moe else model.dense_width
     shared = Times(0.0)
     if shared_width:
@@ -228,12 +272,28 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         permute=permute,
         experts=experts,
         expert_memory=expert_memory,
+        expert_biases=expert_biases,
         unpermute=unpermute,
         shared=shared,
         up_projections=_products(_projections(model, at, split)[1:], precision, compute).forward
         if model.latent
         else 0.0,
     )
+
+
+def _copied(key: _Key, tokens: float, rows: float, local: int, etp: int) -> float:
+    """Elements that are read and written for the order of experts, each way: of ``tokens`` and experts' ``rows``, in elements."""
+    if key.arrival is not None:
+        received = key.arrival.rows * key.model.hidden
+        if key.arrival.is_copied:
+            return max(rows - received, 0.0)
+        copied = received + rows
+    else:
+        copied = (
+            tokens + rows / etp + (2 * rows if local * etp > 1 else 0.0)
+        )  # they come by sender, and are wanted by expert
+    is_padded = key.uneven and key.precision != "bf16"  # Transformer Engine's Fp8Padding, and Fp8Unpadding
+    return copied + 2 * rows * is_padded
 
 
 class _Attention(NamedTuple):
@@ -276,10 +336,21 @@ def _ffn(
     precision: str,
     compute: AnyCompute,
     uneven: bool = False,
+    fuses: bool = False,
 ) -> tuple[Times, Times]:
-    """Products of an FFN of that inner width, and its activation function between them."""
-    first = Product(rows, model.hidden, (model.matrices - 1) * width, groups, uneven)
-    products = _products([first, Product(rows, width, model.hidden, groups, uneven)], precision, compute)
+    """Products of an FFN of that inner width, and its activation function between them.
+
+    ``fuses``, in FP8: rows of all groups are cast by one kernel, and the first products hand on what the last ones read, as these
+    do backward (Transformer Engine, ops/fused/grouped_mlp.py): the activation function then takes no time of its own.
+    """
+    fuses = fuses and precision != "bf16"
+    inner = (model.matrices - 1) * width
+    first_casts, last_casts = ((1, 0), (0, 1)) if fuses else ((groups, groups), (groups, groups))
+    first = Product(rows, model.hidden, inner, groups, uneven, first_casts)
+    last = Product(rows, width, model.hidden, groups, uneven, last_casts)
+    products = _products([first, last], precision, compute)
+    if fuses:
+        return products, Times(0.0)
     return products, _memory(model.matrices * rows * width, (2 * model.matrices - 1) * rows * width, compute)
 
 
@@ -318,8 +389,10 @@ def head_work(job: Job, setup: Setup, compute: AnyCompute, *, head: bool = True,
 def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
     rows, inner, columns, groups = product.rows / product.groups, product.inner, product.columns, product.groups
     # the input forward and the output's gradient backward; weights are cast once a step (Estimator)
-    each = compute.cast_bytes(precision)
-    cast = [compute.memory_us(each * product.rows * width) for width in (inner, columns)]
+    cast = [
+        compute.cast_us(product.rows * width, precision, kernels) if kernels else 0.0
+        for width, kernels in zip((inner, columns), product.casts, strict=True)
+    ]
     uneven = product.uneven
     return Times(
         compute.gemm_us(rows, inner, columns, precision, groups, uneven=uneven) + cast[0],
@@ -330,9 +403,16 @@ def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
 
 def _core(model: ModelShape, sequence: int, tokens: float, tp: int, precision: str, compute: AnyCompute) -> Times:
     """Causal attention: each token meets half the sequence, or what windows leave of it, the mean over the model's layers.
-    Backward takes 2.5 times the FLOPs: scores are made again (Dao 2022)."""
-    flops = 2.0 * tokens * mean_positions(model, sequence) * head_sizes(model)[1] * model.heads / tp
-    return Times(compute.attention_us(flops, precision), compute.attention_us(2.5 * flops, precision, backward=True))
+    Backward takes 2.5 times the FLOPs: scores are made again (Dao 2022). Narrow heads are timed by tiles."""
+    heads, tiles = model.heads / tp, None
+    flops = 2.0 * tokens * mean_positions(model, sequence) * head_sizes(model)[1] * heads
+    if model.latent is None and model.head_dim <= _NARROW_HEAD:
+        queries = heads * tokens / TILE
+        tiles = CoreTiles(queries, queries * mean_tiles(model, sequence, TILE))
+    return Times(
+        compute.attention_us(flops, precision, tiles=tiles),
+        compute.attention_us(2.5 * flops, precision, backward=True, tiles=tiles),
+    )
 
 
 def _projections(model: ModelShape, rows: float, split: int) -> list[Product]:

@@ -38,7 +38,7 @@ from commlayer.scheduler.mapping.dispatch_kernels import (
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.host_copies import host_copy
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
+from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenArrival, layer_work
 from commlayer.scheduler.mapping.memory import offloaded_layer_bytes
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import modules_of
@@ -101,7 +101,6 @@ class LayerBuilder:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
-        self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
         self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
@@ -205,7 +204,7 @@ class LayerBuilder:
 
     def _dispatch_us(self, setup: Setup, levels: DispatchLevels | None) -> float:
         """A layer's tokens to their experts, these, and back, forward and backward."""
-        work, total = layer_work(self.job, setup, self.compute, True, splits_ffn(self.software, setup.attention)), 0.0
+        work, total = self.work(setup, True), 0.0
         plain = replace(setup, recompute="none")
         for list_exchanges, is_forward in ((layer_forward, True), (layer_backward, False)):
             exchanges = [
@@ -235,15 +234,22 @@ class LayerBuilder:
                 found = min(found, max(spans.values()))
         return _LEAST_OF_CHUNKS * found
 
+    def work(self, setup: Setup, is_moe: bool) -> LayerWork:
+        """Find what one layer computes for a micro-batch."""
+        software, routes = self.software, self._routes(setup)
+        ways = splits_ffn(software, setup.attention), software.fuses_experts
+        arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
+        return layer_work(self.job, setup, self.compute, is_moe, *ways, arrival=arrival)
+
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
-        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+        work = self.work(setup, is_moe)
         at = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         return self._beside_copies("offload", setup, is_moe, self._forward(setup, work, at))
 
     def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
-        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+        work = self.work(setup, is_moe)
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
         at, resent = self._told_apart(setup, exchanges)
         if setup.recompute == "full":
@@ -269,7 +275,7 @@ class LayerBuilder:
         Exchanges go one after another: gradients to the experts, tokens to them, gradients from them, tokens from them. Products
         for weights are computed when the gradients of tokens are on their way (``--delay-wgrad-compute``; DualPipe's split).
         """
-        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+        work = self.work(setup, is_moe)
         there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         back, resent = self._told_apart(setup, layer_backward(self.job, setup, self.software, moe=is_moe))
         remade, resent = _remade(setup, work, resent, is_moe)
@@ -480,11 +486,13 @@ class LayerBuilder:
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
         put_off = 0.0
         if is_forward:
-            computed = [Compute(work.experts.forward, "experts"), _moved(work.expert_memory.forward)]
+            moved_us = work.expert_memory.forward + work.expert_biases.forward
+            computed = [Compute(work.experts.forward, "experts"), _moved(moved_us)]
             first, last = _moved(work.permute.forward), _moved(work.unpermute.forward)
         else:
             put_off = work.experts.weight_gradient if puts_off else 0.0
-            computed = [Compute(work.experts.backward - put_off, "experts"), _moved(work.expert_memory.backward)]
+            moved_us = work.expert_memory.backward + work.expert_biases.backward
+            computed = [Compute(work.experts.backward - put_off, "experts"), _moved(moved_us)]
             first, last = _moved(work.unpermute.backward), _moved(work.permute.backward)
             out, home = home[::-1], out[::-1]
         beyond = [self._of_levels(levels, [*out, *home])] if levels is not None and out and home else []
@@ -506,8 +514,18 @@ class LayerBuilder:
     ) -> list[Item]:
         """The experts' work in chunks, beside their way to the experts and back, where that is worth it; ``later``: what is
         computed behind it."""
-        whole = sum(work.us for work in (*computed, later))
-        slices = self._slices(out.plan.traffic, whole / (1 if is_forward else 2))
+        traffic, whole = out.plan.traffic, sum(work.us for work in (*computed, later))
+        size = traffic.logical_bytes
+
+        def exchange_us(part: float) -> float:
+            return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
+
+        slices, _ = choose_slices(
+            traffic,
+            exchange_us,
+            lambda part: whole / (1 if is_forward else 2) * part / size,
+            puts_off=self.software.puts_off_weights,
+        )
         if len(slices) == 1:
             return [*_sync([out]), *computed, *_home_beside([home], [later])]
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
@@ -526,22 +544,6 @@ class LayerBuilder:
                 items.append(Issue(homes[chunk]))
         left = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
         return [*items, *([left] if left.us else []), *map(Wait, homes)]
-
-    def _slices(self, traffic: Traffic, work_us: float) -> tuple[int, ...]:
-        """In which chunks rows go to experts that work on all of them for ``work_us`` (of each product, backward)."""
-
-        def exchange_us(part: float) -> float:
-            return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
-
-        key = (traffic, work_us)
-        if key not in self._known_slices:
-            self._known_slices[key], _ = choose_slices(
-                traffic,
-                exchange_us,
-                lambda part: work_us * part / traffic.logical_bytes,
-                puts_off=self.software.puts_off_weights,
-            )
-        return self._known_slices[key]
 
     def _share(self, call: PlannedCall, share: float) -> PlannedCall:
         traffic = call.plan.traffic

@@ -20,6 +20,7 @@ __all__ = [
     "layer_kinds",
     "linear_flops",
     "mean_positions",
+    "mean_tiles",
 ]
 
 LinearKind = Literal["lightning", "gated_delta"]
@@ -89,6 +90,7 @@ class ModelShape:
         gated: an FFN has three matrices (SwiGLU), else two.
         qkv_bias: whether the projections of queries, keys and values have one.
         gated_attention: whether the attention's output has a gate, which the projection of queries makes too (Qwen3-Next).
+        clamps: the inputs of the experts' activation function are limited (gpt-oss's swiglu_limit).
         latent: in place of grouped queries.
         window: where not all layers attend to the whole sequence.
         linear: the attention of those layers that have no scores.
@@ -125,6 +127,7 @@ class ModelShape:
     ties_embeddings: bool = False
     qkv_bias: bool = False
     gated_attention: bool = False
+    clamps: bool = False
     latent: LatentAttention | None = None
     window: AttentionWindow | None = None
     linear: LinearAttention | None = None
@@ -249,6 +252,25 @@ def mean_positions(model: ModelShape, sequence: int) -> float:
         part = (full * size * size + rest * rest) / 2 / sequence
     else:
         part = size - size * size / 2 / sequence
+    return (window.layers * part + (model.softmax_layers - window.layers) * whole) / model.softmax_layers
+
+
+@lru_cache(maxsize=1024)
+def mean_tiles(model: ModelShape, sequence: int, size: int) -> float:
+    """The tiles of ``size`` keys that one of as many queries meets under a causal mask, the mean over a sequence and over the
+    layers that have scores.
+
+    The first meets one, each next one more, and in a sliding window of w tokens at most w / size + 1.
+    """
+    window, whole = model.window, (sequence / size + 1) / 2
+    if window is None or not model.softmax_layers:
+        return whole
+    tokens = min(window.tokens, sequence)
+    if window.chunked:
+        part = (tokens / size + 1) / 2
+    else:
+        most = min(tokens / size + 1, sequence / size)
+        part = most - most * (most - 1) / 2 / (sequence / size)
     return (window.layers * part + (model.softmax_layers - window.layers) * whole) / model.softmax_layers
 
 

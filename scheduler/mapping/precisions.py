@@ -34,6 +34,8 @@ class Recipe:
         rate: of the GPU's FP8 products with one scale for a tensor (``Gpu.gemm_fp8``).
         output_bytes: of an element that attention gives, where one copy serves its backward pass and the projection behind it;
             0: it is kept in BF16 for the one, and cast for the other.
+        casts_together: whether one kernel casts the rows of all groups of a grouped product; else each group's has its own
+            (Transformer Engine 2.10, csrc/extensions/cast.cpp, multi_tensor_quantize_impl).
         remakes: whether a cast may be made again for the backward pass; not where scales follow from a history.
         megatron: the name that Megatron-LM's --fp8-recipe has for it; empty: it has none.
     """
@@ -44,6 +46,7 @@ class Recipe:
     scale_bytes: float = 0.0
     rate: float = 1.0
     output_bytes: float = 0.0
+    casts_together: bool = False
     remakes: bool = True
     megatron: str = ""
 
@@ -63,7 +66,13 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe(name="fp8-delayed", architectures={"hopper": 2, "blackwell": 1}, remakes=False, megatron="delayed"),
+        Recipe(
+            name="fp8-delayed",
+            architectures={"hopper": 2, "blackwell": 1},
+            casts_together=True,
+            remakes=False,
+            megatron="delayed",
+        ),
         Recipe(name="fp8-current", architectures={"hopper": 2, "blackwell": 1}, reads=2, megatron="tensorwise"),
         # Blocks of 1×128 (activations) and 128×128 (weights), an FP32 scale each. Rate: Transformer Engine's GEMM profiling
         # page, H200 NVL: 22.9 ms a layer with its casts, where one scale for a tensor takes 16.8 ms without and 20.3 ms with
@@ -71,7 +80,13 @@ RECIPES: dict[str, Recipe] = {
         Recipe(name="fp8-blockwise", architectures={"hopper": 2}, scale_bytes=4 / 128, rate=0.84, megatron="blockwise"),
         # The same format by DeepSeek's own kernels, whose published table Gpu.gemm_fp8 of Hopper is. Attention's output is kept
         # once, in E5M6 with scales (DeepSeek-V3, arXiv:2412.19437, section 3.3.3): 12 bits.
-        Recipe(name="fp8-deepgemm", architectures={"hopper": 2}, scale_bytes=4 / 128, output_bytes=1.5 + 4 / 128),
+        Recipe(
+            name="fp8-deepgemm",
+            architectures={"hopper": 2},
+            scale_bytes=4 / 128,
+            output_bytes=1.5 + 4 / 128,
+            casts_together=True,
+        ),
         # Blocks of 32 with a scale of a byte. Rate: the same page, B300, pre-quantized: 7.16 ms a layer against 6.81 ms.
         Recipe(name="fp8-mxfp8", architectures={"blackwell": 2}, scale_bytes=1 / 32, rate=0.951, megatron="mxfp8"),
     )

@@ -27,7 +27,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.layout_balance import (
     LaidOut,
@@ -63,9 +63,9 @@ from commlayer.scheduler.mapping.pipeline_stage import (
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
-from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
-from commlayer.scheduler.mapping.validity import assess, kind_of
+from commlayer.scheduler.mapping.validity import assess, cautions, kind_of
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.programs import Breakdown, Item, run_alone
 from commlayer.scheduler.traffic import link_over
@@ -316,7 +316,7 @@ class Estimator:
         forward = weights = 0.0
         for is_moe, number in stage.numbers:
             forward += number * self._layer_times(setup, is_moe)[0].total_us
-            weights += number * self._work(setup, is_moe).weights
+            weights += number * self.work(setup, is_moe).weights
         third = self._ends(setup, stage).total_us / 3
         return StageTimes(forward + third, alone_us - forward - third, weights + third, merged_us)
 
@@ -343,7 +343,7 @@ class Estimator:
         if not us:
             return 0.0
         sends = hops(setup.pp, setup.micro_batches(self.job), setup.vpp, setup.schedule)
-        hidden = self._work(setup, True).attention_weights if sends.merged else 0.0
+        hidden = self.work(setup, True).attention_weights if sends.merged else 0.0
         return sends.alone * us + sends.merged * max(0.0, us - hidden)
 
     def _merged_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> Breakdown:
@@ -359,9 +359,9 @@ class Estimator:
         key = ("merged", *self._layer_key(setup, is_moe))
         return _kept(self._known, key, lambda: self._builder(setup).merged(setup, is_moe))
 
-    def _work(self, setup: Setup, is_moe: bool) -> LayerWork:
-        splits = splits_ffn(self.software, setup.attention)
-        return layer_work(self._job(setup), setup, self.compute, is_moe, splits)
+    def work(self, setup: Setup, is_moe: bool) -> LayerWork:
+        """Find what one layer computes for a micro-batch."""
+        return self._builder(setup).work(setup, is_moe)
 
     def _layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
         """The times of one layer, forward and backward."""
@@ -565,7 +565,7 @@ class Estimator:
         degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
-        return _kept(self._known, key, lambda: self._work(setup, is_moe).step_us(setup.recompute))
+        return _kept(self._known, key, lambda: self.work(setup, is_moe).step_us(setup.recompute))
 
     def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`bound_us` says."""
@@ -623,7 +623,7 @@ class Estimator:
             return computed
         exchanged = self._exchanged_us(setup)
         # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
-        alone = 0.0 if setup.is_merged else computed - self._work(setup, True).beside_us
+        alone = 0.0 if setup.is_merged else computed - self.work(setup, True).beside_us
         return max(computed, alone + exchanged)
 
     def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
@@ -696,16 +696,16 @@ class Estimator:
         for exchange in builder.sent(setup, whole_step(builder.job, setup, builder.software, stage=stages[-1].number)):
             one = replace(exchange, count=1)
             counted[one] = counted.get(one, 0) + exchange.count
+        kind = kind_of(self.job, setup, self.cluster, self.software, found.step_us * (1 - found.bubble))
         return replace(
             found,
+            notes=(*found.notes, *cautions(kind)),
             traffics=tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items()),
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
             merged=builder.simulated(self._merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._rank_times(setup, stages),
-            validity=assess(
-                kind_of(self.job, setup, self.cluster, self.software, found.step_us * (1 - found.bubble)),
-            ),
+            validity=assess(kind),
         )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "splits_ffn",
     "with_dispatcher",
     "with_fp8_activations",
+    "with_fused_experts",
     "with_optimizer",
     "with_overlap",
 ]
@@ -63,6 +64,9 @@ class Software:
             those of the heads that it needs, at least one.
         sums_replicas_over_tp: gradients of what all tp ranks have whole (norms, routers) are summed over tp by themselves, then
             with the others; else at once, over tp, cp and dp.
+        fuses_experts: experts' activation function, biases and clamps are part of their products (Transformer Engine's fused
+            operations, Megatron-LM's --use-transformer-engine-op-fuser); else kernels of their own, and in FP8 each expert's
+            rows are cast by one.
         sends_weights: gating weights (FP32) go with the tokens, and experts apply them; else they stay, for the combine.
         count_words: int64 numbers that a rank tells the others of etp·ep before its tokens go: so many, so many per expert, and,
             without etp, so many per rank of ep.
@@ -97,6 +101,7 @@ class Software:
     splits_ends: bool = True
     keeps_whole_kv: bool = False
     sums_replicas_over_tp: bool = True
+    fuses_experts: bool = False
     sends_weights: bool = True
     count_words: tuple[int, int, int] = (0, 1, 0)
     bucket_bytes: int | None = None
@@ -221,6 +226,16 @@ def with_fp8_activations(software: Software) -> Software:
     """The same software, which keeps what goes into SwiGLU in FP8 for the backward pass, as DeepSeek-V3 does
     (arXiv:2412.19437, section 3.3.3) and Megatron-LM with --activation-func-fp8-input-store."""
     return replace(software, keeps_fp8_activations=True)
+
+
+def with_fused_experts(software: Software) -> Software:
+    """The same software with experts whose activation function, biases, clamps and casts are part of their products.
+
+    Raises UsageError where it is this project's own, whose experts have no such kernels.
+    """
+    if software.hides_dispatch:
+        raise UsageError(f"{software.name} has no fused experts: take --software megatron")
+    return replace(software, name=f"{software.name}, fused experts", fuses_experts=True)
 
 
 def with_dispatcher(software: Software, dispatcher: str) -> Software:

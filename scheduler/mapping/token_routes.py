@@ -79,18 +79,20 @@ class TokenRoutes:
         longest, latency_us = 0.0, 0.0
         ways = (
             (Resource.INTER, self.network_rows, self.kernels.network),
-            (Resource.INTRA, self.inside_rows, self.kernels.inside),
+            (Resource.INTRA, self.inside_rows, self.kernels.inside_of(cluster.gpu.architecture)),
         )
         row_bytes = self.out_bytes if to_experts else self.row_bytes
         for resource, rows, reached in ways:
             if rows:
+                size = self.kernels.sent_bytes(row_bytes, crosses=resource is Resource.INTER)
                 latency_us += cluster.link(resource).latency_us
-                longest = max(longest, rows * row_bytes / (reached * cluster.peaks.of(resource) * 1e3))
+                longest = max(longest, rows * size / (reached * cluster.peaks.of(resource) * 1e3))
         return longest + latency_us
 
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs."""
-        return self.us(cluster, to_experts=_goes_to_experts(exchange))
+        prepared_us = self.kernels.prepare_us if exchange.name.partition("_")[::2] == ("dispatch", "") else 0.0
+        return self.us(cluster, to_experts=_goes_to_experts(exchange)) + prepared_us
 
     def replaced(self, exchanges: tuple[StepCollective, ...]) -> tuple[StepCollective, ...]:
         """Put these kernels' rows in place of the flat ones to the experts and back; weights travel with them."""

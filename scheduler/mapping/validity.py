@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Literal, NamedTuple
 
 from commlayer.scheduler.mapping import parameters
@@ -40,11 +41,13 @@ __all__ = [
     "NEAREST",
     "SHORT_LAYER_US",
     "SIZES_ALIKE",
+    "UNEXPLAINED",
     "CaseKind",
     "CheckedRow",
     "Validity",
     "Word",
     "assess",
+    "cautions",
     "checked_rows",
     "kind_of",
 ]
@@ -183,6 +186,34 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
         num_kind=len(same),
         nearest=tuple(near[:_SHOWN]),
     )
+
+
+UNEXPLAINED: tuple[tuple[str, Callable[[CaseKind], bool]], ...] = (
+    (
+        "tokens by NCCL's all_to_all on Blackwell",
+        lambda kind: kind.dispatcher == "nccl" and kind.generation == "blackwell",
+    ),
+    ("windows of attention, as gpt-oss has them", lambda kind: kind.attention == "windows"),
+    (f"layers of less than {SHORT_LAYER_US / 1e3:.0f} ms a micro-batch", lambda kind: kind.short),
+)
+"""Traits that published runs which are far from their predictions have in common. Mechanisms with public numbers behind them were
+added until these were left (docs/published.md)."""
+_FAR = 0.15
+"""The median error from which on such runs are worth a caution."""
+
+
+def cautions(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> tuple[str, ...]:
+    """Say of what in a case of ``kind`` published runs are slower than predicted, without that any public number says why."""
+    known, found = checked_rows() if rows is None else rows, []
+    for words, has in UNEXPLAINED:
+        errors = [row.error for row in known if has(row.kind)]
+        if has(kind) and len(errors) >= LEAST and median(errors) > _FAR:
+            found.append(
+                f"{words}: the prediction is likely too fast: for {len(errors)} published runs with that it was off by "
+                f"{min(errors):+.0%} to {max(errors):+.0%}, half of them by more than {median(errors):+.0%}, and no public "
+                "number that we found explains it"
+            )
+    return tuple(found)
 
 
 def _nearest(kind: CaseKind, near: Sequence[CheckedRow], wanted: int) -> Sequence[CheckedRow]:

@@ -13,8 +13,16 @@ from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping import compute as module
 from commlayer.scheduler.mapping.cluster import Gpu
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, TILE, GpuCompute, MeasuredCompute, efficiency_for
+from commlayer.scheduler.mapping.compute import (
+    DEFAULT_FACTOR,
+    TILE,
+    CoreTiles,
+    GpuCompute,
+    MeasuredCompute,
+    efficiency_for,
+)
 from commlayer.scheduler.mapping.hardware import GPUS
+from commlayer.scheduler.mapping.model import AttentionWindow, ModelShape, mean_tiles
 from commlayer.scheduler.mapping.precisions import RECIPES, recipe_of
 
 H100 = GpuCompute(GPUS["h100"])
@@ -72,6 +80,77 @@ def test_a_layer_on_blackwell_takes_what_is_published(precision: str, with_casts
         for elements in (rows * inner, rows * columns, inner * columns):
             us += compute.memory_us(with_casts * compute.cast_bytes(precision) * elements)
     assert us / 1e3 == pytest.approx(published, rel=0.14 if with_casts else 0.02)
+
+
+def _narrow(model: ModelShape, sequence: int, batch: int) -> CoreTiles:
+    queries = model.heads * batch * sequence / TILE
+    return CoreTiles(queries, queries * mean_tiles(model, sequence, TILE))
+
+
+def _heads(number: int, window: int) -> ModelShape:
+    one = catalog.load("gpt-oss-120b")
+    seen = None if not window else AttentionWindow(window, one.layers)
+    return dataclasses.replace(one, heads=number, kv_heads=number, window=seen)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "window", "sequence", "forward_ms", "backward_ms"),
+    [  # cudnn-frontend's results, two sequences each, but for the lengths that the constants go through
+        ("gb200", 128, 128, 16384, 0.822, 1.818),
+        ("gb200", 128, 128, 4096, 0.210, 0.465),
+        ("gb200", 64, 1024, 16384, 0.853, 2.024),
+        ("gb200", 64, 1024, 4096, 0.209, 0.487),
+        ("gb300", 128, 128, 16384, 0.790, 1.712),
+        ("gb300", 64, 1024, 2048, 0.089, 0.221),
+        ("h200", 64, 1024, 16384, 1.499, 4.392),
+        ("h200", 64, 1024, 32768, 3.021, 9.045),
+    ],
+)
+def test_attention_of_narrow_heads_takes_what_is_published(
+    gpu: str, heads: int, window: int, sequence: int, forward_ms: float, backward_ms: float
+) -> None:
+    compute, tiles = GpuCompute(GPUS[gpu]), _narrow(_heads(heads, window), sequence, 2)
+    assert compute.attention_us(1.0, tiles=tiles) == pytest.approx(1e3 * forward_ms, rel=0.08)
+    assert compute.attention_us(1.0, backward=True, tiles=tiles) == pytest.approx(1e3 * backward_ms, rel=0.08)
+
+
+@pytest.mark.parametrize(("batch", "sequence", "slowest", "fastest"), [(8, 4096, 708, 1011), (4, 8192, 797, 1169)])
+def test_narrow_heads_without_a_window_are_as_fast_as_other_kernels(
+    batch: int, sequence: int, slowest: float, fastest: float
+) -> None:
+    """FlashAttention's own on B200 (flash-attention#2605), whose heads of 64 are 32."""
+    flops = 2.0 * batch * 32 * sequence * sequence * 64
+    us = GpuCompute(GPUS["b200"]).attention_us(flops, tiles=_narrow(_heads(32, 0), sequence, batch))
+    assert slowest < flops / us / 1e6 < fastest
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_tiles_of_keys_are_those_that_a_mask_leaves(tiles: int, window: int, is_chunked: bool) -> None:
+    """Every pair of queries and keys is tried."""
+    size = 4
+    if is_chunked and tiles % window:
+        window = tiles
+    model = dataclasses.replace(_heads(8, 0), window=AttentionWindow(window * size, 36, is_chunked))
+    met = set()
+    for query in range(tiles * size):
+        for key in range(query + 1):
+            near = query // (window * size) == key // (window * size) if is_chunked else query - key < window * size
+            if near:
+                met.add((query // size, key // size))
+    assert mean_tiles(model, tiles * size, size) == pytest.approx(len(met) / tiles)
+
+
+def test_wide_heads_and_other_gpus_have_no_tiles() -> None:
+    tiles = CoreTiles(1e6, 1e6)
+    for name in ("h20", "a100"):
+        assert GpuCompute(GPUS[name]).attention_us(1e12, tiles=tiles) == GpuCompute(GPUS[name]).attention_us(1e12)
+
+
+def test_groups_of_a_recipe_that_casts_each_by_itself_take_a_kernel_each() -> None:
+    launch = H100.gpu.launch_us
+    assert H100.cast_us(1e6, "fp8-current", 16) - H100.cast_us(1e6, "fp8-current") == pytest.approx(15 * launch)
+    assert H100.cast_us(1e6, "fp8-delayed", 16) == H100.cast_us(1e6, "fp8-delayed")
+    assert H100.cast_us(1e6, "bf16", 16) == H100.cast_us(0, "fp8-current", 16) == 0.0
 
 
 def test_groups_of_random_rows_lose_half_a_tile_each() -> None:

@@ -25,6 +25,7 @@ from commlayer.scheduler.mapping.software import (
     MEGATRON,
     with_dispatcher,
     with_fp8_activations,
+    with_fused_experts,
     with_optimizer,
     with_overlap,
 )
@@ -476,7 +477,10 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
     job = Job(model=replace(catalog.load("deepseek-v3"), mtp_layers=1), gpus=256, global_batch=1024, sequence=4096)
     state = {"exp_avg_dtype": "bf16", "main_params_dtype": "fp16", "main_grads_dtype": "bf16"}
     planned = with_optimizer(
-        with_fp8_activations(MEGATRON), **state, fp8_param_gather=True, optimizer_offload_fraction=0.5
+        with_fused_experts(with_fp8_activations(MEGATRON)),
+        **state,
+        fp8_param_gather=True,
+        optimizer_offload_fraction=0.5,
     )
     setup = Setup(gpus=256, pp=4, ep=64, precision="fp8-blockwise", recompute="moe_act+mla_up_proj")
     flags = " ".join(megatron(job, setup, planned))
@@ -489,6 +493,7 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
         "--grad-reduce-in-bf16",
         "--fp8-param-gather",
         "--activation-func-fp8-input-store",
+        "--use-transformer-engine-op-fuser",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     ):
         assert wanted in flags

@@ -33,11 +33,13 @@ from commlayer.scheduler.mapping.software import (
     Software,
     with_dispatcher,
     with_fp8_activations,
+    with_fused_experts,
     with_optimizer,
 )
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.space import setups as all_setups
 from commlayer.scheduler.mapping.step_collectives import step_exchanges
+from commlayer.scheduler.programs import Compute
 
 EOS = clusters.load("h100-eos")
 MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")
@@ -419,6 +421,85 @@ def test_a_model_without_experts_is_estimated() -> None:
 
 
 # Recomputation by module
+
+
+def _us(estimator: Estimator, elements: float, kernels: int = 1) -> float:
+    return estimator.compute.memory_us(2 * elements, kernels)
+
+
+def test_biases_and_clamps_of_experts_are_kernels_unless_they_are_fused() -> None:
+    job = Job(model=catalog.load("gpt-oss-120b"), gpus=64, global_batch=64, sequence=4096)
+    setup, rows = Setup(gpus=64, ep=8), 4096 * 4
+    apart = Estimator(job, clusters.load("b200-hgx"), MEGATRON)
+    fused = Estimator(job, apart.cluster, with_fused_experts(MEGATRON))
+    more = 0.0
+    for forward_elements in (8, 6):
+        more += _us(apart, forward_elements * rows * 2880)
+    for backward_elements in (10, 8):
+        more += _us(apart, backward_elements * rows * 2880)
+    times = [sum(sum(run.us for run in each) for each in _computed(one, setup)) for one in (apart, fused)]
+    assert times[0] - times[1] == pytest.approx(more)
+
+
+def _computed(estimator: Estimator, setup: Setup) -> tuple[list[Compute], ...]:
+    programs = estimator.programs(setup, True)
+    return tuple([item for item in program if isinstance(item, Compute)] for program in programs)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "precision", "permuted", "restored"),
+    [  # elements of 4,096, forward: there and back; of 8 choices on 8 ranks, 5.33 different ranks are expected
+        ("nccl", "bf16", 1 + 3 * 8, 1 + 3 * 8),
+        ("nccl", "fp8-mxfp8", 1 + 5 * 8, 1 + 5 * 8),
+        ("deepep", "bf16", 5.333 + 8, 5.333 + 8),
+        ("deepep", "fp8-mxfp8", 5.333 + 3 * 8, 5.333 + 3 * 8),
+        ("hybridep", "bf16", 8 - 5.333, 8 - 5.333),
+        ("hybridep", "fp8-mxfp8", 8 - 5.333, 8 - 5.333),
+    ],
+)
+def test_rows_are_copied_as_often_as_a_dispatcher_makes_it(
+    dispatcher: str, precision: Precision, permuted: float, restored: float
+) -> None:
+    job = Job(model=catalog.load("qwen3-235b-a22b"), gpus=64, global_batch=64, sequence=4096)
+    one = Estimator(job, clusters.load("b200-hgx"), with_dispatcher(MEGATRON, dispatcher))
+    work = one.work(Setup(gpus=64, ep=8, precision=precision), True)
+    for times, elements in ((work.permute, permuted), (work.unpermute, restored)):
+        assert times.forward == pytest.approx(_us(one, elements * 4096 * 4096), rel=0.003)
+    more = 8 if dispatcher == "nccl" else 0  # backward, the rows that the weighted sum was of
+    assert work.unpermute.backward == pytest.approx(_us(one, (restored + more) * 4096 * 4096), rel=0.003)
+    assert work.permute.backward == work.permute.forward
+
+
+def test_rows_of_a_capacity_need_no_padding() -> None:
+    job = Job(model=catalog.load("qwen3-235b-a22b"), gpus=64, global_batch=64, sequence=4096, capacity_factor=1.0)
+    one, setup = Estimator(job, clusters.load("b200-hgx"), MEGATRON), Setup(gpus=64, ep=8)
+    padded = replace(setup, precision="fp8-mxfp8")
+    assert one.work(padded, True).permute == one.work(setup, True).permute
+
+
+def test_fused_experts_in_fp8_cast_once_and_have_no_activation_function_of_their_own() -> None:
+    job = Job(model=catalog.load("qwen3-235b-a22b"), gpus=64, global_batch=64, sequence=4096)
+    setup = Setup(gpus=64, ep=8, precision="fp8-mxfp8")
+    works = [
+        Estimator(job, clusters.load("b200-hgx"), software) for software in (MEGATRON, with_fused_experts(MEGATRON))
+    ]
+    apart, fused = (layer_work(job, setup, one.compute, fuses_experts=one.software.fuses_experts) for one in works)
+    rows, width, hidden = 4096 * 8, 1536, 4096
+    assert fused.expert_memory.forward == fused.expert_memory.backward == 0.0
+    cast_us = works[0].compute.cast_us
+    once, each = 1, 128 // 8
+    assert apart.experts.forward - fused.experts.forward == pytest.approx(
+        cast_us(rows * hidden, "fp8-mxfp8", each)
+        - cast_us(rows * hidden, "fp8-mxfp8", once)
+        + cast_us(rows * width, "fp8-mxfp8", each)
+    )
+    assert apart.experts.backward - fused.experts.backward == pytest.approx(
+        cast_us(rows * hidden, "fp8-mxfp8", each)
+        - cast_us(rows * hidden, "fp8-mxfp8", once)
+        + cast_us(rows * 2 * width, "fp8-mxfp8", each)
+    )
+    with pytest.raises(UsageError, match="commlayer has no fused experts: take --software megatron"):
+        with_fused_experts(COMMLAYER)
 
 
 def _v3(recompute: str, **more: Any) -> tuple[Estimator, Setup]:

@@ -152,7 +152,8 @@ def test_inside_a_node_nothing_crosses() -> None:
     assert routes is not None
     assert routes.network_rows == 0
     ranks = distinct_nodes(QWEN.experts, 8, QWEN.top_k)
-    assert routes.us(EOS) == pytest.approx(12 + 4096 * ranks * 7 / 8 * QWEN.hidden * 2 / (0.68 * 450e3))
+    row_bytes = (QWEN.hidden * 2 + 740) * 14336 / (14336 + 740)
+    assert routes.us(EOS) == pytest.approx(12 + 4096 * ranks * 7 / 8 * row_bytes / (0.68 * 450e3))
     assert "crosses" not in routes.note()
 
 

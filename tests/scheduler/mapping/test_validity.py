@@ -15,7 +15,16 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import describe_validity, kind_words
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, with_dispatcher
-from commlayer.scheduler.mapping.validity import COVERAGE, NEAREST, CaseKind, CheckedRow, assess, checked_rows, kind_of
+from commlayer.scheduler.mapping.validity import (
+    COVERAGE,
+    NEAREST,
+    CaseKind,
+    CheckedRow,
+    assess,
+    cautions,
+    checked_rows,
+    kind_of,
+)
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KIND = CaseKind("hopper", "bf16", "deepep", "between", "none", False, False, "deepseek-v3", "mla", 671, 1024)
@@ -45,6 +54,28 @@ def test_a_checked_kind_has_a_run_of_a_like_model() -> None:
     spread = [row for index in range(20) for row in rows([index / 100], attention="gqa", gpus=1024 + 8 * index)]
     assert assess(KIND, spread).num_rows == 20  # all of its kind, where none is of a like model
     assert assess(KIND, [*rows([0.0]), *spread]).num_rows == NEAREST
+
+
+def test_what_no_public_number_explains_is_said_in_plain_words() -> None:
+    kind = KIND._replace(generation="blackwell", dispatcher="nccl", short=True)
+    far = rows([0.4, 0.5, 1.0], generation="blackwell", dispatcher="nccl")
+    (said,) = cautions(kind, far)
+    assert said.startswith(
+        "tokens by NCCL's all_to_all on Blackwell: the prediction is likely too fast: for 3 published runs"
+    )
+    assert "+40% to +100%, half of them by more than +50%, and no public number that we found explains it" in said
+    assert not cautions(KIND, far)
+    assert not cautions(kind, far[:2])
+    assert not cautions(kind, rows([0.1, 0.1, 0.4], generation="blackwell", dispatcher="nccl"))
+
+
+def test_estimates_of_such_cases_have_the_caution_among_their_notes() -> None:
+    cluster = clusters.load("b200-hgx")
+    job = Job(model=catalog.load("gpt-oss-120b"), gpus=64, global_batch=1280, sequence=4096)
+    found = Estimator(job, cluster, MEGATRON).estimate(Setup(gpus=64, ep=8, micro_batch=4))
+    assert found.validity is not None
+    assert cautions(found.validity.kind)
+    assert set(cautions(found.validity.kind)) <= set(found.notes)
 
 
 def test_runs_of_the_same_model_come_first() -> None:
