@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from html_page import HtmlPage
 
 from commlayer.drawing import (
     bench_figure,
@@ -196,40 +196,6 @@ def test_import_needs_no_matplotlib() -> None:
     assert "pip install 'commlayer[plots]'" in out
 
 
-class _Page(HTMLParser):
-    """Collects what a test asks about; HTML elements that must be closed are counted."""
-
-    VOID = frozenset({"meta", "br", "hr", "img", "link", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.text: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
 def report(tmp_path: Path, **changes: Any) -> str:
     chosen = decide().timeline
     path = tmp_path / "report.html"
@@ -240,7 +206,7 @@ def report(tmp_path: Path, **changes: Any) -> str:
 
 def test_report_is_one_sound_self_contained_page(tmp_path: Path) -> None:
     text = report(tmp_path)
-    page = _Page(text)
+    page = HtmlPage(text)
     assert page.open == []
     assert len(page.ids) == len(set(page.ids))
     assert "script" not in page.tags
@@ -251,7 +217,7 @@ def test_report_is_one_sound_self_contained_page(tmp_path: Path) -> None:
 
 
 def test_report_says_what_was_found(tmp_path: Path) -> None:
-    text = "".join(_Page(report(tmp_path)).text)
+    text = "".join(HtmlPage(report(tmp_path)).text)
     for word in ("2x4", "emulated", "400mbit", "2025-01-31", "16 MiB", "pipelined×8", "torch all_to_all_single"):
         assert word in text
     assert fake_result().points[0].reason in text
@@ -271,13 +237,13 @@ def test_report_escapes_everything(tmp_path: Path) -> None:
     )
     chosen = decide().timeline
     write_report(path, hostile_profile(), result, [(evil, chosen, measured(chosen))])
-    page = _Page(path.read_text(encoding="utf-8"))
+    page = HtmlPage(path.read_text(encoding="utf-8"))
     assert "script" not in page.tags
     assert "img" not in page.tags
 
 
 def test_report_of_loopback_compares_nothing(tmp_path: Path) -> None:
-    text = "".join(_Page(report(tmp_path, inter=None)).text)
+    text = "".join(HtmlPage(report(tmp_path, inter=None)).text)
     assert "Loopback" in text
     assert "of flat" not in text
     assert "bit-equal" in text
@@ -294,7 +260,7 @@ def test_only_emulation_without_a_known_wire_is_not_comparable(
 
 
 def test_report_of_an_empty_run(tmp_path: Path) -> None:
-    page = _Page(report(tmp_path, points=()))
+    page = HtmlPage(report(tmp_path, points=()))
     assert page.open == []
     with pytest.raises(UsageError, match="nothing to draw"):
         bench_figure(fake_result(()))
@@ -304,7 +270,7 @@ def test_report_shouts_about_wrong_bits(tmp_path: Path) -> None:
     point = fake_point(2**20)
     rows = tuple(msgspec.structs.replace(row, num_wrong=3) if row.is_chosen else row for row in point.rows)
     text = report(tmp_path, points=(msgspec.structs.replace(point, rows=rows),))
-    words = "".join(_Page(text).text)
+    words = "".join(HtmlPage(text).text)
     assert "3bytes not equal to torch's, the most on any rank" in words
     assert "3 bytes not equal" in words
     assert "elements" not in words
@@ -312,7 +278,7 @@ def test_report_shouts_about_wrong_bits(tmp_path: Path) -> None:
 
 def test_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = _Page(report(tmp_path))
+    page = HtmlPage(report(tmp_path))
     assert "svg" not in page.tags
     assert "pip install 'commlayer[plots]'" in "".join(page.text)
 

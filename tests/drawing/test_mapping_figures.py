@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from html_page import HtmlPage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,34 +90,6 @@ def lengths(figure: Any) -> list[float]:
         row = round(patch.get_y() + patch.get_height() / 2)
         found[row] = found.get(row, 0.0) + patch.get_width()
     return [found[row] for row in sorted(found)]
-
-
-class _Page(HTMLParser):
-    """Tags that were never closed, ids, and all text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.text: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        if tag not in ("meta", "use", "path", "image", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
 
 
 def test_breakdown_has_every_part_and_the_time_of_each(tmp_path: Path) -> None:
@@ -373,7 +345,7 @@ def _reports(tmp_path: Path) -> Iterator[str]:
 
 def test_reports_are_sound_and_safe_pages(tmp_path: Path) -> None:
     for text in _reports(tmp_path):
-        page = _Page(text)
+        page = HtmlPage(text)
         assert page.open == []
         assert "script" not in page.tags
         assert page.ids
