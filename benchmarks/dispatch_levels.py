@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import facts, measure_links, today
+from dispatch_step import DispatchStep, dispatch_step
 from moe_tables import Spread, ratios, spread, table
 
 import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
@@ -131,15 +132,6 @@ def _on_rank(name: str, shapes: Sequence[Shape], profile: str, rounds: int, budg
     return rows
 
 
-@dataclass(frozen=True)
-class _Step:
-    forward_ms: float
-    both_ms: float
-    rows: torch.Tensor
-    out: torch.Tensor
-    gradient: torch.Tensor
-
-
 class _Comparison:
     """All kinds of one call."""
 
@@ -151,23 +143,9 @@ class _Comparison:
         top, self.indices = torch.rand(shape.tokens, shape.experts, generator=generator).topk(shape.top_k)
         self.weights = top / top.sum(1, keepdim=True)
 
-    def step(self, kind: str) -> _Step:
+    def step(self, kind: str) -> DispatchStep:
         """One call, there and back; times of the slowest rank."""
-        dispatcher = self.dispatchers[kind]
-        x, weights = self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()
-        dist.barrier()
-        begin = time.perf_counter()
-        handle = dispatcher.prepare(self.indices, like=x, weights=weights)
-        rows, _ = dispatcher.dispatch(x, handle)
-        out = dispatcher.combine(rows, handle, weights)
-        middle = time.perf_counter()
-        out.backward(self.x)
-        end = time.perf_counter()
-        times = torch.tensor([middle - begin, end - begin], dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        forward_s, both_s = times.tolist()
-        assert x.grad is not None  # the tokens require it
-        return _Step(forward_s * 1e3, both_s * 1e3, rows.detach(), out.detach(), x.grad)
+        return dispatch_step(self.dispatchers[kind], self.x, self.indices, self.weights)
 
     def row(self, cluster: str, rounds: int, budget_s: float) -> Row:
         error = self._checked()

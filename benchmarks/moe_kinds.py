@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from dispatch_step import DispatchStep, dispatch_step
 from moe_tables import KindRow, spread
 
 from commlayer.collectives import GroupCommunicator
@@ -59,22 +60,9 @@ class _Comparison:
         top, self.indices = scores.topk(k)
         self.weights = top / top.sum(1, keepdim=True)
 
-    def step(self, kind: str) -> tuple[float, float, torch.Tensor, torch.Tensor | None]:
-        """ms of the slowest rank, forward and both, from the exchange of counts on; the output; the tokens' gradient."""
-        dispatcher = self.dispatchers[kind]
-        x, weights = self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()
-        dist.barrier()
-        begin = time.perf_counter()
-        handle = dispatcher.prepare(self.indices, like=x, weights=weights)
-        rows, _ = dispatcher.dispatch(x, handle)
-        out = dispatcher.combine(rows, handle, weights)
-        middle = time.perf_counter()
-        out.backward(self.x)
-        end = time.perf_counter()
-        times = torch.tensor([middle - begin, end - begin], dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        forward_s, both_s = times.tolist()
-        return forward_s * 1e3, both_s * 1e3, out.detach(), x.grad
+    def step(self, kind: str) -> DispatchStep:
+        """One call, there and back; times of the slowest rank."""
+        return dispatch_step(self.dispatchers[kind], self.x, self.indices, self.weights)
 
     def row(self, rounds: int, budget_s: float) -> KindRow:
         error = self._error()
@@ -88,7 +76,8 @@ class _Comparison:
         while not times[_KINDS[0]] or (len(times[_KINDS[0]]) < rounds and self._goes_on(began, budget_s)):
             chooser.shuffle(order)  # the same on all ranks
             for kind in order:
-                times[kind].append(self.step(kind)[:2])
+                step = self.step(kind)
+                times[kind].append((step.forward_ms, step.both_ms))
         return KindRow(
             dist.get_world_size(),
             self.k,
@@ -111,8 +100,8 @@ class _Comparison:
         worst = torch.zeros(1)
         for _ in range(2):  # the first call connects
             for kind in _KINDS:
-                _, _, out, gradient = self.step(kind)
-                assert gradient is not None  # the tokens require it
-                worst = torch.stack([worst[0], (out - self.x).abs().max(), (gradient - self.x).abs().max()]).max()[None]
+                step = self.step(kind)
+                for each in (step.out, step.gradient):
+                    worst = torch.maximum(worst, (each - self.x).abs().max())
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return float(worst)
