@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from commlayer.emulation.ranks import RankJob
 
 __all__ = ["RunResult", "run_jobs"]
 
-_STACKS_PATIENCE_S = 0.5
+_STACKS_PATIENCE_S = 2.0
 _LEAVE_PATIENCE_S = 10.0
 _OUTPUT_PATIENCE_S = 1.0
 
@@ -106,13 +105,8 @@ class _Run:
         for rank in running:
             rank.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_PATIENCE_S
-        seen = -1
-        while running and time.monotonic() < deadline:
+        while not all(rank.has_written_stacks for rank in running) and time.monotonic() < deadline:
             time.sleep(0.02)
-            sizes = [os.fstat(rank.stacks_fd).st_size for rank in running]
-            if all(sizes) and sum(sizes) == seen:
-                return
-            seen = sum(sizes)
 
     def end(self) -> None:
         """Kill and collect whatever is left, whatever happened, and give every descriptor back."""

@@ -30,7 +30,7 @@ from commlayer.emulation.ranks import (
 __all__ = ["RankProcess", "launch", "masked_signals"]
 
 _READ_BYTES = 1 << 20
-_EXEC_STATUS = 127
+_STACKS_BYTES = 1 << 16
 
 
 class RankProcess:
@@ -118,9 +118,14 @@ class RankProcess:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.pid_fd, STACKS_SIGNAL)
 
+    @property
+    def has_written_stacks(self) -> bool:
+        """Tell whether the stacks are whole: the main thread's is the last, and ends where the rank was begun."""
+        return b" in rank_main\n" in os.pread(self.stacks_fd, _STACKS_BYTES, 0)
+
     def stacks(self) -> str:
         """Return the stacks that `ask_for_stacks` brought, without the frames of this package and of the forked parent."""
-        text = os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace")
+        text = os.pread(self.stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
         threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
         own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
         return "\n".join("\n".join(lines) for lines in own)
