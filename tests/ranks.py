@@ -6,13 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.devices.accelerator import AcceleratorDevice
 
-__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "check_holds", "counted", "tell", "wait_until"]
+__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "check_holds", "counted", "start_with", "tell", "wait_until"]
 
 DTYPES = [
     torch.float32,
@@ -52,6 +54,15 @@ def wait_until(what: str, count: int = 1) -> None:
 def be_absent(count: int) -> None:
     """Stay alive and call nothing until ``count`` other ranks have told that they are ``done``."""
     wait_until("done", count)
+
+
+def start_with(timeout_s: float) -> None:
+    """Make the job's group of the backend, and give it this timeout once all ranks have come: a short one is of the calls that a
+    test waits for, and no limit of how long a busy machine takes to start a process."""
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=max(timeout_s, 60.0)))
+    tell("has come")
+    wait_until("has come", dist.get_world_size())
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 @contextmanager

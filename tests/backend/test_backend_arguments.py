@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import start_with
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -625,7 +626,7 @@ def test_every_form_that_gloo_takes_is_taken_with_the_same_bits(emulated_cluster
         torch.set_num_threads(1)
         if plan:
             os.environ["COMMLAYER_PLAN"] = plan
-        limit = timedelta(seconds=5)
+        limit = timedelta(seconds=30)
         dist.init_process_group("commlayer", timeout=limit)
         ours, gloo = (dist.new_group(backend=backend, timeout=limit) for backend in ("commlayer", "gloo"))
         tally: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -695,7 +696,7 @@ def mistakes(rank: int, group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 def test_mistakes_are_refused_before_anything_is_sent(emulated_cluster: ClusterFactory, plan: str) -> None:
     def job() -> None:
         os.environ.update({"COMMLAYER_PLAN": plan} if plan else {})
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
         for text, call in mistakes(dist.get_rank(), default_group()):
             with pytest.raises(UsageError, match=re.escape(text)):
                 finish(call())
@@ -713,7 +714,7 @@ def test_splits_come_in_every_form(emulated_cluster: ClusterFactory, plan: str) 
 
     def job() -> None:
         os.environ.update({"COMMLAYER_PLAN": plan} if plan else {})
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
         rank = dist.get_rank()
         sent, received = [rank + 1, 2, 0, 3], [[1, 2, 3, 4], [2] * 4, [0] * 4, [3] * 4][rank]
         wanted = [10.0 * source + k for source, many in enumerate(received) for k in range(many)]
@@ -736,7 +737,7 @@ def test_splits_come_in_every_form(emulated_cluster: ClusterFactory, plan: str) 
 def test_refused_splits_are_told_to_ranks_that_compare(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         os.environ["COMMLAYER_DEBUG"] = "detail"
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=3))
+        start_with(3.0)
         x, splits = torch.ones(2), np.array([1.5, 0.5]) if dist.get_rank() else np.array([1, 1])
         with pytest.raises((TensorError, CommlayerError)) as caught:
             dist.all_to_all_single(torch.empty(2), x, [1, 1], splits)
@@ -758,7 +759,7 @@ def test_an_average_of_parameters(emulated_cluster: ClusterFactory, plan: str) -
 
     def job() -> None:
         os.environ.update({"COMMLAYER_PLAN": plan} if plan else {})
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
         rank = dist.get_rank()
         for is_async in (False, True):
             weight = torch.nn.Parameter(torch.full((3,), float(rank)))
@@ -788,7 +789,7 @@ def test_tensors_of_one_element_have_any_stride(emulated_cluster: ClusterFactory
 
     def job() -> None:
         os.environ.update({"COMMLAYER_PLAN": plan} if plan else {})
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
         rank, group = dist.get_rank(), default_group()
         for dtype in ODD:
             x, outs = thirds(dtype, rank % 2), [thirds(dtype, 0) for _ in range(SIZE)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, start_with, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer
@@ -37,7 +37,7 @@ def start(plan: str = "hierarchical", timeout_s: float = 20.0, **environment: st
     """On a rank: the backend, with a plan forced on every call. Returns the rank."""
     torch.set_num_threads(1)
     os.environ.update(COMMLAYER_PLAN=plan, **environment)
-    dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    start_with(timeout_s)
     return dist.get_rank()
 
 
@@ -103,6 +103,14 @@ def until_an_error(call: Any, patience_s: float = 60.0) -> tuple[str, str]:
     raise AssertionError("a rank was killed, and nobody noticed")
 
 
+def meet(victim: int) -> None:
+    """Let all ranks come to the calls in which one dies. The victim waits until nobody is in the barrier any more."""
+    dist.barrier()
+    tell("past the barrier")
+    if dist.get_rank() == victim:
+        wait_until("past the barrier", dist.get_world_size())
+
+
 def die_in(seconds: float) -> None:
     """End this process then, whatever it does, as by kill -9: nobody handles the signal."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -137,7 +145,7 @@ def test_a_death_in_mid_message_reaches_every_rank_long_before_the_timeout(
             "all_to_all": partial(dist.all_to_all_single, whole, x),
             "broadcast": partial(dist.broadcast, x, 1),
         }[verb]
-        dist.barrier()
+        meet(victim)
         if rank == victim:
             die_in(0.25)
         return until_an_error(call)
@@ -176,7 +184,7 @@ def test_a_death_ends_calls_that_gloo_makes_itself(emulated_cluster: ClusterFact
             "send": message,
             "monitored_barrier": group.monitored_barrier,
         }[verb]
-        dist.barrier()
+        meet(VICTIM)
         if rank == VICTIM:
             die_in(0.25)
         if verb == "monitored_barrier" and rank == 1:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import counted
+from ranks import counted, start_with
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_to_all_single as differentiable
@@ -193,7 +192,7 @@ def split_on_rank_0_alone() -> str:
     """The error of a call of which one rank says splits, and the others none."""
     os.environ["COMMLAYER_PLAN"] = "hierarchical"
     device = simulated_device(StreamDelays(chance=0.0))
-    dist.init_process_group("commlayer", timeout=timedelta(seconds=3))
+    start_with(3.0)
     rows, ones = torch.ones(4, W, device=device), [1] * 4
     given = (ones, ones) if dist.get_rank() == 0 else (None, None)
     with pytest.raises((CollectiveTimeoutError, PeerError)) as found:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, start_with, tell, wait_until
 
 import commlayer.backend.create
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
@@ -32,7 +32,7 @@ TIMEOUT_S = 2.0
 def start(folder: Path, timeout_s: float = TIMEOUT_S) -> int:
     torch.set_num_threads(1)
     os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_DIAGNOSE_DIR=str(folder))
-    dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    start_with(timeout_s)
     return dist.get_rank()
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import start_with
 
 import commlayer
 import commlayer.backend.create  # once, before ranks are forked
@@ -352,7 +353,7 @@ class _Late:
     """The waits in which all ranks agree before a call, one of which a rank does not come to."""
 
     def __init__(self) -> None:
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=3))
+        start_with(3.0)
         self.group = CompressedGroup(cast("Any", dist.group.WORLD), WirePolicy((BF16,), error_budget=0.5), "dp")
 
     def formats(self) -> None:
