@@ -289,7 +289,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
             return str(error)
         return "no error"
 
-    outcomes = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0, check=False)
+    outcomes = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0, grace_s=30.0, check=False)
     said = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 5]
     assert all(text and "rank 5" in text for text in said), said
 

