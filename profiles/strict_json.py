@@ -11,10 +11,10 @@ import msgspec
 
 from commlayer.profiles.errors import ProfileError
 
-__all__ = ["convert", "parse_object", "pretty"]
+__all__ = ["convert", "json_kind", "parse_object", "pretty"]
 
 _T = TypeVar("_T")
-_KINDS = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 _PROFILE = "profile"
 
 
@@ -48,9 +48,13 @@ def parse_object(data: bytes | str, where: str, what: str = _PROFILE) -> dict[st
     except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
         raise ProfileError(f"{where}: expected a commlayer {what}, got JSON that no {what} needs ({error})") from error
     if not isinstance(content, dict):
-        kind = _KINDS.get(type(content), "number")
-        raise ProfileError(f"{where}: expected a JSON object with a commlayer {what}, got a JSON {kind}")
+        raise ProfileError(f"{where}: expected a JSON object with a commlayer {what}, got a JSON {json_kind(content)}")
     return content
+
+
+def json_kind(value: object) -> str:
+    """The kind of a value that JSON has, by JSON's own name: object, array, string, number, boolean or null."""
+    return _KINDS.get(type(value), "number")
 
 
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:

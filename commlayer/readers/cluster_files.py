@@ -15,6 +15,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Interference, read_profile
+from commlayer.profiles.strict_json import json_kind
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
 from commlayer.scheduler.mapping.clusters import closest, from_peaks, load, names
@@ -58,7 +59,7 @@ def parse(text: str, where: str) -> Cluster:
     except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
         raise UsageError(f"{where}: expected a cluster, got JSON that no cluster needs ({error})") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{where}: expected a JSON object with a cluster, got {type(content).__name__}")
+        raise UsageError(f"{where}: expected a JSON object with a cluster, got a JSON {json_kind(content)}")
     if content.get("format") == "commlayer-profile":
         raise UsageError(
             f"{where}: this is a profile, which says nothing about GPUs. Write a cluster file beside it: "

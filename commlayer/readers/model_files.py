@@ -23,8 +23,16 @@ import msgspec
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
+from commlayer.profiles.strict_json import json_kind
 from commlayer.scheduler.mapping.catalog import MODELS
-from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape
+from commlayer.scheduler.mapping.model import (
+    MOST_LAYERS,
+    MOST_OF_A_SIZE,
+    AttentionWindow,
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
+)
 
 __all__ = ["FORMAT", "MODEL_TYPES", "from_config", "read_model", "resolve"]
 
@@ -112,7 +120,7 @@ def from_config(content: Mapping[str, Any], name: str, where: str) -> ModelShape
     Raises UsageError as :func:`read_model`.
     """
     kind = content.get("model_type")
-    if kind not in MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise UsageError(
             f"{where}: model_type: expected {', '.join(MODEL_TYPES)}, got {kind!r}. Another model can be described in a file "
             f'{{"format": "{FORMAT}", …}} with the fields of ModelShape'
@@ -150,7 +158,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{where}: expected a model's configuration, got a number that is none ({error})") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{where}: expected a JSON object, got {type(content).__name__}")
+        raise UsageError(f"{where}: expected a JSON object, got a JSON {json_kind(content)}")
     return content
 
 
@@ -176,8 +184,9 @@ class _Config:
         self._content, self.where, self._read = content, where, {"model_type"}
         self.kind = content["model_type"]
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number; of a list (one entry per layer) what all entries are. A missing one and null are the default."""
+    def whole(self, name: str, default: int | None = None, most: int = MOST_OF_A_SIZE) -> int:
+        """A whole number of at most ``most``; of a list (one entry per layer) what all entries are. A missing one and null are
+        the default."""
         value = self._value(name)
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
@@ -191,6 +200,8 @@ class _Config:
             raise UsageError(f"{self.where}: {name}: expected this field, but it is missing")
         if type(value) is not int or value < 0:
             raise UsageError(f"{self.where}: {name}: expected a whole number, got {value!r}")
+        if value > most:
+            raise UsageError(f"{self.where}: {name}: expected at most {most:,}, got {shortened(str(value))}")
         return value
 
     def number(self, name: str, default: int) -> int:
@@ -266,7 +277,7 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> dic
             f"{config.where}: head_dim: expected this field, as num_attention_heads={heads} does not divide hidden_size={hidden}"
         )
     return {
-        "layers": config.whole("num_hidden_layers"),
+        "layers": config.whole("num_hidden_layers", most=MOST_LAYERS),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.whole("num_key_value_heads"),

@@ -10,19 +10,22 @@ Sources: nccl-tests 2.18, src/util.cu (the columns, and version 3 of the JSON); 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from commlayer.profiles.curve import Curve, median
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, bus_factor
-from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Profile
+from commlayer.profiles.strict_json import convert
 from commlayer.profiles.topology import Topology, shape_text
 
 __all__ = ["NcclRun", "nccl_profile", "nccl_tests_json", "read_nccl_runs"]
@@ -50,9 +53,58 @@ _DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device"
 _STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
 _MARK = "commlayer "
 """The beginning of the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
-_KINDS = ("measured", "emulated", "published", "paper")
+_Kind = Literal["measured", "emulated", "published", "paper"]
+_KINDS = get_args(_Kind)
 _FIRST_COLUMNS = 5
 """Size, count, type, redop and root, before the time out of place."""
+
+
+class _TestsTime(msgspec.Struct):
+    time: float | None = None
+    cpu_time: float = 0.0
+
+
+class _TestsResult(msgspec.Struct):
+    size: int
+    out_of_place: _TestsTime | None = None
+    in_place: _TestsTime | None = None
+    experiment_name: str | None = None
+
+
+class _TestsDevice(msgspec.Struct):
+    hostname: str
+    group: int = 0
+
+
+class _TestsFile(msgspec.Struct):
+    """The part of nccl-tests' JSON that is read; ``profile_kind``, ``holdout_error``: of a curve that was written so."""
+
+    results: list[_TestsResult]
+    devices: list[_TestsDevice] | None = None
+    env: list[str] | None = None
+    args: list[str] | None = None
+    holdout_error: float | None = None
+    profile_kind: _Kind = "measured"
+
+
+class _InspectedHeader(msgspec.Struct):
+    id: str | int
+    n_ranks: int
+    nnodes: int
+
+
+class _InspectedCall(msgspec.Struct):
+    coll: str
+    coll_sn: int
+    coll_msg_size_bytes: int
+    coll_exec_time_us: float
+
+
+class _InspectedEntry(msgspec.Struct):
+    """The part of an entry of NCCL Inspector that is read; ``coll_perf`` None: of a message."""
+
+    header: _InspectedHeader
+    coll_perf: _InspectedCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +236,18 @@ def _row(line: str) -> tuple[int, float] | None:
 def _of_json(
     content: Mapping[str, Any], where: str, collective: str, nodes: tuple[int, ...]
 ) -> tuple[list[NcclRun], list[str]]:
-    try:
-        devices = content.get("devices") or []
-        hosts = [device["hostname"] for device in devices if device.get("group", 0) == 0]
-        all_hosts = [device["hostname"] for device in devices]
-        environment = dict(entry.partition("=")[::2] for entry in content.get("env") or [])
-        program = os.path.basename(str((content.get("args") or [""])[0]))
-        groups: dict[str, dict[int, float]] = defaultdict(dict)
-        for result in content["results"]:
-            measured = result.get("out_of_place") or result.get("in_place") or {}
-            time_us, size = measured.get("time", measured.get("cpu_time", 0.0)), result["size"]
-            if size > 0 and isinstance(time_us, (int, float)) and time_us > 0:
-                groups[str(result.get("experiment_name") or "")][size] = float(time_us)
-    except (TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ProfileError(f"{where}: expected nccl-tests' JSON, got one without {error}") from error
+    file = convert(content, _TestsFile, f"{where}, as nccl-tests' JSON", {"profile_kind": ", ".join(_KINDS)})
+    devices = file.devices or []
+    hosts = [device.hostname for device in devices if device.group == 0]
+    all_hosts = [device.hostname for device in devices]
+    environment = dict(entry.partition("=")[::2] for entry in file.env or [])
+    program = os.path.basename((file.args or [""])[0])
+    groups: dict[str, dict[int, float]] = defaultdict(dict)
+    for result in file.results:
+        measured = result.out_of_place or result.in_place or _TestsTime()
+        time_us = measured.cpu_time if measured.time is None else measured.time
+        if result.size > 0 and 0 < time_us < math.inf:
+            groups[result.experiment_name or ""][result.size] = time_us
     base = NcclRun(
         "",
         nodes,
@@ -205,27 +255,17 @@ def _of_json(
         f"nccl-tests' JSON {os.path.basename(where)}",
         environment.get("NCCL_ALGO", "").lower(),
         environment.get("NCCL_PROTO", "").lower(),
-        kind=_kind(content, where),
+        kind=file.profile_kind,
     )
     found = []
-    given = content.get("holdout_error")
-    holdout_error = float(given) if isinstance(given, (int, float)) else None
     for name, times in groups.items():
         key = _key(name)
         test = key[0] if key else collective or _program(program, where)
         cluster = nodes or _nodes(all_hosts if key else hosts, where)  # a curve's key says of how many of them it is
         found.append(
-            replace(base, collective=test, nodes=cluster, times_us=times, key=key, holdout_error=holdout_error)
+            replace(base, collective=test, nodes=cluster, times_us=times, key=key, holdout_error=file.holdout_error)
         )
     return found, []
-
-
-def _kind(content: Mapping[str, Any], where: str) -> str:
-    """The kind of the profile that was written as nccl-tests' JSON; measured, where a tool wrote it."""
-    kind = content.get("profile_kind", "measured")
-    if kind not in _KINDS:
-        raise ProfileError(f"{where}: profile_kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
-    return str(kind)
 
 
 def _key(name: str) -> tuple[str, str, int] | None:
@@ -241,37 +281,27 @@ _LINKS = ("inter", "intra", "device")
 def _of_inspector(content: Sequence[Any], where: str) -> tuple[list[NcclRun], list[str]]:
     calls: dict[tuple[str, tuple[int, ...], int], dict[tuple[str, int], float]] = defaultdict(dict)
     left_out: Counter[str] = Counter()
-    for entry in content:
-        if not isinstance(entry, dict):
-            raise ProfileError(
-                f"{where}: expected NCCL Inspector's JSON, one object a line, got {shortened(json.dumps(entry), 60)}"
-            )
-        try:
-            if "coll_perf" not in entry:
-                left_out["messages (p2p_perf), of which an all_to_all cannot be put together"] += 1
-                continue
-            header, call = entry["header"], entry["coll_perf"]
-            ranks, num_nodes = int(header["n_ranks"]), int(header["nnodes"])
-            if call["coll"] not in _INSPECTED:
-                left_out[f"{call['coll']}"] += 1
-                continue
-            collective, is_part = _INSPECTED[call["coll"]]
-            size = int(call["coll_msg_size_bytes"]) * (ranks if is_part else 1)
-            one, time_us = (str(header["id"]), int(call["coll_sn"])), float(call["coll_exec_time_us"])
-        except KeyError as error:
-            raise ProfileError(f"{where}: expected NCCL Inspector's JSON, got an object without {error}") from error
-        except (TypeError, ValueError) as error:
-            raise ProfileError(
-                f"{where}: expected NCCL Inspector's JSON, got an object with a number or a name in the place of another"
-            ) from error
-        if ranks < 2 or num_nodes < 1 or ranks % num_nodes or size < 1 or time_us <= 0:
+    for number, each in enumerate(content, start=1):
+        if isinstance(each, dict) and "coll_perf" not in each:
+            left_out["messages (p2p_perf), of which an all_to_all cannot be put together"] += 1
+            continue
+        entry = convert(each, _InspectedEntry, f"{where}, as NCCL Inspector's entry {number}", {})
+        header, call = entry.header, entry.coll_perf
+        if call is None or call.coll not in _INSPECTED:
+            left_out["entries without a call" if call is None else call.coll] += 1
+            continue
+        ranks, num_nodes = header.n_ranks, header.nnodes
+        collective, is_part = _INSPECTED[call.coll]
+        size = call.coll_msg_size_bytes * (ranks if is_part else 1)
+        one, time_us = (str(header.id), call.coll_sn), call.coll_exec_time_us
+        if ranks < 2 or num_nodes < 1 or ranks % num_nodes or size < 1 or not 0 < time_us < math.inf:
             left_out["calls of one rank, of uneven nodes, or without a size or a time"] += 1
             continue
         known = calls[collective, (ranks // num_nodes,) * num_nodes, size]
         known[one] = min(time_us, known.get(one, time_us))
     times: dict[tuple[str, tuple[int, ...]], dict[int, float]] = defaultdict(dict)
-    for (collective, nodes, size), each in calls.items():
-        times[collective, nodes][size] = median(list(each.values()))
+    for (collective, nodes, size), known in calls.items():
+        times[collective, nodes][size] = median(list(known.values()))
     source = f"NCCL Inspector's {os.path.basename(where)}"
     runs = [NcclRun(collective, nodes, sizes, source) for (collective, nodes), sizes in times.items()]
     return runs, [f"{count} {what}" for what, count in left_out.items()]

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from commlayer.profiles.errors import UsageError
 
 __all__ = [
+    "MOST_LAYERS",
+    "MOST_OF_A_SIZE",
     "AttentionWindow",
     "LatentAttention",
     "LinearAttention",
@@ -24,6 +26,8 @@ __all__ = [
 ]
 
 LinearKind = Literal["lightning", "gated_delta"]
+MOST_LAYERS, MOST_OF_A_SIZE = 10_000, 10**9
+"""Bounds of what a model can have, above which a file is damaged, and nothing ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,9 @@ class ModelShape:
                 raise UsageError(
                     f"model {self.name!r}, {field.name}: expected a whole number of at least {least}, got {value!r}"
                 )
+            most = MOST_LAYERS if field.name == "layers" else MOST_OF_A_SIZE
+            if field.type == "int" and value > most:
+                raise UsageError(f"model {self.name!r}, {field.name}: expected at most {most:,}, got {value}")
         rules = {
             "kv_heads": (self.heads % self.kv_heads == 0, f"a divisor of heads={self.heads}"),
             "top_k": (self.top_k <= self.experts, f"at most experts={self.experts}"),
@@ -174,8 +181,9 @@ class ModelShape:
             ),
             "mtp_layers": (
                 not self.mtp_layers or (self.linear is None and self.mtp_layers <= self.layers),
-                f"at most layers={self.layers}; and 0 where layers differ, for which kind of attention a module for more tokens "
-                "has is not known then",
+                f"at most layers={self.layers}"
+                if self.linear is None
+                else "0: which kind of attention a module for more tokens has is not known where layers differ",
             ),
             "linear": (self.linear is None or _is_sound(self.linear, self.layers), _LINEAR.format(self.layers)),
         }

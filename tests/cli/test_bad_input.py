@@ -117,7 +117,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("profiles export emulated-2x4 -o empty", "expected a folder, got"),
         (
             "profiles import list.json -o new.json",
-            "list.json: expected NCCL Inspector's JSON, one object a line, got 1",
+            "list.json, as NCCL Inspector's entry 1: field (the whole): expected object, got int",
         ),
         ("profiles import bytes -o new.json", "bytes: expected UTF-8 text with times of NCCL, got other bytes at 0"),
         ("profiles import empty -o new.json --collective nope", "--collective: expected one of all_reduce"),

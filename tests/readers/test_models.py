@@ -452,7 +452,10 @@ def test_a_model_without_experts_has_dense_layers_alone() -> None:
         ({k: v for k, v in _DEEPSEEK_V3.items() if k != "v_head_dim"}, "v_head_dim: expected this field"),
         (_DEEPSEEK_V3 | {"index_n_heads": 64}, "index_n_heads: this looks like a size"),
         ("{", "line 1, column 2: expected JSON, got a damaged text"),
-        ("[1]", "expected a JSON object, got list"),
+        (_MIXTRAL | {"num_hidden_layers": 10**30}, "num_hidden_layers: expected at most 10,000, got 1000000"),
+        (_MIXTRAL | {"vocab_size": 10**10}, "vocab_size: expected at most 1,000,000,000"),
+        (_MIXTRAL | {"model_type": {}}, "model_type: expected llama"),
+        ("[1]", "expected a JSON object, got a JSON array"),
         ('{"vocab_size": 1, "vocab_size": 2}', "field vocab_size: expected it once in its object, got it again"),
         ("[" * 100_000, "nested too deep"),
     ],
@@ -495,6 +498,7 @@ def test_our_own_files_give_the_model_back(name: str, tmp_path: Path) -> None:
         ({"latent": {"q_rank": 1}}, "missing required field `kv_rank`"),
         ({"width": "wide"}, r"Expected `int`, got `str` - at `\$\.width`"),
         ({"top_k": 9}, "top_k: expected at most experts=8, got 9"),
+        ({"layers": 99_999}, "layers: expected at most 10,000, got 99999"),
     ],
 )
 def test_our_own_files_are_strict(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -150,12 +150,12 @@ def test_inspector_counts_ranks_and_takes_who_came_last(tmp_path: Path) -> None:
     [
         ("", "got a file that does not say of what"),
         ("hello\n", "got a file that does not say of what"),
-        ('{"results": 3}', "expected nccl-tests' JSON"),
+        ('{"results": 3}', "as nccl-tests' JSON: field results: expected array, got int"),
         (json.dumps(document(results=[])), "expected times of"),
         (json.dumps(document(devices=[])), "--topology"),
         (json.dumps(document("reduce_perf")), "got reduce"),
         ('{"a": 1}\n{"b": 2', "got none"),
-        ('{"coll_perf": 1}\n{}', "expected NCCL Inspector's JSON"),
+        ('{"coll_perf": 1}\n{}', "as NCCL Inspector's entry 1: field coll_perf: expected object"),
         ('{"coll_perf"\n{}', "line 1: expected one JSON object"),
         ("[" * 10_000, "got a file that does not say"),
     ],
@@ -281,3 +281,22 @@ def test_what_is_written_says_which_ranks_formed_groups(key: str, groups: list[i
     assert [device["rank"] for device in devices] == list(range(8))
     assert [device["hostname"] for device in devices] == ["node0"] * 4 + ["node1"] * 4
     assert [device["device"] for device in devices] == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"devices": [{"hostname": {}}]}, r"field devices\[0\].hostname: expected str, got object"),
+        ({"results": [{"size": None}]}, r"field results\[0\].size: expected int, got null"),
+        ({"env": [1]}, r"field env\[0\]: expected str, got int"),
+        (
+            {"profile_kind": "guessed"},
+            "field profile_kind: expected measured, emulated, published, paper, got 'guessed'",
+        ),
+    ],
+)
+def test_a_damaged_field_is_named(tmp_path: Path, damage: dict[str, Any], says: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(document(**damage)))
+    with pytest.raises(ProfileError, match=says):
+        read_nccl_runs(path)
