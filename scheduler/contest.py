@@ -27,6 +27,9 @@ __all__ = ["LEAST_BYTES", "Contender", "Contest", "contenders"]
 LEAST_BYTES = 1 << 20
 """Below it a call takes a link's delay, whatever the plan."""
 _CONNECTIONS = (1, 2, 4, 8)
+_CODED_CHUNKS = 4
+"""Chunks of elements in another format. While some of them are under way others are encoded, and sums leave as they are made, so
+that a long link is not idle between the two halves of a sum."""
 _FAR_BEHIND = (2.0, 1.1, 1.03)
 """Who takes more than so many times as long as the fastest is out after the first round, the second and the last. Then the
 simplest is kept of those that are left."""
@@ -93,6 +96,8 @@ def contenders(traffic: Traffic, wire: Wire, connections: Sequence[int] | None =
     if traffic.logical_bytes < LEAST_BYTES or traffic.link is not Resource.INTER:
         return [Contender(Strategy.DIRECT, connections=counts[0])]
     ways = [Contender(Strategy.DIRECT, connections=count) for count in counts]
+    if not wire.is_native:
+        ways = [ways[0], *(replace(way, chunks=_CODED_CHUNKS) for way in ways)]
     return ways + [replace(way, connections=counts[0]) for way in _OTHERS if _applies(way, traffic, wire)]
 
 

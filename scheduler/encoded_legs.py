@@ -253,11 +253,11 @@ ENCODED_OVER_NODES = {
     "reduce_scatter": _SUMS,
     "all_reduce": _SUMS + LegOrder(((ENCODE_SUM, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
 }
-_SUMS_OF_ALL = LegOrder(((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE)))
+_SUMS_OF_ALL = ((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE))
 ENCODED_ON_ONE_LEVEL = {
     "all_gather": LegOrder(((ENCODE_OWN, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
-    "reduce_scatter": _SUMS_OF_ALL,
-    "all_reduce": _SUMS_OF_ALL + LegOrder(((ENCODE_SUM, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
+    "reduce_scatter": LegOrder(_SUMS_OF_ALL),
+    "all_reduce": LegOrder((*_SUMS_OF_ALL, (ENCODE_SUM, LATE), (SEND_TO_ALL, LATE)), ((DECODE_ALL, 0),)),
     "all_to_all_v": LegOrder(((ENCODE_FAR, 0), (SEND_FAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),)),
 }
 EXCHANGE_OVER_NODES = LegOrder(((ENCODE_FAR, 0), (SEND_FAR, 0), (SEND_NEAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),))

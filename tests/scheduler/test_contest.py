@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commlayer.profiles.errors import PlanError
@@ -68,10 +70,12 @@ def test_equally_fast_plans_leave_the_simplest() -> None:
 )
 def test_what_contends(nodes: tuple[int, ...], wire: Wire, strategies: set[Strategy]) -> None:
     ways = contenders(traffic(nodes), wire)
-    assert ways[:4] == FOUR
-    assert {way.strategy for way in ways[4:]} == strategies
+    direct = FOUR if wire.is_native else [FOUR[0], *(replace(way, chunks=4) for way in FOUR)]
+    assert ways[: len(direct)] == direct
+    assert {way.strategy for way in ways[len(direct) :]} == strategies
     names = [way.plan(traffic(nodes), wire).name for way in ways]
-    assert names[:3] == [f"flat_direct{each}" + ("" if wire.is_native else f"/{wire}") for each in ("", "∥2", "∥4")]
+    expected = ["", "∥2", "∥4"] if wire.is_native else [f"/{wire}", f"×4/{wire}", f"×4∥2/{wire}"]
+    assert names[:3] == [f"flat_direct{each}" for each in expected]
 
 
 def test_a_small_call_and_one_inside_a_node_have_one_way() -> None:

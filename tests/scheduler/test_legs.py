@@ -99,6 +99,18 @@ def test_a_plan_is_its_list_of_legs(plan: Plan, schedule: LegOrder) -> None:
         )
 
 
+def test_sums_in_another_format_leave_while_other_blocks_come() -> None:
+    """A link that is long, or connections that begin slowly, are never idle between the two exchanges."""
+    int8 = Wire(WireFormat.INT8, 64)
+    traffic = Traffic(1 << 20, 3, 1, Resource.INTER, "all_reduce", (1, 1, 1), wires=(NATIVE, int8), element_bytes=4)
+    order = [(step.leg.name, step.chunk) for step in build(traffic, Strategy.DIRECT, 4, wire=int8).steps]
+    assert order.index(("send blocks", 3)) < order.index(("decode and sum", 0)), "all blocks are on their way first"
+    assert order.index(("send to all", 0)) < order.index(("decode and sum", 1))
+    assert order.index(("send to all", 3)) < order.index(("decode all", 0)), (
+        "in place: nothing is overwritten before it left"
+    )
+
+
 def test_a_plan_is_the_same_after_it_was_sent_to_another_process() -> None:
     for plan, _ in PLANS:
         assert pickle.loads(pickle.dumps(plan)) == plan
