@@ -346,9 +346,8 @@ class DeepEPBuffer:
     def _first_words(self) -> str:
         decision = self._tokens.decision
         assert decision is not None  # of the call that was just prepared
-        return (
-            f"deep_ep dispatches over {self.group_size} ranks, planned {planned_from()}; the first by {decision.reason}"
-        )
+        profile = planned_from(self._tokens.grid.all)
+        return f"deep_ep dispatches over {self.group_size} ranks, planned {profile}; the first by {decision.reason}"
 
 
 class _Way:

@@ -92,7 +92,9 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
             layer.forward = MethodType(_planned_forward(type(layer), mover), layer)
         elif isinstance(mover, TokenDispatcher):
             layer.forward = MethodType(dispatching_forward(mover), layer)
-    say_first("DeepSpeed", lambda: _first_words(layers[0], made[_key(layers[0])]))
+    first = made[_key(layers[0])]
+    if not isinstance(first, TokenDispatcher):  # which says it with its first tokens, when their way is known
+        say_first("DeepSpeed", lambda: _first_words(GroupCommunicator(layers[0].ep_group, "ep"), first))
 
 
 def _key(layer: Any) -> tuple[int, int]:
@@ -106,12 +108,10 @@ def _is_stage(model: nn.Module) -> bool:
     return any(isinstance(module, pipe) for module in model.modules())
 
 
-def _first_words(layer: Any, mover: _Mover) -> str:
-    if isinstance(mover, str):
-        how = f"by DeepSpeed's own calls, because {mover}"
-    else:
-        how = "replicated tokens by a Communicator" if isinstance(mover, Communicator) else "by our dispatcher"
-    return f"DeepSpeed's MoE layers exchange tokens over EP {layer.ep_group.size()}, planned {planned_from()}; {how}"
+def _first_words(ep: GroupCommunicator, mover: Communicator | str) -> str:
+    is_planned = isinstance(mover, Communicator)
+    how = "replicated tokens by a Communicator" if is_planned else f"by DeepSpeed's own calls, because {mover}"
+    return f"DeepSpeed's MoE layers exchange tokens over EP {ep.size}, planned {planned_from(ep)}; {how}"
 
 
 def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | str | None) -> _Mover:

@@ -14,10 +14,12 @@ Shapes: T tokens of this rank, K choices of each, L local experts, H hidden, R r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from commlayer.integrations.first_words import planned_from, say_first
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 
 __all__ = ["dispatching_forward", "sends_places"]
@@ -41,6 +43,7 @@ def dispatching_forward(tokens: TokenDispatcher) -> Callable[..., torch.Tensor]:
         self.l_aux, _, _, experts, _, gates, self.exp_counts = self.gate(flat, given[1], True, False)
         indices, weights = experts.t().to(torch.int64).contiguous(), gates.t().contiguous()
         handle = tokens.prepare(indices, like=flat, weights=weights)
+        say_first("DeepSpeed", partial(_first_words, tokens))
         rows, counts = tokens.dispatch(flat, handle)
         return tokens.combine(_computed(self.experts, rows, counts), handle, weights).reshape(x.shape)
 
@@ -60,3 +63,12 @@ def _computed(
     laid = rows.new_zeros(len(counts) * most, hidden).index_copy(0, places, rows)
     computed = experts(laid.view(1, len(counts), most, hidden))
     return computed.reshape(len(counts) * most, -1).index_select(0, places)
+
+
+def _first_words(tokens: TokenDispatcher) -> str:
+    decision, ep = tokens.decision, tokens.grid.ep
+    assert decision is not None  # of the call that was just prepared
+    return (
+        f"DeepSpeed's MoE layers exchange tokens over EP {ep.size} by our dispatcher, planned {planned_from(ep)}; the first "
+        f"{decision.name} by {decision.reason}"
+    )

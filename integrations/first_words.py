@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from commlayer.backend import world
+from commlayer.collectives import GroupCommunicator
 from commlayer.profiles.printable import printable
 
 __all__ = ["planned_from", "say_first"]
@@ -15,12 +16,13 @@ __all__ = ["planned_from", "say_first"]
 _said: set[str] = set()
 
 
-def planned_from() -> str:
-    """Name the profile that this job plans from, in words for a line's end."""
+def planned_from(group: GroupCommunicator) -> str:
+    """Name the profile that ``group`` plans from, in words for a line's end: the job's, or the group's own, where the default
+    group is another backend's."""
     job = world.current()
-    if job is None or job.planner is None:
-        return "without a profile"
-    return f"from profile {job.planner.profile.name}"
+    if job is not None and job.planner is not None:
+        return f"from profile {job.planner.profile.name}"
+    return "without a profile" if group.profile is None else f"from profile {group.profile.name}"
 
 
 def say_first(whose: str, text: Callable[[], str]) -> None:

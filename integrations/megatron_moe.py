@@ -207,7 +207,7 @@ class MegatronDispatcher:
         sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
         whole = f"; always in one chunk: {self._why_whole}" if self._why_whole else ""
         return (
-            f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from()}; the first {decision.name} by "
+            f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from(grid.ep)}; the first {decision.name} by "
             f"{decision.reason}{whole}"
         )
 

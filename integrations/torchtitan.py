@@ -106,7 +106,7 @@ class TitanTokens:
         name = handle.kind if decision is None else decision.name
         say_first(
             "torchtitan",
-            lambda: f"torchtitan's tokens go over {grid.all.size} ranks by {name}, planned {planned_from()}",
+            lambda: f"torchtitan's tokens go over {grid.all.size} ranks by {name}, planned {planned_from(grid.all)}",
         )
 
 

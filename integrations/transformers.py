@@ -161,9 +161,9 @@ class SpreadExperts:
         return self._forward(rows.sum(dim=0, keepdim=True), nobody, rows.new_ones(1, 1))[:0].to(rows.dtype)
 
     def _say(self) -> None:
-        decision, size = self.tokens.decision, self.tokens.grid.all.size
+        decision, group = self.tokens.decision, self.tokens.grid.all
         if decision is not None:
             say_first(
                 "transformers",
-                lambda: f"tokens go to experts on {size} ranks by {decision.name}, planned {planned_from()}",
+                lambda: f"tokens go to experts on {group.size} ranks by {decision.name}, planned {planned_from(group)}",
             )

@@ -21,16 +21,20 @@ __all__ = ["heaviest_flat", "tell_after_first_step"]
 _HEAVY_BYTES = 1 << 20
 """The bytes of a collective in one step below which no plan of it would show in the step's time."""
 
+_AT_START = "broadcast"
+"""The collective by which trainers give all ranks the same parameters, before any step: with as many bytes as a step has."""
+
 _hook: RemovableHandle | None = None
-
-
 _is_told = False
 
 
-def tell_after_first_step() -> None:
-    """Have :func:`heaviest_flat` printed on stderr when an optimizer has made its first step; once for each job of a process."""
+def tell_after_first_step(*, is_new_job: bool = True) -> None:
+    """Have :func:`heaviest_flat` printed on stderr when an optimizer has made its first step; once for each job of a process.
+
+    ``is_new_job``: whether what has been told before was another job's.
+    """
     global _hook, _is_told
-    _is_told = False
+    _is_told = _is_told and not is_new_job
     if _hook is None:  # and never removed: torch goes through its hooks while it calls them
         _hook = register_optimizer_step_post_hook(_tell)
 
@@ -47,8 +51,9 @@ def _tell(*_: Any) -> None:
 
 def heaviest_flat() -> str:
     """Say which collective between nodes moved the most bytes by now in the backend's own calls, and why; "" where none moved
-    a mebibyte."""
-    found = [(flat, ledger) for ledger in open_ledgers() for flat in ledger.stayed_flat()]
+    a mebibyte. Broadcasts are left out: they are of a job's start."""
+    every = [(flat, ledger) for ledger in open_ledgers() for flat in ledger.stayed_flat()]
+    found = [(flat, ledger) for flat, ledger in every if flat.collective != _AT_START]
     flat, ledger = max(found, key=lambda each: each[0].logical_bytes, default=(None, None))
     if flat is None or ledger is None or flat.logical_bytes < _HEAVY_BYTES:
         return ""

@@ -154,8 +154,9 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         group.use_lane(options.lane)
     if is_default:
         world.remember(jobs, group)
-        if rank == 0 and jobs.planner is not None and len(jobs.nodes_of(global_ranks)) > 1:
-            tell_after_first_step()
+    is_of_job = is_default or (not request.stands_alone and world.current() is None)  # else the default group has told
+    if is_of_job and global_ranks[rank] == 0 and jobs.planner is not None and len(jobs.nodes_of(global_ranks)) > 1:
+        tell_after_first_step(is_new_job=is_default)
     return group
 
 

@@ -19,26 +19,29 @@ pytestmark = pytest.mark.cluster
 HEAVY, LIGHT = 300_000, 1_000
 
 
-def step(optimizer: torch.optim.Optimizer, size: int, calls: int) -> None:
+def step(optimizer: torch.optim.Optimizer, size: int, calls: int, group: dist.ProcessGroup | None) -> None:
     """Some all_reduces of ``size`` floats, and a step of the optimizer."""
     for _ in range(calls):
-        dist.all_reduce(torch.ones(size))
+        dist.all_reduce(torch.ones(size), group=group)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
-def job(profile: Path, size: int, plan: str) -> str:
-    """Return what a rank says in three steps, of which the first has two calls."""
+def job(profile: Path, size: int, plan: str, is_ours: bool = True) -> str:
+    """Return what a rank says in three steps, of which the first has two calls. ``is_ours``: the default group; else that of
+    gradients alone."""
     torch.set_num_threads(1)
     os.environ.update({"COMMLAYER_PROFILE": str(profile)} | ({"COMMLAYER_PLAN": plan} if plan else {}))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        dist.init_process_group("commlayer")
+        dist.init_process_group("commlayer" if is_ours else "gloo")
+        group = dist.group.WORLD if is_ours else dist.new_group(backend="commlayer")
+        dist.broadcast(torch.ones(4 * size), 0, group=group)  # parameters, before any step
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        step(optimizer, size, 2)
-        step(optimizer, size, 1)
-        step(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]), size, 1)
+        step(optimizer, size, 2, group)
+        step(optimizer, size, 1, group)
+        step(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]), size, 1, group)
     return said.getvalue()
 
 
@@ -49,8 +52,11 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "cluster.json"
 
 
-def test_the_heaviest_is_named_once_with_the_reason(emulated_cluster: ClusterFactory, profile: Path) -> None:
-    said, *others = emulated_cluster(2, 2).run(job, profile, HEAVY, "")
+@pytest.mark.parametrize("is_ours", [True, False], ids=["default group", "gradients' group"])
+def test_the_heaviest_is_named_once_with_the_reason(
+    emulated_cluster: ClusterFactory, profile: Path, is_ours: bool
+) -> None:
+    said, *others = emulated_cluster(2, 2).run(job, profile, HEAVY, "", is_ours)
     assert said.count("\n") == 1, said
     assert said.startswith(
         "commlayer: in the first step all_reduce over 4 ranks on 2 nodes stayed flat (2 calls, 2.4 MB in all): "

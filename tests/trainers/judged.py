@@ -1,20 +1,34 @@
 """Judges of trainers' jobs: a witness, for whom whatever `commlayer diagnose` says of one that ends well is a false alarm;
-losses; and which plans and dispatches ran."""
+losses; which plans and dispatches ran; and what a job says."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 
+from commlayer.auditing import first_step
 from commlayer.emulation import EmulatedCluster
 from commlayer.statistics import Stats
 from commlayer.testing.witness import alarms, testifying
 
-__all__ = ["compare", "compare_losses", "dispatches", "no_alarms", "plans"]
+__all__ = [
+    "Said",
+    "check_words",
+    "compare",
+    "compare_losses",
+    "dispatches",
+    "no_alarms",
+    "nothing_is_light",
+    "plans",
+    "said",
+]
+
+_OURS = "commlayer: "
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +80,35 @@ def plans(found: Stats, description: str = "") -> set[tuple[str, str]]:
 def dispatches(found: Stats) -> set[tuple[str, str]]:
     """Who dispatched tokens, and by which way."""
     return {(each["dispatcher"], each["kind"]) for each in found["dispatches"]}
+
+
+class Said(NamedTuple):
+    """Lines on stderr. ``noise``: others' than commlayer's, without numbers and the backend's name."""
+
+    ours: list[str]
+    noise: set[str]
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
+    """Return what all ranks have said since the last look."""
+    lines = capfd.readouterr().err.replace("distributed_backend=commlayer", "distributed_backend=gloo").splitlines()
+    ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
+    return Said(ours, {re.sub(r"\d+", "#", line) for line in lines if not line.startswith(_OURS)})
+
+
+@pytest.fixture
+def nothing_is_light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the line at the end of the first step come for a tiny model too."""
+    monkeypatch.setattr(first_step, "_HEAVY_BYTES", 1)
+
+
+def check_words(found: Said, stock: Said, *planned: str, steps: bool = True) -> None:
+    """Check that a job says no more than the ``stock`` trainer but a line each that begins with ``planned``, and, where an
+    optimizer ``steps``, one at the end of the first step, of what stayed flat and why."""
+    assert not stock.ours
+    assert found.noise <= stock.noise, "it says what it does not say on Gloo"
+    wanted = [*planned, *(["in the first step "] if steps else [])]
+    assert len(found.ours) == len(wanted), found.ours
+    assert all(line.startswith(words) for line, words in zip(found.ours, wanted, strict=True)), found.ours
+    if steps:
+        assert re.search(r" on 2 nodes stayed flat \(\d+ calls?, .* in all\): .", found.ours[-1])
