@@ -101,6 +101,7 @@ class LayerBuilder:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
+        self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
         self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
@@ -514,18 +515,8 @@ class LayerBuilder:
     ) -> list[Item]:
         """The experts' work in chunks, beside their way to the experts and back, where that is worth it; ``later``: what is
         computed behind it."""
-        traffic, whole = out.plan.traffic, sum(work.us for work in (*computed, later))
-        size = traffic.logical_bytes
-
-        def exchange_us(part: float) -> float:
-            return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
-
-        slices, _ = choose_slices(
-            traffic,
-            exchange_us,
-            lambda part: whole / (1 if is_forward else 2) * part / size,
-            puts_off=self.software.puts_off_weights,
-        )
+        whole = sum(work.us for work in (*computed, later))
+        slices = self._slices(out.plan.traffic, whole / (1 if is_forward else 2))
         if len(slices) == 1:
             return [*_sync([out]), *computed, *_home_beside([home], [later])]
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
@@ -544,6 +535,22 @@ class LayerBuilder:
                 items.append(Issue(homes[chunk]))
         left = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
         return [*items, *([left] if left.us else []), *map(Wait, homes)]
+
+    def _slices(self, traffic: Traffic, work_us: float) -> tuple[int, ...]:
+        """In which chunks rows go to experts that work on all of them for ``work_us`` (of each product, backward)."""
+
+        def exchange_us(part: float) -> float:
+            return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
+
+        key = (traffic, work_us)
+        if key not in self._known_slices:
+            self._known_slices[key], _ = choose_slices(
+                traffic,
+                exchange_us,
+                lambda part: work_us * part / traffic.logical_bytes,
+                puts_off=self.software.puts_off_weights,
+            )
+        return self._known_slices[key]
 
     def _share(self, call: PlannedCall, share: float) -> PlannedCall:
         traffic = call.plan.traffic
