@@ -242,6 +242,23 @@ class LayerBuilder:
         arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
         return layer_work(self.job, setup, self.compute, is_moe, *ways, arrival=arrival)
 
+    def least_waits_us(self, setup: Setup) -> float:
+        """Bound for how long a layer waits for attention's calls that nothing is computed beside, forward and backward, µs."""
+        is_tensor, is_gathered = setup.attention == "tensor", self.software.context == "gather"
+        context = {"context"} if is_gathered else set()
+        forward = context | {"before_attention", "after_attention"}
+        backward = context | {"after_attention"} | (set() if is_tensor else {"before_attention"})
+        passes = (
+            (layer_forward(self.job, setup, self.software), forward),
+            (layer_backward(self.job, setup, self.software), backward),
+        )
+        return sum(
+            self.call(setup, each).us
+            for calls, places in passes
+            for each in calls
+            if each.place in places and not each.name.endswith(_AGAIN)
+        )
+
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
         work = self.work(setup, is_moe)

@@ -560,6 +560,14 @@ class Estimator:
         plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
         return _kept(self._known, key, lambda: self._builder(setup).least_exchange_us(plain))
 
+    def _waits_us(self, setup: Setup) -> float:
+        """Bound for how long a layer waits for attention's calls, which few of all mappings differ in."""
+        if setup.tp * setup.cp == 1:
+            return 0.0
+        key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
+        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
+        return _kept(self._known, key, lambda: self._builder(setup).least_waits_us(plain))
+
     def _computed_us(self, setup: Setup, is_moe: bool) -> float:
         """Time one layer without its calls, forward and backward."""
         degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
@@ -619,6 +627,8 @@ class Estimator:
             forward, backward = self._layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us
         computed = self._computed_us(setup, is_moe)
+        if level:
+            computed += self._waits_us(setup)
         if not level or not is_moe:
             return computed
         exchanged = self._exchanged_us(setup)
