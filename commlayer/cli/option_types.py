@@ -223,7 +223,13 @@ class _OutputFile(click.Path):
         super().__init__(path_type=Path, dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not str(value):
+            self.fail("expected the name of a file, got none", param, ctx)
         path = Path(str(super().convert(value, param, ctx)))
+        try:
+            path.exists()  # raises for a name that cannot be one
+        except OSError as error:
+            self.fail(f"{shortened(str(path))}: {error.strerror}", param, ctx)
         if not path.parent.is_dir():
             self.fail(f"the folder {str(path.parent)!r} does not exist: make it first", param, ctx)
         if not os.access(path.parent, os.W_OK):

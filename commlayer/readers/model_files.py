@@ -121,8 +121,9 @@ def from_config(content: Mapping[str, Any], name: str, where: str) -> ModelShape
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        got = "but it is missing" if kind is None else f"got {shortened(repr(kind))}"
         raise UsageError(
-            f"{where}: model_type: expected {', '.join(MODEL_TYPES)}, got {kind!r}. Another model can be described in a file "
+            f"{where}: model_type: expected {', '.join(MODEL_TYPES)}, {got}. Another model can be described in a file "
             f'{{"format": "{FORMAT}", …}} with the fields of ModelShape'
         )
     part = content.get("text_config")

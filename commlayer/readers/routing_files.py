@@ -93,7 +93,8 @@ def read_routing(path: StrPath) -> ExpertLoads:
     content = parse_object(data, where, "routing")
     found, version = content.get("format"), content.get("version")
     if found != ROUTING_FORMAT:
-        raise UsageError(f"{where}: field format: expected {ROUTING_FORMAT!r}, got {found!r}: this is no routing file")
+        got = "but it is missing" if found is None else f"got {shortened(repr(found))}"
+        raise UsageError(f"{where}: field format: expected {ROUTING_FORMAT!r}, {got}: this is no routing file")
     if isinstance(version, int) and version > _VERSION:
         raise UsageError(
             f"{where}: field version: expected at most {_VERSION}, got {version}: a newer commlayer wrote it. Upgrade commlayer"

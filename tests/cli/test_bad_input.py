@@ -114,6 +114,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         # files and folders
         ("demo --output /dev/null", "'--output': expected a folder, got '/dev/null', which is none"),
         ("demo --output empty/below", "which is none: name another"),
+        ("plan -p emulated-2x4 --bytes 1MiB --trace " + 300 * "x", "File name too long"),
         ("profiles export emulated-2x4 -o empty", "expected a folder, got"),
         (
             "profiles import list.json -o new.json",
@@ -129,6 +130,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_bad_input_is_refused_in_the_words_of_who_typed_it(command: str, says: str) -> None:
     assert says in refused(*command.split())
+
+
+def test_a_file_without_a_name_is_refused_before_anything_is_done() -> None:
+    for option in ("--trace", "--picture", "--report"):
+        told = refused("estimate", *JOB.split(), *DEGREES.split(), option, "")
+        assert f"'{option}': expected the name of a file, got none" in told
 
 
 @pytest.mark.parametrize("kind", [COUNT, RATE_GBPS])

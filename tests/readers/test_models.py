@@ -436,7 +436,7 @@ def test_a_model_without_experts_has_dense_layers_alone() -> None:
         (CONFIGS["minimax-m2"] | {"attn_type_list": [0] * 62}, "attn_type_list: expected 1 in every layer"),
         (_QWEN3 | {"layer_types": ["sliding_attention"] * 94}, "layer_types: expected full_attention in every layer"),
         (_config("llama", (256, 8, 4, 4, 99), intermediate_size=9, mlp_bias=True), "mlp_bias: expected false"),
-        (_MIXTRAL | {"model_type": None}, "got None"),
+        (_MIXTRAL | {"model_type": None}, "model_type: expected .* but it is missing"),
         ({k: v for k, v in _MIXTRAL.items() if k != "num_local_experts"}, "num_local_experts: expected this field"),
         (_MIXTRAL | {"vocab_size": "32000"}, "vocab_size: expected a whole number, got '32000'"),
         (_MIXTRAL | {"vocab_size": -1}, "vocab_size: expected a whole number, got -1"),
