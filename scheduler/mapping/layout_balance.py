@@ -8,8 +8,10 @@ rank, so that every process finds the same one.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chun
 __all__ = ["LaidOut", "LayerTimes", "balanced", "least_slowest_us", "move_layers", "owners"]
 
 _MOST_MOVES = 64
+_MOST_TAKERS = 4
+"""So many ranks, those with the least work, are tried for a layer of the slowest."""
 
 
 class LayerTimes(NamedTuple):
@@ -45,14 +49,15 @@ def owners(schedule: PipelineSchedule, pp: int, vpp: int) -> tuple[tuple[int, ..
     return tuple(chunks_of(schedule, pp, rank, vpp) for rank in range(ranks))
 
 
+@lru_cache(maxsize=1 << 14)
 def balanced(
-    kinds: Sequence[bool],
+    kinds: tuple[bool, ...],
     modules: int,
     schedule: PipelineSchedule,
     pp: int,
     vpp: int,
     times: LayerTimes,
-    room: Sequence[int] | None = None,
+    room: tuple[int, ...] | None = None,
 ) -> tuple[PipelineChunk, ...] | None:
     """The chunks of a balanced layout; None where the layers do not fill them, or have no room.
 
@@ -67,9 +72,8 @@ def balanced(
     found = _Layout(kinds, own, times, least, room)
     if any(found.room_of(rank) < 0 for rank in range(len(own))):
         return None
-    for _ in range(len(kinds) - sum(least)):
-        if not found.give():
-            return None
+    if not found.give(len(kinds) - sum(least)):
+        return None
     found.settle()
     return ended(found.counts, modules)
 
@@ -123,13 +127,20 @@ class _Layout:
     def end_us(self, chunk: int) -> float:
         return self.times.head_us + self.times.modules_us if chunk == len(self.counts) - 1 else 0.0
 
-    def give(self) -> bool:
-        """Give one layer to the rank that has the least work with it; False where none has room."""
-        ranks = [rank for rank in range(len(self.own)) if self.room_of(rank) > 0]
-        if not ranks:
-            return False
-        rank = min(ranks, key=lambda rank: sum(self.equal_us(chunk) for chunk in self.own[rank]))
-        self.counts[self.place(rank)] += 1
+    def give(self, number: int) -> bool:
+        """Give so many layers, one after the other, to the rank that has the least work with it; False where none has room."""
+        free = [(sum(map(self.equal_us, chunks)), rank, self.room_of(rank)) for rank, chunks in enumerate(self.own)]
+        heap = [each for each in free if each[2] > 0]
+        heapq.heapify(heap)
+        for _ in range(number):
+            if not heap:
+                return False
+            us, rank, room = heap[0]
+            self.counts[self.place(rank)] += 1
+            if room > 1:
+                heapq.heapreplace(heap, (us + self.layer_us, rank, room - 1))
+            else:
+                heapq.heappop(heap)
         return True
 
     def equal_us(self, chunk: int) -> float:
@@ -165,7 +176,7 @@ class _Layout:
             {chunk: int(chunk < len(self.counts) - 1) for chunk in self.own[slowest]},
         )
         takers = sorted((rank for rank in range(len(works)) if rank != slowest), key=lambda rank: (works[rank], rank))
-        for rank in takers:
+        for rank in takers[:_MOST_TAKERS]:
             if works[rank] >= works[slowest] or self.room_of(rank) < 1:
                 continue
             to = self.place(rank)

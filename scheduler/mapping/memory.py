@@ -11,6 +11,7 @@ expert. docs/counting.md derives every formula and the table of ZeRO.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
-from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks
+from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks, is_dual
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
 from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
 from commlayer.scheduler.mapping.result import Memory
@@ -34,6 +35,7 @@ __all__ = [
     "kept_elements",
     "monta_activation_bytes",
     "monta_parallel_activation_bytes",
+    "most_layers",
     "offloaded_elements",
     "offloaded_layer_bytes",
     "rooms",
@@ -270,6 +272,22 @@ def rooms(
     return found
 
 
+def most_layers(
+    job: Job,
+    setup: Setup,
+    limit: float,
+    gradient_bytes: int = 4,
+    *,
+    software: Software = MEGATRON,
+    gpu: Gpu | None = None,
+) -> int:
+    """How many layers ``limit`` bytes of each GPU have room for at most, however a pipeline's layers are laid on its ranks; what
+    is not a layer counts little. Other arguments and errors as :func:`estimate`."""
+    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    number = setup.pp // setup.copies
+    return sum(counting.most_layers(rank, limit) for rank in range(number))
+
+
 class _Counting:
     """The bytes of a GPU of any stage. Raises as :func:`estimate`."""
 
@@ -283,6 +301,7 @@ class _Counting:
         self.over = parameters.replicas(setup, software)
         adam = software.adam_bytes * (1 - software.offloaded_optimizer)
         self.per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes, adam) for number in self.over]
+        self.layers = parameters.layer_elements(job.model, setup, software)
         self.copies = 0.0
         """Bytes of the FP8 copies of a weight, less what is not kept beside them."""
         if recipe is not None and gpu is not None and setup.zero < 3:
@@ -346,6 +365,24 @@ class _Counting:
             else sizes.dense - sizes.offloaded.dense_left
         )
         return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
+
+    def most_layers(self, rank: int, limit: float) -> int:
+        """Layers that a rank has room for at most: of the kind that takes less, and with DualPipe and its V in the chunk with the
+        fewest micro-batches; else in all chunks alike, as even and balanced layouts have them."""
+        setup, sizes = self.setup, self.sizes
+        under_way = in_flight(setup, rank, self.micro_batches)
+        if is_dual(setup.schedule):
+            under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
+        kept = {
+            True: sizes.sparse - sizes.offloaded.sparse_left,
+            False: sizes.dense - sizes.offloaded.dense_left,
+        }
+        least = min(
+            sum(self._state(elements)) + self.copies * multiplied + under_way * kept[is_moe]
+            for is_moe, (elements, multiplied) in self.layers.items()
+        )
+        left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
+        return max(0, math.floor(left / least))
 
     def _state(self, elements: parameters.Elements) -> list[float]:
         """Weights, gradients and optimizer state of parameters, without FP8 copies."""

@@ -42,6 +42,7 @@ __all__ = [
     "held",
     "held_elements",
     "kinds_of_chunks",
+    "layer_elements",
     "layer_of",
     "layer_parameters",
     "layers_of",
@@ -487,6 +488,18 @@ def _mean(model: ModelShape, ranks: float, sharding: _Sharding) -> Elements:
     first, last = _ends(model, sharding, _Ends(True, True, True))
     parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
     return Elements(*(int((number[0] * a + number[1] * b + c) / ranks) for a, b, c in parts))
+
+
+@lru_cache(maxsize=1 << 14)
+def _layers(model: ModelShape, sharding: _Sharding) -> dict[bool, tuple[Elements, int]]:
+    found = {is_moe: _layer(model, sharding, is_moe) for is_moe in set(layer_kinds(model))}
+    return {is_moe: (_summed(layer), _multiplied(layer)) for is_moe, layer in found.items()}
+
+
+def layer_elements(model: ModelShape, setup: Setup, software: Software) -> dict[bool, tuple[Elements, int]]:
+    """Count what a GPU has of a layer with experts, and of a dense one, as far as the model has such: all of it, and what of it
+    recipes cast."""
+    return _layers(model, _sharding_of(setup, software))
 
 
 def mean_elements(model: ModelShape, setup: Setup, software: Software) -> Elements:

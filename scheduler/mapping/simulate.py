@@ -125,6 +125,9 @@ class Estimator:
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
         self._kinds = layer_kinds(job.model)
+        every = (*self._kinds, *self._kinds[-1:] * job.model.mtp_layers)
+        self._numbers = {is_moe: every.count(is_moe) for is_moe in sorted(set(every))}
+        """How many layers there are with experts, and with a dense FFN, modules' among them."""
         self._builders: dict[float, LayerBuilder] = {}
         self._known: dict[tuple[object, ...], Any] = {}
 
@@ -146,11 +149,10 @@ class Estimator:
         """
         if level > 2:
             setup = self.laid_out(setup, self.memory_limit).setup
-        stages = self._stages(setup)
         total = self._optimizer_us(setup)
         if level <= 2 and setup.zero > 1:
             setup = replace(setup, zero=1)
-        total += self._least_pipeline_us(setup, stages, level)
+        total += self._least_pipeline_us(setup, level)
         if level >= 2:
             total += self._sending_us(setup)
         if level == 3:
@@ -408,7 +410,7 @@ class Estimator:
     def laid_out(self, setup: Setup, limit: float) -> LaidOut:
         """The setup with the pipeline layout that is fastest among those that fit into ``limit`` bytes, where it says ``auto``:
         the even one where that fits and no other is faster, else the balanced one (mapping/layout_balance.py), with fewer layers
-        on ranks that lack memory. Where none fits it is the fastest."""
+        on ranks that lack memory. Where none fits it is the even one."""
         if setup.pipeline_layout != AUTO_LAYOUT:
             return LaidOut(setup, True)
         if setup.pp == 1:
@@ -417,22 +419,41 @@ class Estimator:
 
     def _chosen_layout(self, setup: Setup, limit: float) -> LaidOut:
         even = replace(setup, pipeline_layout=EVEN_LAYOUT)
-        ways = [even] if setup.num_chunks <= self.job.model.layers else []
-        ways += self._balanced(setup, None)
-        if not ways:
-            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # says why
-        times = {way: self._least_pipeline_us(way, self._stages(way), 2) for way in ways}
-        best = min(ways, key=lambda way: times[way] * (1 + _FASTER * (way != even)))
-        used = {way: self._needed(way) for way in ways}
-        if used[best] <= limit:
+        times: dict[Setup, float] = {}
+        fitting: list[Setup] = []
+
+        def look_at(way: Setup) -> None:
+            times[way] = self._least_pipeline_us(way, 2)
+            fitting.extend([way] * (self._needed(way) <= limit))
+
+        if setup.num_chunks <= self.job.model.layers:
+            if self._needed(even) > limit and not self._may_fit(even, limit):
+                return LaidOut(even, False)  # before programs are made for its times
+            look_at(even)
+            if fitting and times[even] <= self._least_of_layouts_us(setup, 2) * (1 + _FASTER):
+                return LaidOut(even, True)
+        every = self._balanced(setup, None)
+        for way in every:
+            look_at(way)
+        if not times:
+            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # says why there is none
+
+        def cost(way: Setup) -> float:
+            return times[way] * (1 + _FASTER * (way != even))
+
+        best = min(times, key=cost)
+        if best in fitting:
             return LaidOut(best, True)
-        for way in self._squeezed(setup, ways[-1], limit):
-            ways.append(way)
-            times[way], used[way] = self._least_pipeline_us(way, self._stages(way), 2), self._needed(way)
-        fitting = [way for way in ways if used[way] <= limit]
-        if fitting:
-            return LaidOut(min(fitting, key=lambda way: times[way] * (1 + _FASTER * (way != even))), False)
-        return LaidOut(best, False)
+        for way in self._squeezed(setup, every[0] if every else even, limit):
+            look_at(way)
+        return LaidOut(min(fitting, key=cost) if fitting else even if even in times else best, False)
+
+    def _may_fit(self, setup: Setup, limit: float) -> bool:
+        """Whether all layers of a setup have room, however they are laid on the ranks."""
+        room = memory.most_layers(
+            self._job(setup), setup, limit, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
+        )
+        return room >= self.job.model.layers
 
     def _needed(self, setup: Setup) -> float:
         return memory.estimate(
@@ -442,22 +463,25 @@ class Estimator:
     def _balanced(self, setup: Setup, room: Sequence[int] | None) -> list[Setup]:
         """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where most tasks are."""
         model = self.job.model
-        weights = self._layer_weights(setup, level=2)
+        weights = {is_moe: self._least_layer_us(setup, is_moe, 2) for is_moe in self._numbers}
+        if setup.is_merged:
+            weights = self._weights(setup, weights, 2)
         kinds = self._kinds
-        modules_us = self._head_us(setup, False, True) + model.mtp_layers * weights[kinds[-1]]
-        times = LayerTimes(weights[True], weights[False], self._head_us(setup, True, False), modules_us)
-        chunks = balanced(kinds, model.mtp_layers, setup.schedule, setup.pp, setup.vpp, times, room)
+        unit = weights[kinds[-1]]
+        modules_us = self._head_us(setup, False, True) + model.mtp_layers * unit
+        layers = (weights.get(is_moe, 0.0) for is_moe in (True, False))
+        each = (*layers, self._head_us(setup, True, False), modules_us)
+        times = LayerTimes(*(round(us / unit, 2) for us in each))  # hundredths of a layer: few are ever balanced
+        most = None if room is None else tuple(room)
+        chunks = balanced(kinds, model.mtp_layers, setup.schedule, setup.pp, setup.vpp, times, most)
         return [] if chunks is None else [replace(setup, pipeline_layout=written(chunks))]
 
-    def _layer_weights(self, setup: Setup, level: int) -> dict[bool, float]:
-        """Of layers with experts and with a dense FFN what one takes of a rank, µs of a micro-batch."""
-        found = dict.fromkeys((True, False), 0.0)
-        for is_moe in set(self._kinds):
-            alone = self._least_layer_us(setup, is_moe, level)
-            if not setup.is_merged:
-                found[is_moe] = alone
-                continue
-            shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
+    def _weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
+        """Of each kind of layers what one takes of a rank at least, µs of a micro-batch, where passes are merged. ``single``: by
+        itself."""
+        shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
+        found = {}
+        for is_moe, alone in single.items():
             both = self._merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
             found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
         return found
@@ -575,16 +599,17 @@ class Estimator:
 
         return _kept(self._known, key, lambda: self.work(setup, is_moe).step_us(setup.recompute))
 
-    def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], level: int) -> float:
+    def _least_pipeline_us(self, setup: Setup, level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`bound_us` says."""
+        if setup.pipeline_layout == AUTO_LAYOUT:
+            return self._least_of_layouts_us(setup, level)
+        stages = self._stages(setup)
         count, calls = setup.micro_batches(self.job), level >= 2
         sparse = self._least_layer_us(setup, True, level) if any(stage.sparse for stage in stages) else 0.0
         dense = self._least_layer_us(setup, False, level) if any(stage.dense for stage in stages) else 0.0
         alone = [
             stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
         ]
-        if setup.pipeline_layout == AUTO_LAYOUT:
-            return self._least_of_layouts_us(setup, stages, alone, level)
         if not setup.is_merged:
             return count * max(alone) + _bubble_us(alone, stages, setup)
         merged = alone
@@ -594,32 +619,33 @@ class Estimator:
         ranks = [times[place] for place in self._places_of_ranks(setup, stages)]
         return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
 
-    def _least_of_layouts_us(
-        self, setup: Setup, stages: tuple[Stage, ...], alone: Sequence[float], level: int
-    ) -> float:
-        """Bound the time of all micro-batches, however the layers are laid on the ranks. ``alone``: a micro-batch's time in each
-        of ``stages``, which are those of any layout.
+    def _least_of_layouts_us(self, setup: Setup, level: int) -> float:
+        """Bound the time of all micro-batches, however the layers are laid on the ranks.
 
         The slowest rank has at least the mean of all work, and at least what the layers with experts and the head make it have
         where they are laid as evenly as whole layers go (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
         """
-        count, weights = setup.passes(self.job), self._layer_weights(setup, level)
-        ranks = setup.pp // setup.copies
-        work = busy = sum(us * stage.alike for us, stage in zip(alone, stages, strict=True)) / setup.copies
-        dearest = 1.0  # what a layer takes alone, over what it takes of the slowest rank
-        if setup.is_merged:
-            for is_moe, us in weights.items():
-                single = self._least_layer_us(setup, is_moe, level) if us else 0.0
-                number = sum(stage.alike * (stage.sparse if is_moe else stage.dense) for stage in stages)
-                busy -= number * (single - us) / setup.copies
-                dearest = max(dearest, single / us) if us else dearest
-        sparse = sum(self._kinds) + self.job.model.mtp_layers * self._kinds[-1]
-        whole = least_slowest_us(sparse, ranks, weights[True], self._head_us(setup, True, False))
-        slowest = max(busy / ranks, whole)
+        count, ranks = setup.passes(self.job), setup.pp // setup.copies
+        single = {is_moe: self._least_layer_us(setup, is_moe, level) for is_moe in self._numbers}
+        weights = self._weights(setup, single, level) if setup.is_merged else single
+        head_us = self._head_us(setup, True, False)
+        ends_us = head_us if level < 2 and not self.job.model.mtp_layers else self._all_ends_us(setup, level)
+        work = ends_us + sum(number * single[is_moe] for is_moe, number in self._numbers.items())
+        busy = ends_us + sum(number * weights[is_moe] for is_moe, number in self._numbers.items())
+        slowest = busy / ranks
+        if sparse := self._numbers.get(True):
+            slowest = max(slowest, least_slowest_us(sparse, ranks, weights[True], head_us))
         if is_dual(setup.schedule):
             return count * slowest
         # the bubble is the other ranks' work: all but what the slowest takes by itself
-        return slowest * (count - dearest / setup.vpp) + work / setup.vpp
+        alone = max(1.0, *(single[is_moe] / weights[is_moe] for is_moe in weights)) if setup.is_merged else 1.0
+        return slowest * (count - alone / setup.vpp) + work / setup.vpp
+
+    def _all_ends_us(self, setup: Setup, level: int) -> float:
+        """Bound the time of embedding, head and modules of a micro-batch, on whichever ranks they are."""
+        if level < 2:
+            return self._head_us(setup, True, True)
+        return sum(self._ends(setup, stage).total_us * stage.alike for stage in self._stages(setup)) / setup.copies
 
     def _least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
         """Bound the time of one layer, forward and backward, as :meth:`bound_us` says."""
