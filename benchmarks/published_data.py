@@ -31,6 +31,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or selective. ``offload``:
     Megatron's modules whose inputs are in the host's memory. ``balance``: forced (the router is made even) or natural.
     ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold.
+    ``layout``: of layers on the pipeline's chunks, where the source's configuration has another than the even one.
     ``gradients``: the format in which they are summed (grad_reduce_in_fp32). ``also``: the same configuration in other releases.
     ``assumed``: what the source leaves open, and what was taken why. ``cannot``: why the planner cannot express it. ``doubt``:
     what the source itself says against a comparison.
@@ -51,6 +52,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     cp: int = 1
     pp: int = 1
     vpp: int = 1
+    layout: str = "even"
     ep: int = 1
     etp: int = 1
     precision: Literal["bf16", "fp8", "blockwise", "mxfp8", "nvfp4"] = "bf16"

@@ -154,6 +154,7 @@ def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
         ep=row.ep,
         etp=row.etp,
         vpp=row.vpp,
+        pipeline_layout=row.layout,
         micro_batch=row.micro_batch,
         recompute=_recompute(row),
         precision=_PRECISIONS[row.precision],

@@ -19,7 +19,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks, is_dual
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
@@ -31,11 +31,11 @@ __all__ = [
     "LayerElements",
     "Room",
     "estimate",
+    "have_room",
     "in_flight",
     "kept_elements",
     "monta_activation_bytes",
     "monta_parallel_activation_bytes",
-    "most_layers",
     "offloaded_elements",
     "offloaded_layer_bytes",
     "rooms",
@@ -272,7 +272,7 @@ def rooms(
     return found
 
 
-def most_layers(
+def have_room(
     job: Job,
     setup: Setup,
     limit: float,
@@ -280,12 +280,14 @@ def most_layers(
     *,
     software: Software = MEGATRON,
     gpu: Gpu | None = None,
-) -> int:
-    """How many layers ``limit`` bytes of each GPU have room for at most, however a pipeline's layers are laid on its ranks; what
-    is not a layer counts little. Other arguments and errors as :func:`estimate`."""
+) -> bool:
+    """Whether ``limit`` bytes of each GPU may have room for the model's layers, however they are laid on a pipeline's ranks: for
+    those of either kind, if there were no others. Other arguments and errors as :func:`estimate`."""
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
-    number = setup.pp // setup.copies
-    return sum(counting.most_layers(rank, limit) for rank in range(number))
+    ranks, kinds = range(setup.pp // setup.copies), layer_kinds(job.model)
+    return all(
+        sum(counting.most_layers(rank, is_moe, limit) for rank in ranks) >= kinds.count(is_moe) for is_moe in set(kinds)
+    )
 
 
 class _Counting:
@@ -366,23 +368,18 @@ class _Counting:
         )
         return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
 
-    def most_layers(self, rank: int, limit: float) -> int:
-        """Layers that a rank has room for at most: of the kind that takes less, and with DualPipe and its V in the chunk with the
-        fewest micro-batches; else in all chunks alike, as even and balanced layouts have them."""
+    def most_layers(self, rank: int, is_moe: bool, limit: float) -> int:
+        """Layers of one kind that a rank has room for at most: with DualPipe and its V in the chunk with fewest micro-batches,
+        else in all chunks alike, as even and balanced layouts have them."""
         setup, sizes = self.setup, self.sizes
         under_way = in_flight(setup, rank, self.micro_batches)
         if is_dual(setup.schedule):
             under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
-        kept = {
-            True: sizes.sparse - sizes.offloaded.sparse_left,
-            False: sizes.dense - sizes.offloaded.dense_left,
-        }
-        least = min(
-            sum(self._state(elements)) + self.copies * multiplied + under_way * kept[is_moe]
-            for is_moe, (elements, multiplied) in self.layers.items()
-        )
+        there, (elements, multiplied) = sizes.offloaded, self.layers[is_moe]
+        kept = sizes.sparse - there.sparse_left if is_moe else sizes.dense - there.dense_left
+        each = sum(self._state(elements)) + self.copies * multiplied + under_way * kept
         left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
-        return max(0, math.floor(left / least))
+        return max(0, math.floor(left / each))
 
     def _state(self, elements: parameters.Elements) -> list[float]:
         """Weights, gradients and optimizer state of parameters, without FP8 copies."""

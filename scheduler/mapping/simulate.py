@@ -133,10 +133,13 @@ class Estimator:
 
     def memory(self, setup: Setup) -> Memory:
         """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
-        setup = self.laid_out(setup, self.memory_limit).setup
-        return memory.estimate(
-            self._job(setup), setup, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
-        )
+        laid = self.laid_out(setup, self.memory_limit).setup
+
+        def counted() -> Memory:
+            job, gpu = self._job(laid), self.cluster.gpu
+            return memory.estimate(job, laid, self.software.gradient_bytes, software=self.software, gpu=gpu)
+
+        return _kept(self._known, ("memory", laid), counted)
 
     def bound_us(self, setup: Setup, level: int = 0) -> float:
         """A time that :meth:`estimate` is never below, µs.
@@ -424,10 +427,10 @@ class Estimator:
 
         def look_at(way: Setup) -> None:
             times[way] = self._least_pipeline_us(way, 2)
-            fitting.extend([way] * (self._needed(way) <= limit))
+            fitting.extend([way] * (self.memory(way).total <= limit))
 
         if setup.num_chunks <= self.job.model.layers:
-            if self._needed(even) > limit and not self._may_fit(even, limit):
+            if self.memory(even).total > limit and not self._may_fit(even, limit):
                 return LaidOut(even, False)  # before programs are made for its times
             look_at(even)
             if fitting and times[even] <= self._least_of_layouts_us(setup, 2) * (1 + _FASTER):
@@ -450,15 +453,9 @@ class Estimator:
 
     def _may_fit(self, setup: Setup, limit: float) -> bool:
         """Whether all layers of a setup have room, however they are laid on the ranks."""
-        room = memory.most_layers(
+        return memory.have_room(
             self._job(setup), setup, limit, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
         )
-        return room >= self.job.model.layers
-
-    def _needed(self, setup: Setup) -> float:
-        return memory.estimate(
-            self._job(setup), setup, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
-        ).total
 
     def _balanced(self, setup: Setup, room: Sequence[int] | None) -> list[Setup]:
         """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where most tasks are."""

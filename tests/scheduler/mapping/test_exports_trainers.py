@@ -19,7 +19,7 @@ from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.pipeline_layout import parse_layout
+from commlayer.scheduler.mapping.pipeline_layout import parse_layout, written
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.software import (
     MEGATRON,
@@ -424,7 +424,15 @@ def test_megatron_parses_the_flags() -> None:
         (replace(JOB, model=catalog.load(model), capacity_factor=factor), setup)
         for model, factor in (("mixtral-8x22b", 1.0), ("deepseek-v3", None), ("qwen2-57b-a14b", None))
         for setup in _SETUPS
+        if setup.num_chunks <= catalog.load(model).layers
     ]
+    laid = Setup(gpus=256, pp=8, vpp=4, ep=32, pipeline_layout="Et*3|(tt|)*29m|L")
+    cases.append(
+        (
+            Job(model=replace(catalog.load("deepseek-v3"), mtp_layers=1), gpus=256, global_batch=1024, sequence=4096),
+            laid,
+        )
+    )
     answered = _python(_megatron_environment(), _PARSE, json.dumps([megatron(job, setup) for job, setup in cases]))
     assert answered.returncode == 0, answered.stderr[-2000:]
     line = next(line for line in answered.stdout.splitlines() if line.startswith("PARSED "))
@@ -446,6 +454,8 @@ def test_megatron_parses_the_flags() -> None:
             "moe_router_topk": job.model.top_k,
             "moe_expert_capacity_factor": job.capacity_factor,
         }
+        if setup is laid:
+            expected["pipeline_model_parallel_layout"] = setup.pipeline_layout
         assert {name: args[name] for name in expected} == expected, str(setup)
 
 
@@ -499,6 +509,21 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
         assert wanted in flags
     plain = " ".join(megatron(job, replace(setup, precision="bf16", recompute="none")))
     assert not any(word in plain for word in ("fp8", "recompute", "dtype", "offload", "precision-aware"))
+
+
+def test_megatron_core_reads_a_layout_as_it_was_laid() -> None:
+    """By the parser of the installed package."""
+    own = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
+    for layout, pp, modules in (("Ettt|(tt|)*29m|L", 8, 1), ("Et*5|(t*4|)*14mL", 16, 1), ("E|(t|)*61L", 21, 0)):
+        chunks = parse_layout(layout)
+        read = own(written(chunks), pp)
+        read.validate_layer_layout(61, modules)
+        flat = [read.layout[chunk % pp][chunk // pp] for chunk in range(len(chunks))]
+        named = [[kind.name for kind in kinds] for kinds in flat]
+        assert [kinds.count("decoder") for kinds in named] == [chunk.layers for chunk in chunks]
+        assert [kinds.count("mtp") for kinds in named] == [chunk.modules for chunk in chunks]
+        assert named[0][0] == "embedding"
+        assert named[-1][-1] == "loss"
 
 
 # Megatron-Core's own configuration classes, which is what the installed package has of it
