@@ -152,6 +152,8 @@ def _changes(one: Setup, other: Setup) -> str:
         for name in ("precision", "dispatch", "attention")
         if getattr(one, name) != getattr(other, name)
     ]
+    if one.pipeline_layout != other.pipeline_layout:
+        words.append(f"the layout {one.pipeline_layout} instead of {other.pipeline_layout}")
     if one.zero != other.zero:
         words.append(f"ZeRO {one.zero} instead of {other.zero}")
     if one.folded != other.folded:

@@ -32,7 +32,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, unfit_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
@@ -444,6 +444,9 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
             yield f"schedule {_or(space.schedule)}: {pairs[0]}"
     if space.pp and min(space.pp) > 1 and min(space.zero) > 1 and all(map(merges, space.schedule)):
         yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
+    if space.pipeline_layout not in (AUTO_LAYOUT, EVEN_LAYOUT):
+        chunks = len(parse_layout(space.pipeline_layout))
+        yield f"a layout of {chunks} chunks is for pipelines with pp · vpp (dualpipev: 2 · pp) = {chunks}: change it, or the GPUs"
     if space.pp and min(space.pp) > model.layers:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 

@@ -512,7 +512,7 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
 
 
 def test_megatron_core_reads_a_layout_as_it_was_laid() -> None:
-    """By the parser of the installed package."""
+    """Its own parser reads it, that of the installed package."""
     own = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
     for layout, pp, modules in (("Ettt|(tt|)*29m|L", 8, 1), ("Et*5|(t*4|)*14mL", 16, 1), ("E|(t|)*61L", 21, 0)):
         chunks = parse_layout(layout)

@@ -227,6 +227,10 @@ def test_a_search_has_one_layout_or_the_best_of_each_mapping() -> None:
     named = replace(space, pipeline_layout=spelt)
     assert {setup.num_chunks for setup in setups(job, estimator.cluster, named)} == {4}
     assert {each.setup.pipeline_layout for each in search(job, estimator, named).ranked} == {spelt}
+    with pytest.raises(UsageError, match=r"a layout of 5 chunks is for pipelines with pp · vpp .* = 5"):
+        search(job, estimator, replace(space, pipeline_layout="Ettt|(ttt|)*3tL"))
+    with pytest.raises(UsageError, match=r"it has 12 layers \(t\), the mapping 13"):
+        search(job, estimator, replace(space, pipeline_layout="Ettt|(tttt|)*2tL"))
     even = search(job, estimator, replace(space, pipeline_layout="even")).best
     best = search(job, estimator, space).best
     assert best.step_us < even.step_us
