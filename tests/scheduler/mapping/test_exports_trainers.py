@@ -440,7 +440,7 @@ def test_megatron_parses_the_flags() -> None:
     assert len(parsed) == len(cases)
     for (job, setup), args in zip(cases, parsed, strict=True):
         sequence = setup.tp if setup.attention == "ulysses" else 1
-        expected = {
+        expected: dict[str, object] = {
             "tensor_model_parallel_size": setup.tp // sequence,
             "context_parallel_size": setup.cp * sequence,
             "pipeline_model_parallel_size": setup.pp,
