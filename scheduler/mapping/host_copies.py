@@ -17,7 +17,7 @@ from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["host_copy"]
 
-PART = "offload"
+_PART = "offload"
 """The part of a step as which it counts where it is waited for."""
 
 
@@ -43,4 +43,4 @@ def host_copy(name: str, nbytes: float, gpu: Gpu) -> PlannedCall:
     plan = Plan(traffic, Strategy.FLAT, 1, Gather.WHOLE, tuple(_LEGS.steps(Cut(traffic, 1))))
     us = nbytes / (gpu.host_gbps * 1e3)
     memory = min(gpu.host_gbps / (gpu.memory_gbps * gpu.memory), 0.5)
-    return PlannedCall(name, plan, "", PART, (us,), None, us, PART, 0.0, memory)
+    return PlannedCall(name, plan, "", _PART, (us,), None, us, _PART, 0.0, memory)
