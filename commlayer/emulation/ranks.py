@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -120,6 +121,7 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
         os.environ.pop(name, None)
     os.environ.update(job.environment)
     if job.call is not None:
+        gc.freeze()  # what the parent had is no garbage of this rank: a search for cycles would copy all of the parent's pages
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
         torch = sys.modules.get("torch")
         if torch is not None and num_threads is None:

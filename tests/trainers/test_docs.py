@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import gc
 import importlib
 import io
 import os
@@ -66,7 +65,6 @@ KEPT: list[object] = []
 
 def perform(path: Path, environment: dict[str, str], arguments: list[str]) -> tuple[str, Stats]:
     """A rank's job: the program as if called from the shell. Returns what it printed, and commlayer's statistics."""
-    gc.freeze()  # accelerate collects garbage: not the parent's libraries too, whose pages would be copied
     os.environ.update(environment)
     commlayer.backend.autoload()  # what `import torch` does in a fresh process; this one has the parent's
     os.chdir(path.parent)
