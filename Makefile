@@ -11,8 +11,8 @@
 PYTHON ?= python3
 SETUP ?= yes
 CONSTRAINTS ?= -c constraints.txt
-# Two, however many cores there are: a test of many ranks waits most of its time, and uses several of them when it does not.
-WORKERS ?= 2
+# Three, however many cores there are: a test of many ranks waits most of its time, and uses several of them when it does not.
+WORKERS ?= 3
 VENV := .venv
 STAMP := $(VENV)/.set-up
 
@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-23s %s\n", $$1, $$2 }' Makefile
@@ -66,12 +66,20 @@ conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, co
 	$(RUN) tests/conformance/driver.py $(ARGS)
 
 lint: $(READY)  ## style, format, types, import contracts, documentation
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-style lint-imports lint-documentation docs
+
+lint-types: $(READY)
+	$(RUN) -m mypy
+
+lint-style: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+
+lint-imports: $(READY)
 	$(RUN) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))'
+
+lint-documentation: $(READY)
 	$(RUN) -m pytest -q tests/test_documentation.py
-	$(MAKE) --no-print-directory docs
 
 # The variable silences a notice about the theme's successor. Not --quiet: that hides warnings from --strict too.
 docs: $(READY)  ## the documentation as a site, in site/; a link to nothing is an error
