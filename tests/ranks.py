@@ -4,9 +4,10 @@ calls were made, and what a stream that is held must do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.devices.accelerator import AcceleratorDevice
 
-__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "check_holds", "counted", "start_with", "tell", "wait_until"]
+__all__ = [
+    "DTYPES",
+    "HALF_AN_HOUR",
+    "be_absent",
+    "check_holds",
+    "counted",
+    "one_by_one",
+    "start_with",
+    "tell",
+    "wait_until",
+]
 
 DTYPES = [
     torch.float32,
@@ -54,6 +65,22 @@ def wait_until(what: str, count: int = 1) -> None:
 def be_absent(count: int) -> None:
     """Stay alive and call nothing until ``count`` other ranks have told that they are ``done``."""
     wait_until("done", count)
+
+
+def one_by_one(job: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> None:
+    """Do ``job`` with each of these arguments, in one start of the processes, which takes longer than most jobs. An error names
+    the arguments."""
+    for case in cases:
+        with _naming(case):
+            job(*case)
+
+
+@contextmanager
+def _naming(case: tuple[Any, ...]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"with {', '.join(map(str, case))}: {type(error).__name__}: {error}") from error
 
 
 def start_with(timeout_s: float) -> None:

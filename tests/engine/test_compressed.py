@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import start_with
+from ranks import one_by_one, start_with
 
 import commlayer
 import commlayer.backend.create  # once, before ranks are forked
@@ -22,6 +22,7 @@ from commlayer.engine.encoded_flat import FlatEncoded
 from commlayer.integrations import planned_group
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, NonFiniteError, PeerError, TensorError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
+from commlayer.statistics import reset_stats
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.wire.codecs import Codec
 
@@ -36,7 +37,9 @@ def start(plan: str | None = None, **policy: Any) -> CompressedGroup:
     torch.set_num_threads(1)
     if plan:
         os.environ["COMMLAYER_PLAN"] = plan
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    reset_stats()
     return CompressedGroup(planned_group(dist.group.WORLD), WirePolicy(**policy), "dp")
 
 
@@ -95,17 +98,15 @@ def bound_of(whole: list[torch.Tensor], wire: WireFormat, dtype: torch.dtype) ->
     return each.sum(0) * (ROUNDING[wire] * 1.01 + own) + 1e-6
 
 
-@pytest.mark.parametrize("formats", [(BF16,), (E4M3,), (E5M2,)], ids=str)
-@pytest.mark.parametrize("plan", PLANS)
-def test_sums(emulated_cluster: ClusterFactory, plan: str, formats: tuple[WireFormat, ...]) -> None:
-    emulated_cluster(2, 2).run(sums_are_right, plan, formats, timeout_s=60)
+def test_sums(emulated_cluster: ClusterFactory) -> None:
+    cases = [(plan, (wire,)) for plan in PLANS for wire in (BF16, E4M3, E5M2)]
+    emulated_cluster(2, 2).run(one_by_one, sums_are_right, cases)
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 3), (3, 1), (3, 2)])
 def test_sums_on_other_shapes(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
-    cluster = emulated_cluster(nodes, ranks)
-    cluster.run(sums_are_right, "hierarchical", (BF16,), timeout_s=60)
-    cluster.run(sums_are_right, "flat_direct:2", (E4M3,), timeout_s=60)
+    cases = [("hierarchical", (BF16,)), ("flat_direct:2", (E4M3,))]
+    emulated_cluster(nodes, ranks).run(one_by_one, sums_are_right, cases)
 
 
 def sums_on_uneven_nodes(shape: str, plan: str, formats: tuple[WireFormat, ...]) -> None:
@@ -116,12 +117,9 @@ def sums_on_uneven_nodes(shape: str, plan: str, formats: tuple[WireFormat, ...])
 
 
 @pytest.mark.parametrize("shape", ["1+2", "3+1", "2+1+1"])
-@pytest.mark.parametrize(("plan", "wire"), [("hierarchical", E4M3), ("pipelined:3", BF16), ("pipelined:2", E4M3)])
-def test_sums_where_nodes_hold_different_numbers_of_ranks(
-    emulated_cluster: ClusterFactory, shape: str, plan: str, wire: WireFormat
-) -> None:
-    cluster = emulated_cluster(1, sum(map(int, shape.split("+"))))
-    cluster.run(sums_on_uneven_nodes, shape, plan, (wire,), timeout_s=60)
+def test_sums_where_nodes_hold_different_numbers_of_ranks(emulated_cluster: ClusterFactory, shape: str) -> None:
+    cases = [(shape, *case) for case in (("hierarchical", (E4M3,)), ("pipelined:3", (BF16,)), ("pipelined:2", (E4M3,)))]
+    emulated_cluster(1, sum(map(int, shape.split("+")))).run(one_by_one, sums_on_uneven_nodes, cases)
 
 
 def gathers_are_right(plan: str, scaling: Scaling, wire: WireFormat = E4M3) -> None:
@@ -175,18 +173,15 @@ def shared_scales_on_uneven_nodes(shape: str, plan: str, wire: WireFormat) -> No
 
 
 @pytest.mark.parametrize("shape", ["3+1", "2+1+3", "2+3"])
-@pytest.mark.parametrize(("plan", "wire"), [("hierarchical", E4M3), ("pipelined:3", E5M2)])
 def test_rows_that_share_scales_where_nodes_hold_different_numbers_of_ranks(
-    emulated_cluster: ClusterFactory, shape: str, plan: str, wire: WireFormat
+    emulated_cluster: ClusterFactory, shape: str
 ) -> None:
-    cluster = emulated_cluster(1, sum(map(int, shape.split("+"))))
-    cluster.run(shared_scales_on_uneven_nodes, shape, plan, wire, timeout_s=60)
+    cases = [(shape, "hierarchical", E4M3), (shape, "pipelined:3", E5M2)]
+    emulated_cluster(1, sum(map(int, shape.split("+")))).run(one_by_one, shared_scales_on_uneven_nodes, cases)
 
 
-@pytest.mark.parametrize("scaling", list(Scaling), ids=str)
-@pytest.mark.parametrize("plan", PLANS)
-def test_gathers(emulated_cluster: ClusterFactory, plan: str, scaling: Scaling) -> None:
-    emulated_cluster(2, 2).run(gathers_are_right, plan, scaling, timeout_s=60)
+def test_gathers(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(2, 2).run(one_by_one, gathers_are_right, list(itertools.product(PLANS, Scaling)))
 
 
 def exchanges_are_right(plan: str, wire: WireFormat) -> None:
@@ -220,19 +215,19 @@ def exchanges_are_right(plan: str, wire: WireFormat) -> None:
                 assert not torch.equal(part, expected)
 
 
-@pytest.mark.parametrize("wire", [BF16, E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("plan", ["flat_direct", "flat_direct:3"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 3), (3, 1)])
-def test_exchanges(emulated_cluster: ClusterFactory, plan: str, wire: WireFormat, nodes: int, ranks: int) -> None:
-    emulated_cluster(nodes, ranks).run(exchanges_are_right, plan, wire, timeout_s=60)
+def test_exchanges(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
+    cases = list(itertools.product(("flat_direct", "flat_direct:3"), (BF16, E4M3, E5M2)))
+    emulated_cluster(nodes, ranks).run(one_by_one, exchanges_are_right, cases)
 
 
 def test_int8_in_every_collective(emulated_cluster: ClusterFactory) -> None:
-    cluster = emulated_cluster(2, 2)
-    for plan in ("flat_direct", "pipelined:2"):
-        cluster.run(sums_are_right, plan, (INT8,), timeout_s=60)
-    cluster.run(gathers_are_right, "hierarchical", Scaling.BLOCK, INT8, timeout_s=60)
-    cluster.run(exchanges_are_right, "flat_direct:3", INT8, timeout_s=60)
+    def job() -> None:
+        one_by_one(sums_are_right, [("flat_direct", (INT8,)), ("pipelined:2", (INT8,))])
+        gathers_are_right("hierarchical", Scaling.BLOCK, INT8)
+        exchanges_are_right("flat_direct:3", INT8)
+
+    emulated_cluster(2, 2).run(job)
 
 
 def flat_gives_the_same(scaling: Scaling) -> None:
@@ -263,9 +258,8 @@ def flat_gives_the_same(scaling: Scaling) -> None:
     assert torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("scaling", list(Scaling), ids=str)
-def test_flat_form(emulated_cluster: ClusterFactory, scaling: Scaling) -> None:
-    emulated_cluster(1, 3).run(flat_gives_the_same, scaling, timeout_s=60)
+def test_flat_form(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 3).run(one_by_one, flat_gives_the_same, [(scaling,) for scaling in Scaling])
 
 
 def in_place_is_right(count: int) -> None:
@@ -283,10 +277,9 @@ def in_place_is_right(count: int) -> None:
     assert torch.equal(within[rank * count : (rank + 1) * count], expected)
 
 
-@pytest.mark.parametrize("count", [1, 3, 40_001])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_in_place(emulated_cluster: ClusterFactory, ranks: int, count: int) -> None:
-    emulated_cluster(1, ranks).run(in_place_is_right, count, timeout_s=60)
+def test_in_place(emulated_cluster: ClusterFactory, ranks: int) -> None:
+    emulated_cluster(1, ranks).run(one_by_one, in_place_is_right, [(count,) for count in (1, 3, 40_001)])
 
 
 def refusals() -> None:
