@@ -82,8 +82,8 @@ _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
 _variation_options = in_order(
     click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different."),
     click.option("--values", help="Its values, such as 25,50,100."),
-    click.option("--from", "low", type=RealNumber(), help="In place of --values: the least …"),
-    click.option("--to", "high", type=RealNumber(), help="… the greatest …"),
+    click.option("--from", "low", type=RealNumber(min=0), help="In place of --values: the least …"),
+    click.option("--to", "high", type=RealNumber(min=0), help="… the greatest …"),
     click.option(
         "--points",
         type=WholeNumber(2, 100),
