@@ -46,9 +46,7 @@ _sweep_options = in_order(
     ),
     click.option("-n", "--iters", type=WholeNumber(2), default=40, show_default=True, help="Most repeats of one size."),
     click.option("-w", "--warmup", type=PLACE, default=1, show_default=True, help="Runs that do not count."),
-    click.option(
-        "-c", "--check", type=WholeNumber(0, 1), default=1, show_default=True, help="Check every byte first."
-    ),
+    click.option("-c", "--check", type=WholeNumber(0, 1), default=1, show_default=True, help="Check every byte first."),
 )
 
 
