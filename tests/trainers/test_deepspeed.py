@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import compare, no_alarms, plans  # noqa: F401  a fixture among them
+from judged import compare, no_alarms, nothing_is_light, plans, said  # noqa: F401  fixtures among them
 from model_size import Size
 from tiny_deepspeed import Run, Trained, deepspeed, exchange_as_auto_ep, load, train
 
@@ -47,9 +47,8 @@ def test_replicated_tokens_go_by_a_communicator(
     plan = (("COMMLAYER_PLAN", "pipelined:2"), ("COMMLAYER_PROFILE", "emulated-2x4"))
     run = Run("commlayer", tp=4, ep=2, environment=plan)
     got = run_all(emulated_cluster(2, 4), run)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("commlayer: ")]
-    assert len(lines) == 1, lines
-    assert "planned from profile emulated-2x4; replicated tokens by a Communicator" in lines[0]
+    (line,) = said(capfd).ours
+    assert "planned from profile emulated-2x4; replicated tokens by a Communicator" in line
     stock = replace(run, is_planned=False, environment=(("COMMLAYER_PLAN", "flat"),))
     expected = run_all(emulated_cluster(2, 4), stock)
     compare(got, expected, steps=run.steps, tolerance=1e-6)
@@ -72,12 +71,23 @@ def test_the_exchanges_of_auto_ep_are_planned(emulated_cluster: ClusterFactory) 
         assert [(call["plan"], call["calls"]) for call in calls] == [("hierarchical", 5)]
 
 
+@pytest.mark.usefixtures("nothing_is_light")
 @pytest.mark.parametrize("kind", ["all_to_all", "two_level"])
-def test_tokens_of_each_rank_go_by_our_dispatcher(emulated_cluster: ClusterFactory, kind: str) -> None:
+def test_tokens_of_each_rank_go_by_our_dispatcher(
+    emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
     """Two experts on a rank, of which some get no token, and others more than their capacity."""
     size = Size(sequence=16, num_experts=16, top_k=4)
     run = Run("commlayer", ep=8, kind=kind, environment=(("COMMLAYER_PROFILE", "emulated-2x4"),), size=size, steps=10)
     got = run_all(emulated_cluster(2, 4), run)
+    planned, *flat = said(capfd).ours
+    assert (
+        f"over EP 8 by our dispatcher, planned from profile emulated-2x4; the first {kind} × 1 by {kind} as" in planned
+    )
+    assert len(flat) == (1 if kind == "all_to_all" else 0), (
+        "in two levels everything is planned, of which nothing is said"
+    )
+    assert all(line.startswith("in the first step all_to_all ") for line in flat)
     for each in got:
         assert {(one["dispatcher"], one["kind"]) for one in each.stats["dispatches"]} == {("DeepSpeed", f"{kind} × 1")}
     expected = run_all(emulated_cluster(2, 4), replace(run, backend="gloo"))

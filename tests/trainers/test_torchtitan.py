@@ -8,10 +8,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from judged import compare, dispatches, no_alarms, plans  # noqa: F401  a fixture among them
+from judged import (  # noqa: F401  fixtures among them
+    check_words,
+    compare,
+    dispatches,
+    no_alarms,
+    nothing_is_light,
+    plans,
+    said,
+)
 from tiny_titan import Run, Trained, load, train
 
 from commlayer.emulation import EmulatedCluster
+from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = pytest.mark.cluster
 
@@ -28,12 +37,13 @@ def on_two_nodes(run: Run, ranks_per_node: int = 2) -> list[Trained]:
         return cluster.run(train, run, timeout_s=100)
 
 
+def stock_of(run: Run) -> Run:
+    return replace(run, alias=None, override=None, options=(), plan="flat", checkpointed=False, wrong=False, steps=20)
+
+
 @cache
 def stock(run: Run, ranks_per_node: int) -> list[Trained]:
-    return on_two_nodes(
-        replace(run, alias=None, override=None, options=(), plan="flat", checkpointed=False, wrong=False, steps=20),
-        ranks_per_node,
-    )
+    return on_two_nodes(stock_of(run), ranks_per_node)
 
 
 def shown() -> Run:
@@ -51,7 +61,6 @@ def options(**given: str) -> tuple[tuple[str, str], ...]:
 # Each with its ranks on a node, its tolerance, and the kind of dispatch that is to be counted. Variants that a user may ask for
 # differ from what is shown in the first step already: they take few.
 CASES = {
-    "as shown": (Run(), 2, 0, "all_to_all × 1"),
     "as shown, checkpointed": (Run(checkpointed=True, steps=3), 2, 0, "all_to_all × 1"),
     "as shown, 2x4": (Run(ep=8), 4, 0, "all_to_all × 1"),
     "sharded experts, 2x4": (Run(ep=4, steps=3), 4, 0, "all_to_all × 1"),
@@ -62,12 +71,23 @@ CASES = {
 }
 
 
-FIRST = "as shown"
+@pytest.mark.usefixtures("nothing_is_light")
+def test_the_lines_of_the_page_train_as_torchtitan_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Losses are the same by a profile without curves for a plan; and it says what is planned, what stayed flat, and no more."""
+    path = tmp_path / "cluster.json"
+    synthetic_profile(nodes=2, ranks_per_node=2).save(path)
+    expected, known = on_two_nodes(stock_of(shown())), said(capfd)
+    run = replace(shown(), plan="", environment=(("COMMLAYER_PROFILE", str(path)),))
+    trained = on_two_nodes(run)
+    compare(trained, expected, steps=run.steps, tolerance=0)
+    for one in trained:
+        assert dispatches(one.stats) == {("torchtitan", "all_to_all × 1")}
+    planned = "torchtitan's tokens go over 4 ranks by all_to_all × 1, planned from profile synthetic"
+    check_words(said(capfd), known, 'COMMLAYER_AS=gloo: init_process_group("gloo") made a group', planned)
 
 
-@pytest.mark.parametrize(
-    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.trainers) for name in CASES if name != FIRST)]
-)
+@pytest.mark.trainers
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_torchtitans(name: str) -> None:
     run, ranks_per_node, tolerance, kind = CASES[name]
     run = replace(run, alias=shown().alias, override=shown().override)
