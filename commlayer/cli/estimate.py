@@ -74,7 +74,13 @@ def estimate_command(
     """
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
-    request.check(precision=[setup.precision], recompute=[setup.recompute], offload=[setup.offload], ep=[setup.ep])
+    request.check(
+        precision=[setup.precision],
+        recompute=[setup.recompute],
+        offload=[setup.offload],
+        ep=[setup.ep],
+        etp=[setup.etp],
+    )
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)

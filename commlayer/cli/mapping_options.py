@@ -284,15 +284,22 @@ class Request:
         return Estimator(job, cluster, software, efficiency=self.efficiency)
 
     def check(
-        self, *, precision: Sequence[str], recompute: Sequence[str], offload: Sequence[str], ep: Sequence[int] | None
+        self,
+        *,
+        precision: Sequence[str],
+        recompute: Sequence[str],
+        offload: Sequence[str],
+        ep: Sequence[int] | None,
+        etp: Sequence[int] | None,
     ) -> None:
-        """Whether what is asked of the job and the software goes with the choices that are left of a mapping; ``ep`` None: any.
+        """Whether what is asked of the job and the software goes with the choices that are left of a mapping; ``ep``, ``etp``
+        None: any.
 
         Raises UsageError for what would change nothing, or cannot be.
         """
         self._check_precisions(precision)
         self._check_offload(offload)
-        self._check_exchange(max(ep) if ep else None)
+        self._check_exchange(max(ep) if ep else None, max(etp) if etp else None)
         there = [word for word in precision if not why_not(word, self.cluster.gpu)]
         for way in recompute:
             unfit = [unfit_recomputation(self.job.model, self.cluster.gpu, way, word, False) for word in there]
@@ -306,8 +313,8 @@ class Request:
                 "it out"
             )
 
-    def _check_exchange(self, most_ep: int | None) -> None:
-        """Whether tokens can go as is asked between at most ``most_ep`` ranks; None: any number."""
+    def _check_exchange(self, most_ep: int | None, most_etp: int | None) -> None:
+        """Whether tokens can go as is asked, with ep and etp of at most so much; None: any."""
         model, imbalance = self.job.model, self.job.imbalance
         if imbalance > model.experts / model.top_k:
             raise UsageError(
@@ -320,13 +327,12 @@ class Request:
             raise UsageError(
                 f"--imbalance {imbalance:g}: expected at most ep={most_ep}, with which one rank has every row"
             )
-        asked = {
-            "--dispatch-precision": self.software.dispatch_precision != "bf16",
-            "--shared-expert-overlap": self.software.overlaps_shared,
-        }
-        for option, is_asked in asked.items():
-            if is_asked and most_ep == 1:
-                raise UsageError(f"{option}: with ep=1 no token goes to another rank: leave it out, or give --ep")
+        if self.software.overlaps_shared and most_ep == 1:
+            raise UsageError("--shared-expert-overlap: with ep=1 no tokens are exchanged: leave it out, or give --ep")
+        if self.software.dispatch_precision != "bf16" and most_ep == most_etp == 1:
+            raise UsageError(
+                "--dispatch-precision: with ep=1 and etp=1 no token goes to another rank: leave it out, or give --ep"
+            )
 
     def _check_offload(self, offloads: Sequence[str]) -> None:
         """Whether the software can offload any of what is asked. Raises UsageError where it can none."""

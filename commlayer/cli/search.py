@@ -84,7 +84,9 @@ def search_command(
     """
     request = read_request(given)
     space = read_space(given)
-    request.check(precision=space.precision, recompute=space.recompute, offload=space.offload, ep=space.ep)
+    request.check(
+        precision=space.precision, recompute=space.recompute, offload=space.offload, ep=space.ep, etp=space.etp
+    )
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:

@@ -136,7 +136,7 @@ def what_if_command(
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     precisions = [str(value) for value in variation.values] if kind == "precision" else space.precision
     recompute = space.recompute if kind != "gpu" else ()
-    request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep)
+    request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)
     plain = (Alternative(name="", software=request.software),)
     asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
     ways = [replace(way, margin=margin) for way in asked]

@@ -83,7 +83,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             f"estimate {JOB} --software megatron --dispatcher deepep --dispatch-precision fp8",
-            "--dispatch-precision: with ep=1 no token goes to another rank",
+            "--dispatch-precision: with ep=1 and etp=1 no token goes to another rank",
         ),
         # what cannot be on that cluster
         (f"plan {PROFILE} --group 2x2 --siblings 7", "--siblings 7: expected at most 2"),
@@ -136,6 +136,11 @@ def test_a_file_without_a_name_is_refused_before_anything_is_done() -> None:
     for option in ("--trace", "--picture", "--report"):
         told = refused("estimate", *JOB.split(), *DEGREES.split(), option, "")
         assert f"'{option}': expected the name of a file, got none" in told
+
+
+def test_fp8_dispatch_is_of_tokens_that_go_to_parts_of_experts_too() -> None:
+    options = "--etp 2 --tp 2 --pp 2 --recompute full --software megatron --dispatch-precision fp8 --json"
+    assert run("estimate", *JOB.split(), *options.split()).exit_code == 0
 
 
 def test_help_names_no_range_without_an_end() -> None:
