@@ -1,8 +1,10 @@
 """``make bench-placement-steps``: the MoE layer under skewed routing, with its experts placed in several ways.
 
 On 2 × 4 and 2 × 8 emulated ranks, 400 Mbit/s a node, each rank standing for an accelerator (docs/emulation.md): forward
-and backward of the layer with experts in order (static), by EPLB's placement of the same slots, and by our decision,
-which knows the load, the measured profile and the measured experts. Loads: even, Zipf 1.0, and what the router of a
+and backward of the layer with experts in order (static), by EPLB's placement of the same slots, by our decision (ours),
+which knows the load, the measured profile and the measured experts; with experts in order that spill in every step by
+LLEP's rule and its authors' thresholds (llep); and by our decision with what spills in every step where it is predicted to
+pay (spill). Loads: even, Zipf 1.0, and what the router of a
 small model did in training. Experts take as long as the exchanges where loads are even. All ways take turns in one run,
 after their results were compared; a time is the slowest rank's, from a common start until its accelerator is done, with
 the sums of copies' gradients. What each step was predicted to take is held against it.
@@ -52,8 +54,9 @@ from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.profile import read_profile
 from commlayer.scheduler.placement.eplb import eplb_placement
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
-from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPrices
+from commlayer.scheduler.placement.placement_price import LayerLoad, LayerPrice, PlacementPrices
 from commlayer.scheduler.placement.placing import PlacementRoom, place_layer
+from commlayer.scheduler.placement.spilling import Spilling
 
 INTER, SCALE = "400gbit", 1000.0
 _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
@@ -61,10 +64,16 @@ _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
 _HORIZON = 1000
-WAYS = ("static", "eplb", "ours")
+WAYS = ("static", "eplb", "ours", "llep", "spill")
 LOADS = ("even", "zipf 1.0", "recorded")
-TARGETS = {("ours", "static"): 0.7, ("ours", "eplb"): 0.9}
+TARGETS = {
+    (way, base): target
+    for way in ("ours", "spill")
+    for base, target in (("static", 0.7), ("eplb", 0.9), ("llep", 0.95))
+}
+_COMPARED = (*TARGETS, ("spill", "ours"), ("llep", "static"), ("eplb", "static"))
 EVEN_TARGET, PREDICTION_TARGET = 1.02, 0.1
+_SPILLING = ("llep", "spill")
 _STEPS, _MOVES = 300, 10
 
 
@@ -79,7 +88,7 @@ class PlacedShape(Shape):
 @dataclass(frozen=True)
 class Result:
     """``busiest``: the busiest rank's rows over the mean, by way. ``times_s``: of each way's rounds. ``predicted_s``: of a step.
-    ``reasons``: of our decision."""
+    ``reason``: of our decision. ``spilled``: what spilled in a step, by way."""
 
     cluster: str
     load: str
@@ -90,6 +99,7 @@ class Result:
     predicted_s: dict[str, float]
     kinds: dict[str, str]
     reason: str
+    spilled: dict[str, str]
     error: float
     reports: list[DeviceReport]
 
@@ -114,10 +124,16 @@ class FixedRouting(nn.Module):
 
 
 def placed_layer(
-    shape: PlacedShape, mesh: FoldedMesh, router: FixedRouting, placement: ExpertPlacement | None
+    shape: PlacedShape,
+    mesh: FoldedMesh,
+    router: FixedRouting,
+    placement: ExpertPlacement | None,
+    spilling: Spilling | None = None,
 ) -> MoELayer:
     """The layer with its experts so, or in order; the same weights."""
-    layer = MoELayer(shape.hidden, shape.width, router.config, mesh=mesh, spare_slots=shape.spare, chunks=1)
+    layer = MoELayer(
+        shape.hidden, shape.width, router.config, mesh=mesh, spare_slots=shape.spare, chunks=1, spilling=spilling
+    )
     layer.router = router  # type: ignore[assignment]  # it is called, and has a configuration
     slots = layer.dispatcher.slots
     assert slots is not None  # spare_slots were given
@@ -136,20 +152,41 @@ class _Layers:
         router = FixedRouting(config, popularity, tokens)
         counts = torch.bincount(router.indices.flatten(), minlength=shape.num_experts)
         dist.all_reduce(counts)
-        load = LayerLoad(counts.numpy(), shape.top_k)
+        self.load = load = LayerLoad(counts.numpy(), shape.top_k)
         static = placed_layer(shape, mesh, router, None)
         assert static.dispatcher.slots is not None
         before = static.dispatcher.slots.placement
         work = measured_work(static)
-        prices = PlacementPrices(read_profile(profile), work)
+        self.prices = prices = PlacementPrices(read_profile(profile), work)
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
         decision = place_layer(load, prices, before, _HORIZON, PlacementRoom(may_spill=False))
-        placements = {"static": before, "eplb": eplb.owned_as(before), "ours": decision.placement}
-        self.layers = {way: placed_layer(shape, mesh, router, placement) for way, placement in placements.items()}
-        self.predicted = {way: prices.layer(load, placement) for way, placement in placements.items()}
+        ours = decision.placement
+        placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours, "llep": before, "spill": ours}
+        spilling = {"llep": Spilling("llep"), "spill": Spilling("priced", profile=prices.profile, work=work)}
+        self.layers = {
+            way: placed_layer(shape, mesh, router, placement, spilling.get(way))
+            for way, placement in placements.items()
+        }
         self.reason = decision.reason()
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
+
+    def predicted(self, way: str) -> LayerPrice:
+        """What a step is predicted to take, with what spilled in the latest one."""
+        dispatcher = self.layers[way].dispatcher
+        assert dispatcher.slots is not None  # as above
+        decision, counts = dispatcher.spill_decision, self.load.counts
+        parts = () if decision is None else decision.parts
+        spilled = tuple((*part[:3], part.rows / counts[part.expert]) for part in parts)
+        return self.prices.layer(self.load, dispatcher.slots.placement, spilled)
+
+    def spilled(self) -> dict[str, str]:
+        """What spilled in the latest step, in words."""
+        decisions = {way: layer.dispatcher.spill_decision for way, layer in self.layers.items() if way in _SPILLING}
+        return {
+            way: "nothing spills: the load is even" if each is None else each.reason()
+            for way, each in decisions.items()
+        }
 
     def step(self, way: str) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Seconds of the slowest rank; the output, and the gradient of the tokens."""
@@ -197,12 +234,14 @@ def on_rank(
     error = layers.compare()
     times = layers.rounds(number, budget_s)
     decisions = {way: layer.dispatcher.decision for way, layer in layers.layers.items()}
+    prices = {way: layers.predicted(way) for way in WAYS}
     return {
-        "busiest": {way: price.busiest for way, price in layers.predicted.items()},
+        "busiest": {way: price.busiest for way, price in prices.items()},
         "times_s": times,
-        "predicted_s": {way: price.total_us / 1e6 for way, price in layers.predicted.items()},
+        "predicted_s": {way: price.total_us / 1e6 for way, price in prices.items()},
         "kinds": {way: "" if each is None else each.name for way, each in decisions.items()},
         "reason": layers.reason,
+        "spilled": layers.spilled(),
         "error": error,
     }
 
@@ -350,7 +389,8 @@ def document(known: dict[str, str], results: Sequence[Result], compared: dict[st
         "",
         "Emulated, NOT a measurement of accelerators: real processes and bytes, slowed wires, and products that last their FLOPs",
         f"over a declared rate. Rates are those of the cluster that is stood for; all runs {SCALE:g} times slower: {INTER} are",
-        "400 Mbit/s. Ratios are of one round, with quartiles. LLEP's rule is not measured: weights do not go along in a step.",
+        "400 Mbit/s. Ratios are of one round, with quartiles. LLEP's rule (llep) has its authors' thresholds, and what it spills",
+        "travels as what spills by prices (spill): docs/placement.md. It is not their program.",
         "",
         *[f"- {name}: {text}" for name, text in known.items()],
         f"- the layer: hidden {shape.hidden}, {shape.num_experts} experts of width {shape.width}, top-{shape.top_k}, FP32, "
@@ -364,7 +404,7 @@ def document(known: dict[str, str], results: Sequence[Result], compared: dict[st
             f"{result.tokens} tokens a rank; accelerators of {result.compute}. Ways differ by {result.error:.0e} at most. "
             f"{len(next(iter(result.times_s.values())))} rounds. {described(result.reports)}",
             "",
-            f"Ours: {result.reason}.",
+            f"Ours: {result.reason}. In a step {'; '.join(result.spilled.values())}.",
             "",
             "| way | busiest rank / mean | dispatch | time, ms | predicted, ms | off by |",
             "|---|---|---|---|---|---|",
@@ -376,10 +416,10 @@ def document(known: dict[str, str], results: Sequence[Result], compared: dict[st
                 f"{1e3 * result.predicted_s[way]:.1f} | {off[way]:+.1%} |"
             )
         lines += ["", "| ratio | measured | target |", "|---|---|---|"]
-        for way, base in (("ours", "static"), ("ours", "eplb"), ("eplb", "static")):
+        for way, base in _COMPARED:
             target = f"{TARGETS[way, base]:g}" if (way, base) in TARGETS else ""
             if result.load == "even":
-                target = f"{EVEN_TARGET:g}" if (way, base) == ("ours", "static") else ""
+                target = f"{EVEN_TARGET:g}" if (way, base) in TARGETS and base == "static" else ""
             lines.append(f"| {way} / {base} | **{ratio(result, way, base)}** | {target} |")
     if results:
         off_by = median(abs(each) for result in results for each in errors(result).values())
@@ -415,7 +455,8 @@ def main() -> None:
     compared = measure_losses() if options.losses else None
     for cluster in options.cluster or _CLUSTERS:
         for result in measure(cluster, options.load or LOADS, options.rounds, options.budget_s, options.profile):
-            print(f"{cluster}, {result.load}: ours / static {ratio(result, 'ours', 'static')}", flush=True)
+            said = ", ".join(f"{way} / {base} {ratio(result, way, base)}" for way, base in _COMPARED[:3])
+            print(f"{cluster}, {result.load}: {said}", flush=True)
             results.append(result)
             found = {"date": today(), "facts": known, "results": [asdict(each) for each in results], "losses": compared}
             write_results(stem, found, document(known, results, compared))

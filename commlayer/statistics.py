@@ -23,8 +23,10 @@ __all__ = [
     "GroupStats",
     "PlacementStats",
     "Row",
+    "SpillStats",
     "Stats",
     "count_dispatch",
+    "count_spill",
     "name_replica",
     "note_placement",
     "print_at_exit",
@@ -87,6 +89,25 @@ class PlacementStats(TypedDict):
     reason: str
 
 
+class SpillStats(TypedDict):
+    """The statistics of experts whose weights went along with rows: among which global ``ranks`` of a dispatcher, by which
+    ``rule``; in how many ``calls`` the load was uneven, in how many of these something ``spilled``; how many ``experts`` were
+    lent in all, each once to a rank, and for how many ``rows``, of all ranks; the bytes of weights that this rank lent and was
+    lent, without gradients, which take as many where there are some; and the latest ``reason``, in words.
+    """
+
+    dispatcher: str
+    ranks: list[int]
+    rule: str
+    calls: int
+    spilled: int
+    experts: int
+    rows: int
+    lent_bytes: int
+    guest_bytes: int
+    reason: str
+
+
 class Stats(TypedDict):
     """The statistics of this rank. ``rank`` is None before the first group. ``placements``: the last 64."""
 
@@ -94,6 +115,7 @@ class Stats(TypedDict):
     groups: list[GroupStats]
     dispatches: list[DispatchStats]
     placements: list[PlacementStats]
+    spills: list[SpillStats]
 
 
 class Row:
@@ -240,6 +262,36 @@ def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_token
     counted[1] += num_tokens
 
 
+_spills: dict[tuple[str, tuple[int, ...], str], SpillStats] = {}
+"""By dispatcher, ranks and rule."""
+
+
+def count_spill(
+    dispatcher: str,
+    ranks: tuple[int, ...],
+    rule: str,
+    *,
+    experts: int,
+    rows: int,
+    weight_bytes: tuple[int, int],
+    reason: str,
+) -> None:
+    """Count one call whose load was uneven; ``weight_bytes``: that this rank lent, and was lent."""
+    before = _spills.get((dispatcher, ranks, rule))
+    _spills[dispatcher, ranks, rule] = {
+        "dispatcher": dispatcher,
+        "ranks": list(ranks),
+        "rule": rule,
+        "calls": 1 + (before["calls"] if before else 0),
+        "spilled": (experts > 0) + (before["spilled"] if before else 0),
+        "experts": experts + (before["experts"] if before else 0),
+        "rows": rows + (before["rows"] if before else 0),
+        "lent_bytes": weight_bytes[0] + (before["lent_bytes"] if before else 0),
+        "guest_bytes": weight_bytes[1] + (before["guest_bytes"] if before else 0),
+        "reason": reason,
+    }
+
+
 _placements: deque[PlacementStats] = deque(maxlen=64)
 
 
@@ -264,6 +316,7 @@ def stats() -> Stats:
             for (dispatcher, ranks, kind), (calls, tokens) in list(_dispatches.items())
         ],
         "placements": list(_placements),
+        "spills": list(_spills.values()),
     }
 
 
@@ -274,6 +327,7 @@ def reset_stats() -> None:
             group.reset()
     _dispatches.clear()
     _placements.clear()
+    _spills.clear()
 
 
 _printing: tuple[int, str] | None = None
@@ -305,6 +359,7 @@ def _in_child() -> None:
     _groups.clear()
     _dispatches.clear()
     _placements.clear()
+    _spills.clear()
     atexit.unregister(_print)
     _printing = None
 
@@ -360,8 +415,20 @@ def print_table(found: Stats, title: str = "") -> None:
             f"{each['dispatcher']} dispatched over {counted(len(each['ranks']), 'rank')} by {each['kind']}: "
             f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
         )
-    for placed in found["placements"]:
-        console.print(printable(f"experts, step {placed['step']}: {placed['reason']}", keep=""))
+    placed = [f"experts, step {each['step']}: {each['reason']}" for each in found["placements"]]
+    for line in (*map(_spill_line, found["spills"]), *placed):
+        console.print(printable(line, keep=""))
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():
             console.print(printable(f"group {group['group'][:12]}: {counted(count, 'call')} flat: {reason}"))
+
+
+def _spill_line(spill: SpillStats) -> str:
+    from commlayer.units import format_bytes
+
+    lent, guests = format_bytes(spill["lent_bytes"]), format_bytes(spill["guest_bytes"])
+    return (
+        f"{spill['dispatcher']} over {len(spill['ranks'])} ranks: experts spilled in {spill['spilled']} of "
+        f"{counted(spill['calls'], 'uneven call')}, {counted(spill['rows'], 'row')}; this rank lent weights of {lent}, and was lent "
+        f"{guests}. {spill['reason']}"
+    )

@@ -22,6 +22,7 @@ from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts, carrying
 from commlayer.integrations.wire_choice import LaneWires
+from commlayer.scheduler.placement.spilling import Spilling
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 
@@ -48,7 +49,8 @@ class MoETransformerLayer(nn.Module):
         router: how tokens choose experts. Losses and the bias of loss-free balancing look at the tokens of the whole stage.
         mesh: the groups; None: everything is on this rank.
         attention: ``ulysses`` or ``tensor``, see :class:`~commlayer.integrations.attention.ParallelAttention`.
-        shared_width, dispatch, chunks, weights_at, spare_slots: see :class:`~commlayer.integrations.moe.layer.MoELayer`.
+        shared_width, dispatch, chunks, weights_at, spare_slots, spilling: see
+            :class:`~commlayer.integrations.moe.layer.MoELayer`.
         rope_base: base of rotary position embeddings; None: no rotation.
         seed: of all weights.
         wires: formats in which tokens and activations may travel; ``dp`` is not the layer's.
@@ -72,6 +74,7 @@ class MoETransformerLayer(nn.Module):
         chunks: int | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
         spare_slots: int | None = None,
+        spilling: Spilling | str | None = None,
         rope_base: float | None = 10_000.0,
         seed: int = 0,
         wires: LaneWires | None = None,
@@ -104,6 +107,7 @@ class MoETransformerLayer(nn.Module):
             chunks=chunks,
             weights_at=weights_at,
             spare_slots=spare_slots,
+            spilling=spilling,
             sequence=None if mesh is None else GroupCommunicator(mesh.group("tp_cp"), "ep"),
             balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "dp"),  # of the gradients' group
             seed=4 * seed + 1,  # and the shared experts the one after

@@ -30,6 +30,7 @@ from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.placement.spilling import Spilling
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
 
@@ -69,6 +70,7 @@ class ModelConfig:
     dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto"
     chunks: int | Literal["auto"] = "auto"
     spare_slots: int | None = None
+    spilling: Spilling | str | None = None
     rope_base: float | None = 10_000.0
     seed: int = 0
     wires: LaneWires | None = None
@@ -91,6 +93,7 @@ class ModelConfig:
             dispatch=self.dispatch,
             chunks=1 if self.overlap_micro_batches and self.chunks == "auto" else self.chunks,
             spare_slots=self.spare_slots,
+            spilling=self.spilling,
             rope_base=self.rope_base,
             seed=self.seed * _SEEDS + index + 1,
             wires=self.wires,

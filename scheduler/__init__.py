@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.variations import ALTERNATIVES, Variation, compare, what_if
     from commlayer.scheduler.placement.expert_loads import ExpertLoads
     from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+    from commlayer.scheduler.placement.llep import LlepRule
     from commlayer.scheduler.placement.placement_price import ExpertWork
     from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRoom, place
+    from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
     from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
     from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 
@@ -57,6 +59,7 @@ __all__ = [
     "Job",
     "LanePolicy",
     "LayerShape",
+    "LlepRule",
     "ModelShape",
     "Op",
     "PlacementDecision",
@@ -68,6 +71,8 @@ __all__ = [
     "SearchResult",
     "Setup",
     "Space",
+    "SpillDecision",
+    "Spilling",
     "Step",
     "StepEstimate",
     "Strategy",

@@ -37,6 +37,7 @@ from commlayer.integrations import (
     RouterConfig,
 )
 from commlayer.integrations.examples.text import VOCABULARY, Corpus
+from commlayer.statistics import SpillStats
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]
@@ -65,7 +66,7 @@ class TrainOptions:
 class Trained:
     """The record of a training run. ``losses``: of every step, before its update; the same on all ranks. ``dispatch``:
     how often tokens went which way, in how many chunks, on this rank, and why in the end. ``step_us``: the median step.
-    ``migrations``: how often experts of this rank's stage moved.
+    ``migrations``: how often experts of this rank's stage moved. ``spills``: what of them went along with rows.
     """
 
     losses: list[float]
@@ -73,6 +74,7 @@ class Trained:
     reason: str
     step_us: float
     migrations: int
+    spills: list[SpillStats]
 
 
 def train(
@@ -87,6 +89,10 @@ def train(
         UsageError: sizes that do not go together, or with the mesh or the text; experts that shall be placed, and cannot.
     """
     with _said_once():
+        if config.spilling is not None and (mesh is None or mesh.size("ep") == 1):
+            raise UsageError(
+                "all experts lie on one rank: there is nowhere to spill them; start several ranks, with --ep"
+            )
         model = MoELanguageModel(config, mesh)
         corpus = Corpus.of(options.text, options.seed)
         corpus.batch(0, options.sequence, options.batch)
@@ -122,7 +128,8 @@ def train(
             say(step, losses[-1])
             advance(f"loss {losses[-1]:.4f}")
     step_us = statistics.median(times) if times else 0.0
-    return Trained(losses, dict(dispatch), reason, step_us, placer.num_migrations if placer is not None else 0)
+    migrations = placer.num_migrations if placer is not None else 0
+    return Trained(losses, dict(dispatch), reason, step_us, migrations, stats()["spills"])
 
 
 def _placer(
@@ -259,6 +266,13 @@ _run_options = in_order(
         help="Room on each rank for copies of experts that are placed.  [0]",
     ),
     click.option(
+        "--spill",
+        "spilling",
+        type=click.Choice(["priced", "llep"]),
+        help="Where routing is uneven, weights of busy experts go along to idle ranks: where that is predicted to pay, or by "
+        "LLEP's rule.  [they stay]",
+    ),
+    click.option(
         "--attention",
         default="ulysses",
         show_default=True,
@@ -351,6 +365,10 @@ def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
     echo(f"dispatch: {ways} ({trained.reason})")
     if trained.migrations:
         echo(f"experts moved {trained.migrations} times")
+    for spill in trained.spills:
+        echo(
+            f"experts spilled in {spill['spilled']} of {spill['calls']} uneven calls, {spill['rows']} rows ({spill['reason']})"
+        )
     rows = [
         (*key, f"{number:.0f}", format_bytes(int(size)), f"{time_us / number / 1e3:.2f}")
         for key, (number, size, time_us) in sorted(calls.items())

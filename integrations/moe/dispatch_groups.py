@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.levels import Levels
@@ -15,13 +16,15 @@ __all__ = ["ExpertGrid", "WireGroups"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGrid:
-    """EP × ETP ranks, and the E experts over EP. ``levels``: of the EP group, where tokens may go in two of them."""
+    """EP × ETP ranks, and the E experts over EP. ``levels``: of the EP group, where tokens may go in two of them. ``guests``: how
+    many each EP rank has behind its own for one call; they are counted among the E."""
 
     num_experts: int
     ep: GroupCommunicator
     etp: GroupCommunicator
     all: GroupCommunicator
     levels: Levels | None = None
+    guests: tuple[int, ...] = ()
 
     @property
     def num_reached(self) -> int:
@@ -33,8 +36,14 @@ class ExpertGrid:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The number of experts of each EP rank; the first ones one more where they do not divide."""
-        return even_rows(self.num_experts, self.ep.size)
+        """The number of experts of each EP rank, guests too; the first ones one more of their own where these do not divide."""
+        own = even_rows(self.num_experts - sum(self.guests), self.ep.size)
+        return tuple(map(sum, zip(own, self.guests, strict=True))) if self.guests else own
+
+    def with_guests(self, guests: Sequence[int]) -> ExpertGrid:
+        """The same grid, with so many guests on each EP rank, of this call alone."""
+        found = replace(self, num_experts=self.num_experts + sum(guests), guests=tuple(guests))
+        return found if self.levels is None else replace(found, levels=replace(self.levels, experts=found.experts))
 
     @property
     def num_local_experts(self) -> int:

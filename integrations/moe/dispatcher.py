@@ -33,8 +33,10 @@ from commlayer.integrations.moe.agreement import (
 )
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
+from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.level_exchanges import LevelExchanges
 from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.moe.load_recorder import layer_record
@@ -52,7 +54,8 @@ from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.remat import recomputable_from
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.statistics import count_dispatch
+from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
+from commlayer.statistics import count_dispatch, count_spill
 
 __all__ = ["TokenDispatcher"]
 
@@ -78,10 +81,14 @@ class TokenDispatcher:
             ``COMMLAYER_WIRE``. Inside a node, and where the profile finds it no faster, they go as they are.
         slots: where experts lie, if not in order: rows are then those of slots, of which every rank has as many. Choices and
             capacities stay those of experts.
+        spilling: how rows of busy ranks, and the weights of their experts, go to idle ones for a call
+            (:class:`~commlayer.scheduler.placement.spilling.Spilling`, or the name of its rule); None: they stay. Tokens then go
+            through :meth:`run` only, and the experts are :class:`~commlayer.integrations.moe.experts.GroupedExperts`.
         used_by: whose it is, for statistics.
 
     Attributes:
         decision: of the latest :meth:`prepare`.
+        spill_decision: of the latest one whose load was uneven, where experts may spill.
         weights_travel: as given.
 
     Raises:
@@ -101,6 +108,7 @@ class TokenDispatcher:
         weights_travel: bool = False,
         wire: DispatchWire | str | None = None,
         slots: ExpertSlots | None = None,
+        spilling: Spilling | str | None = None,
         used_by: str = "TokenDispatcher",
     ) -> None:
         _check_slots(slots, num_experts, ep)
@@ -117,7 +125,12 @@ class TokenDispatcher:
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
         self._count = torch.compiler.disable(partial(count_dispatch, used_by, self.grid.all.ranks))
+        wanted = Spilling.of(spilling)
+        self._spiller = None if wanted is None else ExpertSpiller(self.grid, slots, wanted)
+        self.spill_decision: SpillDecision | None = None
+        self._used_by = used_by
         self._setup = (
+            0 if self._spiller is None else self._spiller.number,
             number_of_wire(self.ways.wire),
             ("auto", *DISPATCH_KINDS).index(kind),
             weights_travel,
@@ -171,6 +184,9 @@ class TokenDispatcher:
         layout = ChoiceCounts.exchange(self.grid, offer)
         for seen in self._watching:
             seen(layout, self.slots)
+        lent: LentExperts | None = None
+        if self._spiller is not None:
+            layout, lent = self._spill(layout, experts)
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
         ways = {"all_gather": layout.gathered, "two_level": layout.two_level}
@@ -184,7 +200,30 @@ class TokenDispatcher:
             needs_gradient=layout.needs_gradient,
             sound_weights=None if weights is None else weakref.ref(weights),
             placement=None if self.slots is None else self.slots.placement,
+            lent=lent,
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it decides by numbers, and talks to others
+    def _spill(self, layout: ChoiceCounts, experts: Experts | None) -> tuple[ChoiceCounts, LentExperts | None]:
+        """Change a call's choices to what spills, and find what this rank lends and is lent; or leave all as it is."""
+        assert self._spiller is not None
+        assert isinstance(experts, GroupedExperts)  # or the offer was refused
+        layout, lent, decision = self._spiller.spill(layout, experts)
+        if decision is None:
+            return layout, lent
+        self.spill_decision = decision
+        each, rank = sum(weight[0].nbytes for weight in experts.weights), self.grid.ep.rank
+        sources, targets = decision.ends
+        count_spill(
+            self._used_by,
+            self.grid.all.ranks,
+            decision.rule,
+            experts=len(decision.parts),
+            rows=sum(part.rows for part in decision.parts),
+            weight_bytes=(each * sources.count(rank), each * targets.count(rank)),
+            reason=decision.reason(),
+        )
+        return layout, lent
 
     def _offer(
         self,
@@ -200,10 +239,11 @@ class TokenDispatcher:
         )  # they are looked at with the indices: the host waits once
         self._check_weights(weights, *indices.shape[:2], is_sound=on_device)
         is_elsewhere = like is not None and not like.is_cpu
-        way = number_of((*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere))
+        trained = () if self._spiller is None else _trained(experts, capacity)
+        way = (*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere, *trained)
         if self.slots is not None:
             indices = self.slots.slots_of(indices)
-        return Offer(indices, capacity, like, way, needs_gradient, weights=weights if on_device else None)
+        return Offer(indices, capacity, like, number_of(way), needs_gradient, weights=weights if on_device else None)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Refuse a call in place of :meth:`prepare`, where this rank cannot go on: tell the others, then raise ``error``."""
@@ -296,6 +336,8 @@ class TokenDispatcher:
         :meth:`run`).
         """
         self._check(x, None, handle)
+        if self._spiller is not None:
+            raise UsageError("dispatch: where experts may spill, their weights go along with tokens: use run()")
         chunk = self._only(handle)
         handle.use.dispatched += 1
         handle.use.hidden, handle.use.dtype = x.shape[1], x.dtype
@@ -366,7 +408,7 @@ class TokenDispatcher:
 
         Raises TensorError and UsageError as :meth:`dispatch` and :meth:`combine` do.
         """
-        stages = self._start(x, handle, weights)
+        stages = self._start(x, handle, experts, weights)
         other = beside() if beside is not None else None
         stages.compute(experts)
         return stages.finish(), other
@@ -381,14 +423,16 @@ class TokenDispatcher:
         beside: Callable[[], torch.Tensor] | None = None,
     ) -> Parts[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parts of :meth:`run`, for passes in turns: another goes on while tokens go out, and while they come back."""
-        stages = self._start(x, handle, weights)
+        stages = self._start(x, handle, experts, weights)
         others: Sequence[torch.Tensor] = () if beside is None else (beside(),)
         others = stages.carry_on((yield (*stages.crossing(), *others)))
         stages.compute(experts)
         others = stages.carry_on((yield (*stages.crossing(), *others)))
         return stages.finish(), others[0] if others else None
 
-    def _start(self, x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None) -> _ChunkStages:
+    def _start(
+        self, x: torch.Tensor, handle: DispatchHandle, experts: Experts, weights: torch.Tensor | None
+    ) -> _ChunkStages:
         self._check(x, weights, handle)
         if handle.use.dispatched:
             raise UsageError("run: the tokens of this handle have gone already: prepare another")
@@ -396,7 +440,7 @@ class TokenDispatcher:
         x = _for_backward(x, handle)
         if weights is not None:
             weights = _for_backward(weights, handle)
-        return _ChunkStages(self, x, handle, weights)
+        return _ChunkStages(self, x, handle, experts, weights)
 
     @staticmethod
     def _only(handle: DispatchHandle) -> Chunk:
@@ -449,6 +493,31 @@ def _check_slots(slots: ExpertSlots | None, num_experts: int, ep: GroupCommunica
         )
 
 
+def _trained(experts: Experts | None, capacity: int | None) -> tuple[bool, ...]:
+    """Tell which weights of experts that may spill are trained, as on all ranks: their gradients come back. Raises UsageError."""
+    if is_sharded(experts):
+        raise UsageError(
+            f"{who()}experts that FSDP shards cannot spill: no rank has all weights of one; leave them out of fully_shard, or "
+            "spilling out"
+        )
+    if not isinstance(experts, GroupedExperts):
+        raise UsageError(
+            f"{who()}experts spill by sending weights that must be known: expected GroupedExperts as experts=, got "
+            f"{type(experts).__name__}; leave spilling out"
+        )
+    if capacity is not None:
+        raise UsageError(
+            f"{who()}rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave pad_to_capacity "
+            "out, or spilling"
+        )
+    return tuple(weight.requires_grad for weight in experts.weights)
+
+
+def _with_guests(experts: Experts, lent: LentExperts | None) -> AbstractContextManager[None]:
+    """The block in which experts compute the rows of their guests too."""
+    return experts.with_guests(lent) if lent is not None and isinstance(experts, GroupedExperts) else nullcontext()
+
+
 def _weight_gradients_last(experts: Experts, x: torch.Tensor) -> AbstractContextManager[None]:
     """The block in which experts that can do so put off the products for their weights' gradients."""
     if isinstance(experts, GroupedExperts) and puts_off(experts, x):
@@ -473,7 +542,12 @@ class _ChunkStages:
     """All chunks of a handle on their way through :meth:`TokenDispatcher.run`; the first of them are sent when it is made."""
 
     def __init__(
-        self, dispatcher: TokenDispatcher, x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None
+        self,
+        dispatcher: TokenDispatcher,
+        x: torch.Tensor,
+        handle: DispatchHandle,
+        experts: Experts,
+        weights: torch.Tensor | None,
     ) -> None:
         sizes = [chunk.num_tokens for chunk in handle.chunks]
         self._x, self._travel = x, dispatcher.weights_travel
@@ -485,6 +559,10 @@ class _ChunkStages:
         self._ahead = len(sizes) if handle.needs_gradient and torch.is_grad_enabled() else 1
         for j in range(self._ahead):  # each is packed while those before it travel
             self._send(j)
+        self._lent = handle.lent
+        if self._lent is not None:  # behind the tokens, which every rank waits for first
+            assert isinstance(experts, GroupedExperts)  # when the handle was prepared
+            self._lent.start(experts.weights)
 
     def _send(self, j: int) -> None:
         self._stages[j].pack(self._xs[j], self._ws[j], self._travel)
@@ -492,7 +570,7 @@ class _ChunkStages:
 
     def compute(self, experts: Experts) -> None:
         """Run the experts on one chunk after another, and send each back."""
-        with _weight_gradients_last(experts, self._x):
+        with _with_guests(experts, self._lent), _weight_gradients_last(experts, self._x):
             for j, stage in enumerate(self._stages):
                 if self._ahead <= j + 1 < len(self._stages):
                     self._send(j + 1)
@@ -504,13 +582,14 @@ class _ChunkStages:
 
     def crossing(self) -> list[torch.Tensor]:
         """List what the next part takes from this one."""
-        return [x for stage in self._stages for x in stage.crossing()]
+        crossing = [x for stage in self._stages for x in stage.crossing()]
+        return crossing if self._lent is None else [*crossing, *self._lent.crossing]
 
     def carry_on(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Take back what :meth:`crossing` has listed, and return what was given beside it."""
         for stage in self._stages:
             given = stage.carry_on(given)
-        return given
+        return given if self._lent is None else self._lent.cut(given)
 
 
 class _ChunkStage:

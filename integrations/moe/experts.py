@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.parameter_marks import mark_experts
 from commlayer.integrations.remat import is_rematerialising, recomputable
 from commlayer.profiles.errors import TensorError, UsageError
@@ -23,6 +24,9 @@ from commlayer.transfers import differentiable_once
 
 __all__ = ["GroupedExperts", "WeightGradients", "grouped_linear", "has_grouped_mm", "swiglu"]
 
+Product = Callable[[torch.Tensor, str, Sequence[int]], torch.Tensor]
+"""Rows, the name of a weight, and how many rows each expert has → their products."""
+_WEIGHTS = ("w_gate", "w_up", "w_down")
 _BLOCK_BYTES = 1 << 18
 """The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
 
@@ -239,6 +243,7 @@ class GroupedExperts(nn.Module):
 
     _calls = 0
     _put_off: Mapping[str, tuple[torch.Tensor, tuple[WeightGradients, int]]] = MappingProxyType({})
+    _lent: LentExperts | None = None
 
     def __init__(
         self,
@@ -333,14 +338,32 @@ class GroupedExperts(nn.Module):
         multiply each row by its gating weight between SwiGLU and ``w_down``, where MegaScale-MoE does (its section
         4.1), so that no output need be kept for it.
 
+        In a block of :meth:`with_guests` the rows of guests come behind those of own experts, which are computed first.
         Raises TensorError for another hidden size or number of experts.
         """
-        if x.dim() != 2 or x.shape[1] != self.hidden or len(rows) != self.count:
+        lent = self._lent
+        count = self.count if lent is None else self.count + lent.num_guests
+        if x.dim() != 2 or x.shape[1] != self.hidden or len(rows) != count:
             raise TensorError(
-                f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
+                f"{count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
             )
         self._calls += 1
-        gate, up = self._product(x, "w_gate", rows), self._product(x, "w_up", rows)
+        if lent is None:
+            return self._computed(x, rows, weights, self._product)
+        sizes = [sum(rows[: self.count]), sum(rows[self.count :])]
+        (own, of_guests), of_each = x.split(sizes), (None, None) if weights is None else weights.split(sizes)
+        computed = self._computed(own, rows[: self.count], of_each[0], self._product)
+        guests = dict(zip(_WEIGHTS, lent.guests(), strict=True))
+
+        def product(x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
+            return grouped_linear(x, guests[name], rows)
+
+        return torch.cat([computed, self._computed(of_guests, rows[self.count :], of_each[1], product)])
+
+    def _computed(
+        self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None, product: Product
+    ) -> torch.Tensor:
+        gate, up = product(x, "w_gate", rows), product(x, "w_up", rows)
         inner = swiglu(gate, up)
         kept = gate.detach(), up.detach()
         promise = recomputable(inner, lambda: swiglu(*kept), inputs=kept)  # before it is used, as everywhere
@@ -349,13 +372,31 @@ class GroupedExperts(nn.Module):
             inner = inner * weights
             kept_weights = weights.detach()
             recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
-        return self._product(inner, "w_down", rows)
+        return product(inner, "w_down", rows)
 
     def _product(self, x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
         if name not in self._put_off:
-            return grouped_linear(x, getattr(self, name), rows)
+            return grouped_linear(x, self._weight(name), rows)
         weight, later = self._put_off[name]
         return grouped_linear(x, weight, rows, later if self._calls <= LATER_CHUNKS else None)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self, name) if self._lent is None else self._lent.own[_WEIGHTS.index(name)]
+        return weight
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """``w_gate``, ``w_up`` and ``w_down``, which are lent in this order."""
+        return self.w_gate, self.w_up, self.w_down
+
+    @contextmanager
+    def with_guests(self, lent: LentExperts) -> Iterator[None]:
+        """Compute, in this block, the rows of ``lent``'s guests too, and with own weights that have gone through it."""
+        self._lent = lent
+        try:
+            yield
+        finally:
+            self._lent = None
 
     @contextmanager
     def weight_gradients_last(self) -> Iterator[None]:
@@ -367,11 +408,11 @@ class GroupedExperts(nn.Module):
         rematerialised, to save memory, and where torch compiles, nothing is put off, nor are a GPU's grouped products.
         Gradients have the same bits either way.
         """
-        names = [name for name in ("w_gate", "w_up", "w_down") if getattr(self, name).requires_grad]
+        names = [name for name in _WEIGHTS if getattr(self, name).requires_grad]
         self._calls = 0
         if names and torch.is_grad_enabled() and not (is_rematerialising() or torch.compiler.is_compiling()):
             later = WeightGradients()
-            weights = later.put_off(*(getattr(self, name) for name in names))
+            weights = later.put_off(*(self._weight(name) for name in names))
             self._put_off = {
                 name: (weight, (later, place)) for place, (name, weight) in enumerate(zip(names, weights, strict=True))
             }

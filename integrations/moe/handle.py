@@ -14,6 +14,7 @@ import torch
 
 from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, neighbours_of, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.levels import RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
@@ -80,7 +81,7 @@ class DispatchHandle:
     """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: one of ``DISPATCH_KINDS``.
     ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
     ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
-    finite. ``placement``: where experts lay, if they can be placed anew.
+    finite. ``placement``: where experts lay, if they can be placed anew. ``lent``: whose weights go along, where some rank's do.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class DispatchHandle:
     needs_gradient: bool = False
     sound_weights: weakref.ref[torch.Tensor] | None = None
     placement: ExpertPlacement | None = None
+    lent: LentExperts | None = None
     use: Use = field(default_factory=Use)
 
 

@@ -26,6 +26,7 @@ from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from commlayer.scheduler.placement.spilling import Spilling
 
 __all__ = ["MoELayer", "SharedExperts"]
 
@@ -76,6 +77,9 @@ class MoELayer(nn.Module):
             each rank takes its share of them.
         spare_slots: places for copies of experts on each rank, beside those that experts in order take. Given, 0 too, experts
             can be placed anew while the model trains (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
+        spilling: where routing is uneven, rows of busy ranks may be computed on idle ones, to which the experts' weights go
+            along: ``priced``, where that is predicted to pay; ``llep``, by LLEP's rule; or a
+            :class:`~commlayer.scheduler.placement.spilling.Spilling`. Decided in every forward pass; None: rows stay.
         sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
         seed: of all weights.
 
@@ -101,15 +105,20 @@ class MoELayer(nn.Module):
         wire: DispatchWire | str | None = None,
         communicator: Communicator | None = None,
         spare_slots: int | None = None,
+        spilling: Spilling | str | None = None,
         sequence: GroupCommunicator | None = None,
         balance: GroupCommunicator | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         _check_options(router, mesh, chunks, weights_at=weights_at, tokens=tokens)
-        if spare_slots is not None and communicator is not None:
+        if communicator is not None and (spare_slots is not None or spilling is not None):
+            name = "spare_slots" if spare_slots is not None else "spilling"
+            raise UsageError(f"a communicator's plans send rows to experts in order: leave {name} out, or communicator")
+        if spilling is not None and router.pad_to_capacity:
             raise UsageError(
-                "a communicator's plans send rows to experts in order: leave spare_slots out, or communicator"
+                "rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave pad_to_capacity "
+                "out, or spilling"
             )
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
@@ -121,6 +130,7 @@ class MoELayer(nn.Module):
             weights_travel=weights_at == "experts",
             wire=wire,
             slots=None if spare_slots is None else _slots_in_order(router.num_experts, mesh, spare_slots),
+            spilling=spilling,
             **_groups(mesh),  # type: ignore[arg-type]
         )
         grid, slots = self.dispatcher.grid, self.dispatcher.slots

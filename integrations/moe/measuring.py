@@ -17,14 +17,16 @@ import torch
 
 from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import Experts
 from commlayer.integrations.moe.levels import Levels, RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
 from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.overlap import ExpertTimes
+from commlayer.scheduler.placement.placement_price import ExpertWork
 
-__all__ = ["Measurements", "MoveShape", "MoveTimes", "measure_experts", "measure_moves"]
+__all__ = ["Measurements", "MoveShape", "MoveTimes", "measure_experts", "measure_moves", "work_of_experts"]
 
 _FEWEST_TOKENS, _MOST_BYTES = 512, 64 << 20
 _REPEATS = 5
@@ -32,6 +34,8 @@ _FEWEST_ROWS, _TRUST = 64, 2
 """Experts are measured on as many rows at least; and all anew where a call has this many times more than were measured."""
 _PARTS = (8, 2, 1)
 """The divisors of a call's rows: the fractions 1/8, 1/2 and all are timed."""
+_PRICED_ROWS = 1024
+"""The most rows on which experts are measured for prices: as many as their times grow in proportion from, on most devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,27 @@ class Measurements:
                 "look at its log"
             )
         return tuple(median(column.tolist()) for column in everyone.unbind(1))
+
+
+def work_of_experts(
+    experts: GroupedExperts, measured: Measurements, state_bytes: int = 0, micro_batches: int = 1
+) -> ExpertWork:
+    """Find what one of a rank's experts costs, for prices of placements. Collective: see :meth:`Measurements.experts`.
+
+    ``state_bytes``: of an optimizer, which go with an expert.
+    """
+    times = measured.experts(experts, _PRICED_ROWS, experts.w_gate.new_empty(0, experts.hidden))
+    row_us = max(0.0, (times.times_us[-1] - times.times_us[0]) / max(1, times.rows[-1] - times.rows[0]))
+    weight_bytes = sum(parameter.nbytes for parameter in experts.parameters()) // experts.count
+    return ExpertWork(
+        row_bytes=experts.hidden * experts.w_gate.element_size(),
+        row_us=row_us,
+        expert_us=max(0.0, times.times_us[0] - row_us * times.rows[0]) / experts.count,
+        weight_bytes=weight_bytes,
+        gradient_bytes=weight_bytes,
+        state_bytes=state_bytes,
+        micro_batches=micro_batches,
+    )
 
 
 _moves_of_group: WeakKeyDictionary[Any, dict[tuple[Any, ...], MoveTimes]] = WeakKeyDictionary()

@@ -152,6 +152,11 @@ class LayerPrice:
     def total_us(self) -> float:
         return self.exchange_us + self.compute_us + self.gradient_us + self.spill_us
 
+    def differs_us(self, other: LayerPrice) -> float:
+        """Add up what curves say of this step and not of ``other``'s, which has nothing that goes along: what may err."""
+        exchange_us, gradient_us = self.exchange_us - other.exchange_us, self.gradient_us - other.gradient_us
+        return abs(exchange_us) + abs(gradient_us) + self.spill_us
+
 
 class PlacementPrices:
     """Prices of placements on the ranks of ``profile``'s topology, an expert group: the ranks of its nodes in order.

@@ -115,11 +115,12 @@ class Placer:
             room[target] -= 1
             yield slots.copy()
 
-    def spilled(self, placement: ExpertPlacement) -> Spilled:
-        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay."""
-        best: Spilled = ()
-        best_us, misses = self.step(placement).total_us, 0
-        for found in _sampled(self._with_spilled(placement)):
+    def spilled(self, placement: ExpertPlacement, begin: Spilled = (), *, stays_near: bool = False) -> Spilled:
+        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay beside
+        what ``begin`` sends. ``stays_near``: to ranks of the same node only."""
+        best = begin
+        best_us, misses = self.step(placement, begin).total_us, 0
+        for found in _sampled(self._with_spilled(placement, begin, stays_near)):
             us = self.step(placement, found).total_us
             misses += 1
             if us < best_us:
@@ -128,16 +129,28 @@ class Placer:
                 break
         return best
 
-    def _with_spilled(self, placement: ExpertPlacement) -> Iterator[Spilled]:
-        """One more part each time, of the busiest rank's largest expert, until one of the two ranks has the mean."""
-        counts, shares = self.load.counts, placement.even_shares()
-        rows, found = counts @ shares, []
-        mean = rows.mean()
-        for _ in range(_MOST_SPILLED):
-            source, target = int(rows.argmax()), int(rows.argmin())
+    def _with_spilled(self, placement: ExpertPlacement, begin: Spilled, stays_near: bool) -> Iterator[Spilled]:
+        """One more part each time, of the busiest rank's largest expert, until one of the two ranks has the mean, or this one the
+        mean of its node, which is as far as its neighbours take it."""
+        import numpy as np
+
+        counts, shares, found = self.load.counts, placement.even_shares(), {}
+        for expert, source, target, part in begin:
+            found[expert, source, target] = part
+            shares[expert, source] -= part
+            shares[expert, target] += part
+        rows, node_of = counts @ shares, self.prices.node_of
+        means = np.full(len(rows), rows.mean())
+        if stays_near:
+            means = (np.bincount(node_of, rows) / np.bincount(node_of))[node_of]
+        for _ in range(_MOST_SPILLED - len(begin)):
+            source = int((rows - (means if stays_near else 0.0)).argmax())
+            target = int(np.where(node_of == node_of[source], rows, np.inf).argmin() if stays_near else rows.argmin())
             of_rank = counts * shares[:, source] * placement.copies[:, source]  # not what was sent there
             expert = int(of_rank.argmax())
-            moved = min(float(of_rank[expert]), float(rows[source] - mean), float(mean - rows[target]))
+            moved = min(
+                float(of_rank[expert]), float(rows[source] - means[source]), float(means[target] - rows[target])
+            )
             if moved <= 0 or placement.copies[expert, target]:
                 return
             part = moved / float(counts[expert])
@@ -145,8 +158,8 @@ class Placer:
             shares[expert, target] += part
             rows[source] -= moved
             rows[target] += moved
-            found.append((expert, source, target, part))
-            yield tuple(found)
+            found[expert, source, target] = found.get((expert, source, target), 0.0) + part
+            yield tuple((*key, part) for key, part in found.items())
 
 
 def _sampled(states: Iterator[_State]) -> Iterator[_State]:

@@ -228,8 +228,7 @@ def _priced(
 
 def _is_sure(each: PlacementCandidate, kept: PlacementCandidate, horizon: int, error: float) -> bool:
     """Whether the gain is left where every curve errs against it by the profile's error, in what differs."""
-    step, was = each.step, kept.step
-    differs_us = abs(step.exchange_us - was.exchange_us) + abs(step.gradient_us - was.gradient_us) + step.spill_us
+    differs_us = each.step.differs_us(kept.step)
     doubt_us = error * (horizon * differs_us + each.migration_us)
     return kept.total_us - each.total_us > max(doubt_us, _LEAST_GAIN * kept.total_us)
 

@@ -164,7 +164,7 @@ def test_progress_shows_what_was_done(capsys: pytest.CaptureFixture[str], monkey
 def test_statistics_of_a_group_show_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     call: Any = {"collective": EVIL, "plan": "flat", "calls": 1, "logical_bytes": 1, "wire_bytes": None, "time_us": 1.0}
     group: Any = {"group": "0", "description": "", "ranks": [0], "calls": [call], "unplanned": {EVIL: 1}}
-    print_table({"rank": 0, "groups": [group], "dispatches": [], "placements": []})
+    print_table({"rank": 0, "groups": [group], "dispatches": [], "placements": [], "spills": []})
     shown = capsys.readouterr().err
     assert "\x1b]" not in shown
     assert "[bold]x[/bold]" in shown

@@ -1,0 +1,250 @@
+"""Spilling of one dispatcher: between the exchange of counts and that of tokens, who computes rows of whom for this call.
+
+The counts that ranks tell each other anyway are all that a decision needs (:mod:`commlayer.scheduler.placement.spilling`). Where
+the load is even, by whole numbers that all ranks have alike, nothing more happens. Else every rank decides, and they
+compare what they found, in one small exchange, before a token moves: prices are of floating-point numbers, which other processors
+may round otherwise, and a rank that sent its tokens elsewhere would hang all of them. What tokens reach on two levels, which
+changes with the decision, is told in the same exchange.
+
+For this call the ranks then have *guests* behind their own experts; choices of what spills are changed into choices of guests,
+and all that comes after, in whatever way tokens go, knows experts of this call alone.
+
+Shapes: T tokens of this rank, K choices of each, P places: experts in order, or the slots of all ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from commlayer.integrations.moe.agreement import FINEST
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.handle import ChoiceCounts
+from commlayer.integrations.moe.lent_experts import LentExperts
+from commlayer.integrations.moe.levels import RowsOnLevel
+from commlayer.integrations.moe.measuring import Measurements, work_of_experts
+from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.placement.placement_price import PlacementPrices
+from commlayer.scheduler.placement.spilling import (
+    SpillDecision,
+    SpilledRows,
+    Spilling,
+    decide_spill,
+    is_uneven,
+    spilled_cells,
+)
+
+__all__ = ["ExpertSpiller"]
+
+_REFUSED = -1
+
+
+class ExpertSpiller:
+    """The spilling of one dispatcher, over the ranks of ``grid``.
+
+    Attributes:
+        decision: of the latest call whose load was uneven.
+    """
+
+    def __init__(self, grid: ExpertGrid, slots: ExpertSlots | None, spilling: Spilling) -> None:
+        self.spilling = spilling
+        self._grid, self._slots = grid, slots
+        self._measured = Measurements(grid)
+        self._prices: PlacementPrices | None = None
+        nodes = (
+            grid.ep.nodes if grid.etp.size == 1 else (tuple(range(grid.ep.size)),)
+        )  # other EP groups may lie otherwise
+        self._node_of = [next(a for a, members in enumerate(nodes) if k in members) for k in range(grid.ep.size)]
+        self.decision: SpillDecision | None = None
+
+    @property
+    def number(self) -> int:
+        """A number below 2¹⁸ of how this is set up, which all ranks must have alike: different ones differ, but for chance."""
+        rule, thresholds, work = self.spilling.rule, self.spilling.thresholds, self.spilling.work
+        profile = None if self.spilling.profile is None else self.spilling.profile.fingerprint
+        return 1 + zlib.crc32(repr((rule, thresholds, profile, work)).encode()) % ((1 << 18) - 1)
+
+    def spill(
+        self, layout: ChoiceCounts, experts: GroupedExperts
+    ) -> tuple[ChoiceCounts, LentExperts | None, SpillDecision | None]:
+        """Decide for one call: how its choices go then, what this rank lends and is lent (None: no rank does), and the decision
+        (None: the load is even). Collective where the load is uneven.
+
+        Raises UsageError for what cannot be priced; DisagreementError where ranks decided differently.
+        """
+        if not is_uneven(layout.gathered_rows):
+            return layout, None, None
+        if self.spilling.rule == "priced" and self._prices is None:
+            self._prices = self._made_prices(experts)
+        told = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64)
+        try:
+            decision = self._decide(layout)
+            found = self._spilled(layout, decision.parts) if decision.parts else layout
+            told[0] = zlib.crc32(repr(decision.parts).encode())
+            if decision.parts and found.grid.levels is not None:
+                reached = found.grid.levels.reached(found.indices).cpu()
+                told[1 : 1 + len(reached)] = reached
+        except Exception:  # the others must hear of it before it is raised, or they wait for this rank
+            told[0] = _REFUSED
+            self._grid.all.all_gather(told.unsqueeze(0))
+            raise
+        everyone = self._grid.all.all_gather(told.unsqueeze(0))
+        self._require_one(everyone[:, 0].tolist(), decision)
+        self.decision = decision
+        if not decision.parts:
+            return layout, None, decision
+        if found.grid.levels is not None:
+            found = replace(found, on_levels=RowsOnLevel.of_call(found.grid.levels, everyone[:, 1:]))
+        return found, self._lent(decision.parts), decision
+
+    def _decide(self, layout: ChoiceCounts) -> SpillDecision:
+        placement = self._placement
+        counts, (experts, ranks) = layout.counts.sum((0, 1, 2)).numpy(), placement.held
+        rows = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
+        rows[experts, ranks] = counts[self._places(experts, ranks)]
+        return decide_spill(rows, placement, layout.indices.shape[1], self.spilling, self._prices)
+
+    @property
+    def _placement(self) -> ExpertPlacement:
+        return (
+            ExpertPlacement.in_order(self._grid.num_experts, self._grid.ep.size)
+            if self._slots is None
+            else self._slots.placement
+        )
+
+    def _places(self, experts: Array, ranks: Array) -> Array:
+        """The place of each expert's copy on a rank, among those of all ranks."""
+        if self._slots is None:
+            return experts
+        at = (self._placement.slots[ranks] == np.asarray(experts)[:, None]).argmax(1)
+        return ranks * self._placement.slots.shape[1] + at
+
+    def _require_one(self, digests: Sequence[int], decision: SpillDecision) -> None:
+        grid, mine = self._grid, digests[self._grid.all.rank]
+        other = next((place for place, digest in enumerate(digests) if digest != mine), None)
+        if other is None:
+            return
+        who = f"rank {grid.all.ranks[grid.all.rank]}: rank {grid.all.ranks[other]}"
+        if digests[other] == _REFUSED:
+            raise DisagreementError(f"{who} could not decide which experts spill, so nothing was sent: look at its log")
+        raise DisagreementError(
+            f"{who} decided otherwise which experts spill, so nothing was sent. Here: {decision.reason()}. Other processors or "
+            "versions may price differently: take spilling='llep', which knows no prices"
+        )
+
+    # What a decision means for a call
+
+    def _spilled(self, layout: ChoiceCounts, parts: Sequence[SpilledRows]) -> ChoiceCounts:
+        """The counts and choices of a call with guests."""
+        grid = self._grid
+        places = self._places(*(np.array([part[at] for part in parts]) for at in (0, 1))).tolist()
+        spilled = [(place, part.target, part.rows) for place, part in zip(places, parts, strict=True)]
+        cells = spilled_cells(layout.counts.numpy(), spilled, self._node_of)
+        widened = grid.with_guests(_guests_of(parts, grid.ep.size))
+        own, guests = _numbers_with_guests(grid, widened, [part.target for part in parts])
+        counts = layout.counts.new_zeros(*layout.counts.shape[:-1], widened.num_experts)
+        counts[..., own] = layout.counts
+        moved = torch.from_numpy(cells)
+        for at, place in enumerate(places):
+            counts[..., own[place]] -= moved[at]
+            counts[..., guests[at]] = moved[at]
+        mine = moved[:, grid.ep.rank, grid.etp.rank]
+        indices = _renumbered(layout.indices, layout.counts[grid.ep.rank, grid.etp.rank], own, guests, places, mine)
+        return replace(layout, grid=widened, indices=indices, counts=counts, on_levels=None)
+
+    def _lent(self, parts: Sequence[SpilledRows]) -> LentExperts | None:
+        rank = self._grid.ep.rank
+        lent = [
+            (
+                int(self._places(np.array([part.expert]), np.array([part.source]))[0]) - self._grid.first_local_expert,
+                part.target,
+            )
+            for part in parts
+            if part.source == rank
+        ]
+        guests = [part.source for part in parts if part.target == rank]
+        return LentExperts(self._grid.ep, lent, guests) if lent or guests else None
+
+    # Prices
+
+    def _made_prices(self, experts: GroupedExperts) -> PlacementPrices:
+        """Collective: the profile is compared, and the work is measured unless it was given."""
+        grid = self._grid
+        profile = self.spilling.profile or grid.ep.profile
+        mine = 0 if profile is None else 1 + zlib.crc32(profile.fingerprint.encode())
+        everyone = grid.all.all_gather(torch.tensor([mine])).tolist()
+        if profile is None or 0 in everyone:
+            raise UsageError(
+                "no profile of the expert group, by which to price what spills: name one in COMMLAYER_PROFILE, or take "
+                "spilling='llep', which knows no prices"
+            )
+        if len(set(everyone)) > 1:
+            raise UsageError(
+                "expert groups that share tokens over etp have different profiles, so what spills has no one price: give them "
+                "one, Spilling(profile=…), or take spilling='llep'"
+            )
+        prices = PlacementPrices(profile, self.spilling.work or work_of_experts(experts, self._measured))
+        if prices.num_ranks != grid.ep.size:
+            raise UsageError(
+                f"spilling by prices: expected a profile of the {grid.ep.size} ranks of EP, got one of {prices.num_ranks} "
+                f"({profile.topology})"
+            )
+        return prices
+
+
+def _guests_of(parts: Sequence[SpilledRows], num_ranks: int) -> list[int]:
+    found = [0] * num_ranks
+    for part in parts:
+        found[part.target] += 1
+    return found
+
+
+def _numbers_with_guests(
+    grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in turn on each rank."""
+    own, shift = torch.arange(grid.num_experts), 0
+    ends, at = [], 0
+    for each, guests in zip(grid.experts, widened.guests, strict=True):
+        own[at : at + each] += shift
+        at, shift = at + each, shift + guests
+        ends.append(at + shift - guests)  # where this rank's guests begin
+    found = []
+    for target in targets:
+        found.append(ends[target])
+        ends[target] += 1
+    return own, found
+
+
+def _renumbered(
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    own: torch.Tensor,
+    guests: Sequence[int],
+    places: Sequence[int],
+    moved: torch.Tensor,
+) -> torch.Tensor:
+    """The choices ``indices`` [T, K] of places as those of places and guests; of each part of the tokens the first choices of a
+    place stay, and the others go to its helpers in turn. ``counts`` [F, P] of this rank's choices, ``moved`` [parts, F]."""
+    device = indices.device
+    table = torch.cat([own, own.new_tensor([-1])]).to(device)
+    found = table[indices].reshape(-1)
+    of_places = counts.sum(0)
+    ends = of_places.cumsum(0) + (indices.numel() - int(of_places.sum()))  # dropped choices are the first when sorted
+    order = torch.sort(indices.reshape(-1), stable=True).indices
+    for place in dict.fromkeys(places):
+        helpers = [at for at, each in enumerate(places) if each == place]
+        numbers = torch.tensor([int(own[place]), *(guests[at] for at in helpers)])
+        stay = counts[:, place] - moved[helpers].sum(0)
+        repeats = torch.cat([stay.unsqueeze(0), moved[helpers]]).t()  # [F, 1 + helpers]
+        sequence = numbers.repeat(FINEST).repeat_interleave(repeats.reshape(-1))
+        end = int(ends[place])
+        found[order[end - len(sequence) : end]] = sequence.to(device)
+    return found.view(indices.shape)

@@ -1,0 +1,394 @@
+"""Experts that spill while a model trains: the same results and gradients as where they stay, in whatever way tokens go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer import stats
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.examples.text import Corpus
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe import expert_spilling
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.expert_placer import ExpertPlacer
+from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.lent_experts import _Way
+from commlayer.integrations.moe.reference_moe import reference_moe
+from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.moe.routing import Routing
+from commlayer.integrations.remat import Rematerialise
+from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.scheduler.mapping import clusters
+from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from commlayer.scheduler.placement.llep import LlepRule
+from commlayer.scheduler.placement.placement_price import ExpertWork
+from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
+from commlayer.testing.plugin import ClusterFactory
+
+EAGER = Spilling("llep", thresholds=LlepRule(imbalance=1.0, capacity=1.0, least_rows=1))
+"""Spills all that is over the mean."""
+HIDDEN, WIDTH, TOP_K = 16, 24, 2
+
+
+def priced(*shape: int) -> Spilling:
+    """Of experts that compute long, so that it pays to send weights."""
+    work = ExpertWork(row_bytes=128, row_us=1e3, weight_bytes=9216, gradient_bytes=9216, state_bytes=0)
+    return Spilling("priced", profile=clusters.load("h100-eos").profile_of(shape), work=work)
+
+
+class Drawn(nn.Module):
+    """A router whose choices are given."""
+
+    def __init__(self, config: RouterConfig, indices: torch.Tensor, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.indices, self.weights = config, indices, weights
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Routing:
+        return Routing.of(self.indices, self.weights, self.config.num_experts)
+
+
+def drawn(experts: int, rank: int, *, hot: float = 0.6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choices of a rank's tokens, of which rank 1 has none: most of them of expert 0, some of one expert twice, some dropped.
+    Their weights, and the tokens."""
+    tokens = (37, 0, 52, 41, 29)[rank % 5]
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(experts, (tokens, TOP_K), generator=generator)
+    indices[torch.rand(tokens, TOP_K, generator=generator) < hot] = 0
+    indices[torch.rand(tokens, TOP_K, generator=generator) < 0.1] = -1
+    weights = torch.rand(tokens, TOP_K, generator=generator, dtype=torch.float64)
+    return indices, weights, torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def layer_of(mesh: FoldedMesh | None, experts: int, rank: int, hot: float = 0.6, **more: Any) -> MoELayer:
+    config = RouterConfig(num_experts=experts, top_k=TOP_K)
+    layer = MoELayer(HIDDEN, WIDTH, config, mesh=mesh, **more).double()
+    layer.router = Drawn(config, *drawn(experts, rank, hot=hot)[:2])  # type: ignore[assignment]  # as a router is used
+    return layer
+
+
+def passed(layer: MoELayer, tokens: torch.Tensor, *, remat: bool = False, times: int = 1) -> list[torch.Tensor]:
+    """The output, and the gradients of tokens and of the experts' weights."""
+    layer.zero_grad()
+    x = tokens.clone().requires_grad_()
+    with Rematerialise(is_on=remat):
+        out = layer(x)
+    for left in reversed(range(times)):
+        out.sin().sum().backward(retain_graph=left > 0)
+    grads = [x.grad, *(weight.grad for weight in layer.experts.weights)]
+    assert all(grad is not None for grad in grads)
+    return [out.detach(), *(grad / times for grad in grads if grad is not None)]
+
+
+def apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(mine, theirs, strict=True))
+
+
+def expected(experts: int, rank: int, size: int, hot: float = 0.6) -> list[torch.Tensor]:
+    """The same of the slow reference, in one process: of all experts' weights."""
+    whole = layer_of(None, experts, 0).experts
+    weights = [weight.detach().clone().requires_grad_() for weight in whole.weights]
+    found: list[torch.Tensor] = []
+    for source in range(size):
+        indices, gates, tokens = drawn(experts, source, hot=hot)
+        x = tokens.requires_grad_()
+        out = reference_moe(x, indices, gates, list(zip(*(w.unbind() for w in weights), strict=True)))
+        out.sin().sum().backward()
+        if source == rank:
+            assert x.grad is not None
+            found = [out.detach(), x.grad]
+    return found + [w.grad for w in weights if w.grad is not None]
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"dispatch": "all_to_all", "chunks": 1},
+    {"dispatch": "all_to_all", "chunks": (1, 3, 3, 1)},
+    {"dispatch": "all_gather"},
+    {"dispatch": "two_level"},
+    {"dispatch": "auto", "weights_at": "experts"},
+)
+
+
+def spilled(
+    degrees: dict[str, int], experts: int, ways: Sequence[dict[str, Any]], spilling: Spilling
+) -> tuple[list[float], list[int], Any]:
+    """The largest differences from the reference; what spilled of each call; statistics."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    errors, rows, rank = [], [], dist.get_rank()
+    with FoldedMesh(degrees) as mesh:
+        tokens, right = drawn(experts, rank)[2], expected(experts, rank, dist.get_world_size())
+        for way in ways:
+            layer = layer_of(mesh, experts, rank, spilling=spilling, **way)
+            here = slice(layer.experts.first, layer.experts.first + layer.experts.count)
+            theirs = [*right[:2], *(grad[here] for grad in right[2:])]
+            calls = [passed(layer, tokens), passed(layer, tokens, remat=True), passed(layer, tokens, times=2)]
+            with torch.no_grad():
+                calls.append([layer(tokens), *theirs[1:]])
+            errors += [apart(mine, theirs) for mine in calls]
+            decision = layer.dispatcher.spill_decision
+            assert decision is not None
+            rows.append(sum(part.rows for part in decision.parts))
+    return errors, rows, stats()["spills"]
+
+
+def test_results_and_gradients_are_the_references(emulated_cluster: ClusterFactory) -> None:
+    found = emulated_cluster(2, 2).run(spilled, {"ep": 4}, 8, WAYS, EAGER)
+    for errors, rows, (counted,) in found:
+        assert max(errors) < 1e-12
+        assert rows == found[0][1]
+        assert min(rows) > 20
+        assert counted["calls"] == counted["spilled"] == 4 * len(WAYS)
+        assert counted["rows"] == 4 * sum(rows)
+        assert "rows of" in counted["reason"]
+    lent, guests = ([each[2][0][name] for each in found] for name in ("lent_bytes", "guest_bytes"))
+    assert lent[1:] == [0, 0, 0]
+    assert lent[0] == sum(guests) > 0 == guests[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "degrees", "experts"), [((1, 3), {"ep": 3}, 7), ((2, 2), {"ep": 2, "etp": 2}, 4)], ids=["7 on 3", "etp"]
+)
+def test_odd_numbers_of_ranks_and_shards_of_experts(
+    emulated_cluster: ClusterFactory, shape: tuple[int, int], degrees: dict[str, int], experts: int
+) -> None:
+    if "etp" in degrees:
+        for errors in emulated_cluster(*shape).run(sharded, degrees, experts):
+            assert max(errors) < 1e-12
+        return
+    for rule in (EAGER, priced(*shape)):
+        for errors, rows, _ in emulated_cluster(*shape).run(spilled, degrees, experts, WAYS[:3], rule):
+            assert max(errors) < 1e-12
+            assert min(rows) > 0
+
+
+def sharded(degrees: dict[str, int], experts: int) -> list[float]:
+    """The differences from a layer whose experts stay, where ranks hold shards of them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    rank = dist.get_rank()
+    with FoldedMesh(degrees) as mesh:
+        tokens, found = drawn(experts, rank)[2], []
+        for way in WAYS[:3]:
+            layer = layer_of(mesh, experts, rank, spilling=EAGER, **way)
+            found.append(apart(passed(layer, tokens), passed(layer_of(mesh, experts, rank, **way), tokens)))
+            assert layer.dispatcher.spill_decision is not None
+            assert layer.dispatcher.spill_decision.parts
+    return found
+
+
+def moved_by_bits() -> tuple[list[bool], bool]:
+    """Whether rows that stay where they were computed have the same bits, and gradients too; what an even load does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    rank = dist.get_rank()
+    with FoldedMesh({"ep": 4}) as mesh:
+        way: dict[str, Any] = {"dispatch": "all_to_all", "chunks": 1}
+        tokens = drawn(8, rank)[2]
+        stays, goes = (layer_of(mesh, 8, rank, spilling=each, **way)(tokens).detach() for each in (None, EAGER))
+        equal = [bool(torch.equal(a, b)) for a, b in zip(stays, goes, strict=True)]
+        even = layer_of(mesh, 8, rank, hot=0.0, spilling=priced(2, 2), **way)
+        even.router = Drawn(even.router.config, torch.arange(16).view(8, 2) % 8, torch.ones(8, 2).double())  # type: ignore[assignment]
+        even(torch.ones(8, HIDDEN).double()).sum().backward()
+        return equal, even.dispatcher.spill_decision is None
+
+
+def test_an_even_load_decides_nothing_and_rows_keep_their_bits(emulated_cluster: ClusterFactory) -> None:
+    for equal, is_quiet in emulated_cluster(2, 2).run(moved_by_bits):
+        assert all(equal), f"{equal.count(False)} of {len(equal)} tokens have other bits"
+        assert is_quiet
+
+
+# In training
+
+ROUTER = RouterConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.01, score="sigmoid", bias_update_rate=1e-3)
+CONFIG = ModelConfig(router=ROUTER, hidden=32, width=32, num_layers=2, num_heads=2, dispatch="all_to_all", chunks=1)
+
+
+def train(config: ModelConfig, degrees: dict[str, int], *, moves: bool = False) -> tuple[list[float], int]:
+    """The losses of some tens of steps under a hot expert, and how many rows spilled."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    separate = ("etp_ep",) if config.overlap_micro_batches else ()
+    with FoldedMesh(degrees, separate=separate) as mesh:
+        model = MoELanguageModel(config, mesh)
+        for layer in model.modules():
+            if isinstance(layer, MoELayer) and layer.router.expert_bias is not None:
+                layer.router.expert_bias.copy_(1.0 / torch.arange(1, 9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        placer = ExpertPlacer(model, optimizer, mesh, every=0, say=lambda words: None) if moves else None
+        corpus, losses = Corpus.of(None), []
+        for step in range(24):
+            optimizer.zero_grad()
+            losses.append(model.train_step(*corpus.batch(step, 16, 8), num_micro_batches=2).item())
+            optimizer.step()
+            if placer is not None:
+                placer.step()
+                if step % 8 == 3:
+                    placer.move_to([with_copies(step + at, each) for at, each in enumerate(placer.placements)])
+        return losses, sum(each["rows"] for each in stats()["spills"])
+
+
+def with_copies(seed: int, before: ExpertPlacement) -> ExpertPlacement:
+    """All slots full: of experts in any order, and of copies."""
+    chooser, (ranks, each) = np.random.default_rng(seed), before.slots.shape
+    slots = np.full((ranks, each), -1)
+    slots[:, : each - 1] = chooser.permutation(before.num_experts).reshape(ranks, each - 1)
+    for row in slots:
+        row[-1] = chooser.choice(np.setdiff1d(np.arange(before.num_experts), row))
+    return ExpertPlacement(slots, before.num_experts)
+
+
+TRAINED: dict[str, tuple[dict[str, int], dict[str, Any], bool]] = {
+    "llep": ({"ep": 4}, {"spilling": EAGER}, False),
+    "priced, placed, with copies": ({"ep": 4}, {"spilling": priced(2, 2), "spare_slots": 1}, True),
+    "a pipeline": ({"ep": 2, "pp": 2}, {"spilling": EAGER, "schedule": "1f1b"}, False),
+    "two at a time": ({"ep": 4}, {"spilling": EAGER, "overlap_micro_batches": True}, False),
+    "edp, dropping": (
+        {"ep": 2},
+        {
+            "spilling": EAGER,
+            "router": replace(ROUTER, capacity_factor=1.5, device_aux_loss_coefficient=0.01, num_devices=2),
+        },
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_losses_are_those_of_experts_that_stay(emulated_cluster: ClusterFactory, name: str) -> None:
+    degrees, more, moves = TRAINED[name]
+    cluster = emulated_cluster(2, 2)
+    config = replace(CONFIG, **more)
+    static, none = cluster.run(train, replace(config, spilling=None, spare_slots=None), degrees)[0]
+    losses, rows = cluster.run(partial(train, moves=moves), config, degrees)[0]
+    assert none == 0 < rows
+    assert losses == pytest.approx(static, rel=1e-6)
+
+
+# What goes wrong
+
+
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (UsageError, DisagreementError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrong() -> list[str]:
+    """What ranks say where rank 2 decides something else, cannot decide, has another rule, or other experts; and then
+    nothing is wrong."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    rank, said = dist.get_rank(), []
+    with FoldedMesh({"ep": 4}) as mesh:
+        layer, tokens = layer_of(mesh, 8, rank, spilling=EAGER), drawn(8, rank)[2]
+        right = vars(expert_spilling)["decide_spill"]
+
+        def other(*given: Any) -> SpillDecision:
+            decision: SpillDecision = right(*given)
+            return replace(decision, parts=())
+
+        def failing(*given: Any) -> SpillDecision:
+            raise UsageError("out of luck")
+
+        for broken in (other, failing):
+            if rank == 2:
+                vars(expert_spilling)["decide_spill"] = broken
+            said.append(raised(lambda: layer(tokens)))
+            vars(expert_spilling)["decide_spill"] = right
+        said.append(raised(lambda: layer_of(mesh, 8, rank, spilling="llep" if rank == 2 else EAGER)(tokens)))
+        layer.experts.w_up.requires_grad_(rank != 2)
+        said.append(raised(lambda: layer(tokens)))
+        layer.experts.w_up.requires_grad_(True)
+        layer(tokens).sum().backward()
+        dispatcher, indices = layer.dispatcher, drawn(8, rank)[0]
+        handle = dispatcher.prepare(indices, like=tokens, experts=layer.experts)
+        said.append(raised(lambda: dispatcher.dispatch(tokens, handle)))
+        said.append(raised(lambda: dispatcher.prepare(indices, like=tokens)))
+        said.append(raised(lambda: layer_of(mesh, 8, rank, spilling="priced")(tokens)))
+    return said
+
+
+def test_what_ranks_decide_differently_is_found_before_a_token_moves(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMLAYER_PROFILE", "none")
+    for rank, said in enumerate(emulated_cluster(2, 2).run(wrong)):
+        assert "decided otherwise which experts spill" in said[0]
+        assert f"rank {0 if rank == 2 else 2} decided" in said[0]
+        assert "out of luck" in said[1] if rank == 2 else "rank 2 could not decide" in said[1]
+        assert "disagree on the way" in said[2]
+        assert "disagree on the way" in said[3]
+        assert "use run()" in said[4]
+        assert "expected GroupedExperts" in said[5]
+        assert "COMMLAYER_PROFILE" in said[6]
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    padded = RouterConfig(num_experts=4, top_k=2, capacity_factor=1.0, pad_to_capacity=True)
+    with pytest.raises(UsageError, match="nothing to spill"):
+        MoELayer(8, 12, padded, spilling="llep")
+    with pytest.raises(UsageError, match="priced or llep"):
+        MoELayer(8, 12, ROUTER, spilling="sometimes")
+    experts = GroupedExperts(8, 12, count=4)
+    dispatcher = TokenDispatcher(4, ep=GroupCommunicator(None, "ep"), spilling="llep")
+    indices = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(UsageError, match="padded to a capacity"):
+        dispatcher.prepare(indices, experts=experts, capacity=3)
+    vars(experts)["unshard"] = None  # as FSDP2's class has it
+    with pytest.raises(UsageError, match="FSDP shards"):
+        dispatcher.prepare(indices, experts=experts)
+    alone = MoELayer(8, 12, ROUTER, spilling="priced")
+    alone(torch.randn(5, 8)).sum().backward()
+    assert alone.dispatcher.spill_decision is None
+
+
+def test_guests_come_behind_the_experts_of_their_rank() -> None:
+    grid = ExpertGrid.of(3, GroupCommunicator(None, "ep"))
+    widened = grid.with_guests([2])
+    assert (widened.num_experts, widened.experts, widened.num_local_experts) == (5, (5,), 5)
+    own, guests = expert_spilling._numbers_with_guests(grid, widened, [0, 0])
+    assert (own.tolist(), guests) == ([0, 1, 2], [3, 4])
+
+
+def dies(point: str) -> str:
+    """On every rank, until rank 1, which helps, dies: what the others hear."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        setattr(_Way, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    dist.init_process_group("commlayer")
+    mesh = FoldedMesh({"ep": 3})
+    layer = layer_of(mesh, 6, rank, spilling=EAGER)
+    try:
+        for _ in range(3):
+            layer(drawn(6, rank)[2]).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("point", ["send", "send_back"])
+def test_a_helper_that_dies_is_named(emulated_cluster: ClusterFactory, point: str) -> None:
+    outcomes = emulated_cluster(1, 3).run(dies, point, check=False, grace_s=20.0)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.value is not None, outcome.failure
+        assert outcome.value.startswith("PeerError")
+        assert "rank 1 " in outcome.value
