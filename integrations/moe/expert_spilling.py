@@ -1,10 +1,10 @@
 """Spilling of one dispatcher: between the exchange of counts and that of tokens, who computes rows of whom for this call.
 
 The counts that ranks tell each other anyway are all that a decision needs (:mod:`commlayer.scheduler.placement.spilling`). Where
-the load is even, by whole numbers that all ranks have alike, nothing more happens. Else every rank decides, and they
-compare what they found, in one small exchange, before a token moves: prices are of floating-point numbers, which other processors
-may round otherwise, and a rank that sent its tokens elsewhere would hang all of them. What tokens reach on two levels, which
-changes with the decision, is told in the same exchange.
+the load is so even that nothing can pay, by whole numbers that all ranks have alike, nothing more happens. Else every rank
+decides, and they compare what they found, in one small exchange, before a token moves: prices are floating-point numbers, which
+other processors may round otherwise, and a rank that sent its tokens elsewhere would hang all of them. What tokens reach on two
+levels, which changes with the decision, is told in the same exchange.
 
 For this call the ranks then have *guests* behind their own experts; choices of what spills are changed into choices of guests,
 and all that comes after, in whatever way tokens go, knows experts of this call alone.
@@ -37,7 +37,6 @@ from commlayer.scheduler.placement.spilling import (
     SpilledRows,
     Spilling,
     decide_spill,
-    is_uneven,
     spilled_cells,
 )
 
@@ -79,7 +78,7 @@ class ExpertSpiller:
 
         Raises UsageError for what cannot be priced; DisagreementError where ranks decided differently.
         """
-        if not is_uneven(layout.gathered_rows):
+        if not self.spilling.is_for(layout.gathered_rows):
             return layout, None, None
         if self.spilling.rule == "priced" and self._prices is None:
             self._prices = self._made_prices(experts)

@@ -24,11 +24,14 @@ from commlayer.scheduler.placement.llep import LlepRule, llep_spilled
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
 from commlayer.scheduler.placement.placement_search import Placer, Spilled
 
-__all__ = ["SpillDecision", "SpillRule", "SpilledRows", "Spilling", "decide_spill", "is_uneven", "spilled_cells"]
+__all__ = ["SpillDecision", "SpillRule", "SpilledRows", "Spilling", "decide_spill", "spilled_cells"]
 
 SpillRule = Literal["priced", "llep"]
 _LEAST_GAIN = 0.01
-"""The part of a step that is worth spilling for; and of the mean, by which the busiest rank must be above it."""
+"""The part of a step that is worth spilling for."""
+_EVEN = 1.05
+"""The busiest rank's rows over the mean, below which nothing is priced: less than that could be gained, and to compare what ranks
+decided takes something too."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class Spilling:
             raise UsageError("spilling: thresholds are of the rule llep; prices have none: leave them out")
         if (self.profile is not None or self.work is not None) and self.rule != "priced":
             raise UsageError("spilling: LLEP's rule knows no prices: leave profile and work out")
+
+    def is_for(self, rows_of_ranks: Sequence[int]) -> bool:
+        """Tell whether ranks with so many rows are uneven enough for a decision at all: by whole numbers and the rule alone,
+        so that ranks on any machines find the same."""
+        total, least = sum(rows_of_ranks), _EVEN
+        if self.rule == "llep":
+            least = (self.thresholds or LlepRule()).imbalance
+        return total > 0 and len(rows_of_ranks) > 1 and max(rows_of_ranks) * len(rows_of_ranks) >= least * total
 
     @classmethod
     def of(cls, given: Spilling | str | None) -> Spilling | None:
@@ -113,12 +124,6 @@ class SpillDecision:
         )
 
 
-def is_uneven(rows_of_ranks: Sequence[int]) -> bool:
-    """Tell whether the busiest rank has enough over the mean for anything to be decided at all: whole numbers only, so that ranks
-    on any machines find the same."""
-    return 100 * max(rows_of_ranks, default=0) * len(rows_of_ranks) > 101 * sum(rows_of_ranks)
-
-
 def decide_spill(
     rows: Array, placement: ExpertPlacement, top_k: int, spilling: Spilling, prices: PlacementPrices | None = None
 ) -> SpillDecision:
@@ -160,6 +165,11 @@ def _priced(
     go to ranks of the same node, where weights are cheap; more from there to any rank; and any from the start."""
     placer = Placer(prices, load, placement, horizon=1)
     kept = placer.step(placement)
+    most_us = (kept.exchange_us + kept.compute_us) * (
+        1 - 1 / kept.busiest
+    )  # fewer rows never save more than their part
+    if most_us <= max(_LEAST_GAIN * kept.total_us, prices.spill_us(((0, 0, 1, 1.0),))):  # what the cheapest guest takes
+        return (), (kept.total_us, kept.total_us)
     near = placer.spilled(placement, stays_near=True) if prices.num_nodes > 1 and prices.per_node > 1 else ()
     found = {placer.spilled(placement, near), placer.spilled(placement)} if near else {placer.spilled(placement)}
     best = min(sorted(found), key=lambda each: placer.step(placement, each).total_us)

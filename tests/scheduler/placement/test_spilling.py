@@ -12,7 +12,7 @@ from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.llep import LlepRule
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
-from commlayer.scheduler.placement.spilling import Spilling, decide_spill, is_uneven, spilled_cells
+from commlayer.scheduler.placement.spilling import Spilling, decide_spill, spilled_cells
 
 EIGHT = ExpertPlacement.in_order(8, 8)
 PRICED = Spilling("priced")
@@ -31,11 +31,14 @@ def in_order(counts: list[int]) -> np.ndarray:
 
 
 def test_even_loads_are_told_by_whole_numbers() -> None:
-    assert not is_uneven([100, 100, 101])
-    assert not is_uneven([0, 0])
-    assert not is_uneven([])
-    assert is_uneven([100, 100, 110])
-    assert not is_uneven([7])
+    for spilling, least in (
+        (PRICED, 105),
+        (Spilling("llep"), 130),
+        (Spilling("llep", thresholds=LlepRule(imbalance=2)), 200),
+    ):
+        assert not spilling.is_for([least - 1, 201 - least])
+        assert spilling.is_for([least, 200 - least])
+        assert not any(map(spilling.is_for, ([0, 0], [], [7])))
 
 
 def test_a_hot_rank_spills_where_it_pays_and_within_its_node_first(prices: PlacementPrices) -> None:
