@@ -429,6 +429,6 @@ def _spill_line(spill: SpillStats) -> str:
     lent, guests = format_bytes(spill["lent_bytes"]), format_bytes(spill["guest_bytes"])
     return (
         f"{spill['dispatcher']} over {len(spill['ranks'])} ranks: experts spilled in {spill['spilled']} of "
-        f"{counted(spill['calls'], 'uneven call')}, {counted(spill['rows'], 'row')}; this rank lent weights of {lent}, and was lent "
-        f"{guests}. {spill['reason']}"
+        f"{counted(spill['calls'], 'uneven call')}, {counted(spill['rows'], 'row')}; this rank lent weights of {lent}, "
+        f"and was lent {guests}. {spill['reason']}"
     )

@@ -37,6 +37,7 @@ from commlayer.integrations import (
     RouterConfig,
 )
 from commlayer.integrations.examples.text import VOCABULARY, Corpus
+from commlayer.profiles.counted import counted
 from commlayer.statistics import SpillStats
 from commlayer.units import format_bytes
 
@@ -367,7 +368,8 @@ def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
         echo(f"experts moved {trained.migrations} times")
     for spill in trained.spills:
         echo(
-            f"experts spilled in {spill['spilled']} of {spill['calls']} uneven calls, {spill['rows']} rows ({spill['reason']})"
+            f"experts spilled in {spill['spilled']} of {counted(spill['calls'], 'uneven call')}, "
+            f"{counted(spill['rows'], 'row')} ({spill['reason']})"
         )
     rows = [
         (*key, f"{number:.0f}", format_bytes(int(size)), f"{time_us / number / 1e3:.2f}")

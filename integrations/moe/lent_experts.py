@@ -60,7 +60,7 @@ class LentExperts:
 
     @property
     def crossing(self) -> tuple[torch.Tensor, ...]:
-        """What stands in the graph between the start and the first use."""
+        """The tensors that stand in the graph between the start and the first use."""
         assert self._ties is not None  # since start()
         return *self._own, self._ties
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
@@ -119,7 +120,8 @@ class SpillDecision:
         rows = sum(part.rows for part in self.parts)
         experts, targets = ({part[at] for part in self.parts} for at in (0, 2))
         return (
-            f"{self.rule}: {rows} rows of {len(experts)} experts spill to {len(targets)} ranks: the busiest rank has "
+            f"{self.rule}: {counted(rows, 'row')} of {counted(len(experts), 'expert')} spill to "
+            f"{counted(len(targets), 'rank')}: the busiest rank has "
             f"{self.busiest[1]:.2f} times the mean in place of {self.busiest[0]:.2f}{prices}"
         )
 

@@ -44,7 +44,7 @@ HIDDEN, WIDTH, TOP_K = 16, 24, 2
 
 
 def priced(*shape: int) -> Spilling:
-    """Of experts that compute long, so that it pays to send weights."""
+    """Spill by prices of experts that compute long, so that it pays to send weights."""
     work = ExpertWork(row_bytes=128, row_us=1e3, weight_bytes=9216, gradient_bytes=9216, state_bytes=0)
     return Spilling("priced", profile=clusters.load("h100-eos").profile_of(shape), work=work)
 
@@ -294,7 +294,7 @@ def raised(call: Callable[[], object]) -> str:
 
 
 def wrong() -> list[str]:
-    """What ranks say where rank 2 decides something else, cannot decide, has another rule, or other experts; and then
+    """Collect what ranks say where rank 2 decides something else, cannot decide, has another rule, or other experts; and then
     nothing is wrong."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")

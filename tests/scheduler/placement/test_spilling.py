@@ -1,4 +1,4 @@
-"""What spills in a call: whole rows, on all ranks alike, and never where it is not predicted to pay."""
+"""Decisions of what spills in a call: whole rows, on all ranks alike, and never where it is not predicted to pay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRICED = Spilling("priced")
 
 @pytest.fixture(scope="module")
 def prices() -> PlacementPrices:
-    """Of experts that compute long, and whose weights are small."""
+    """Price experts that compute long, and whose weights are small."""
     work = ExpertWork(row_bytes=4096, row_us=1.0, weight_bytes=1 << 16, gradient_bytes=1 << 16, state_bytes=0)
     return PlacementPrices(clusters.load("h100-eos").profile_of((4, 4)), work)
 
@@ -49,7 +49,7 @@ def test_a_hot_rank_spills_where_it_pays_and_within_its_node_first(prices: Place
     assert found.busiest[1] < found.busiest[0]
     assert found.step_us is not None
     assert found.step_us[1] < found.step_us[0]
-    assert "rows of 1 experts spill" in found.reason()
+    assert "rows of 1 expert spill" in found.reason()
 
 
 def test_nothing_spills_at_an_even_load_nor_where_weights_are_dear(prices: PlacementPrices) -> None:
