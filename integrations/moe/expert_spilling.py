@@ -57,9 +57,9 @@ class ExpertSpiller:
         self._grid, self._slots = grid, slots
         self._measured = Measurements(grid)
         self._prices: PlacementPrices | None = None
-        nodes = (
-            grid.ep.nodes if grid.etp.size == 1 else (tuple(range(grid.ep.size)),)
-        )  # other EP groups may lie otherwise
+        nodes = grid.ep.nodes
+        if grid.etp.size > 1:  # whose EP groups may lie otherwise
+            nodes = (tuple(range(grid.ep.size)),)
         self._node_of = [next(a for a, members in enumerate(nodes) if k in members) for k in range(grid.ep.size)]
         self.decision: SpillDecision | None = None
 
@@ -112,11 +112,9 @@ class ExpertSpiller:
 
     @property
     def _placement(self) -> ExpertPlacement:
-        return (
-            ExpertPlacement.in_order(self._grid.num_experts, self._grid.ep.size)
-            if self._slots is None
-            else self._slots.placement
-        )
+        if self._slots is not None:
+            return self._slots.placement
+        return ExpertPlacement.in_order(self._grid.num_experts, self._grid.ep.size)
 
     def _places(self, experts: Array, ranks: Array) -> Array:
         """The place of each expert's copy on a rank, among those of all ranks."""
@@ -160,14 +158,10 @@ class ExpertSpiller:
 
     def _lent(self, parts: Sequence[SpilledRows]) -> LentExperts | None:
         rank = self._grid.ep.rank
-        lent = [
-            (
-                int(self._places(np.array([part.expert]), np.array([part.source]))[0]) - self._grid.first_local_expert,
-                part.target,
-            )
-            for part in parts
-            if part.source == rank
-        ]
+        mine = [part for part in parts if part.source == rank]
+        places = self._places(np.array([part.expert for part in mine], dtype=np.int64), np.full(len(mine), rank))
+        here = (places - self._grid.first_local_expert).tolist()
+        lent = [(place, part.target) for place, part in zip(here, mine, strict=True)]
         guests = [part.source for part in parts if part.target == rank]
         return LentExperts(self._grid.ep, lent, guests) if lent or guests else None
 
@@ -209,17 +203,14 @@ def _numbers_with_guests(
     grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]
 ) -> tuple[torch.Tensor, list[int]]:
     """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in turn on each rank."""
-    own, shift = torch.arange(grid.num_experts), 0
-    ends, at = [], 0
+    own, coming = torch.arange(grid.num_experts), []
+    shift = at = 0
     for each, guests in zip(grid.experts, widened.guests, strict=True):
         own[at : at + each] += shift
-        at, shift = at + each, shift + guests
-        ends.append(at + shift - guests)  # where this rank's guests begin
-    found = []
-    for target in targets:
-        found.append(ends[target])
-        ends[target] += 1
-    return own, found
+        at += each
+        coming.append(iter(range(at + shift, at + shift + guests)))
+        shift += guests
+    return own, [next(coming[target]) for target in targets]
 
 
 def _renumbered(

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from commlayer.integrations.examples.text import Corpus
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe import expert_spilling
+from commlayer.integrations.moe.agreement import _see
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
+from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.lent_experts import _Way
 from commlayer.integrations.moe.reference_moe import reference_moe
@@ -362,12 +366,34 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert alone.dispatcher.spill_decision is None
 
 
-def test_guests_come_behind_the_experts_of_their_rank() -> None:
-    grid = ExpertGrid.of(3, GroupCommunicator(None, "ep"))
-    widened = grid.with_guests([2])
-    assert (widened.num_experts, widened.experts, widened.num_local_experts) == (5, (5,), 5)
-    own, guests = expert_spilling._numbers_with_guests(grid, widened, [0, 0])
-    assert (own.tolist(), guests) == ([0, 1, 2], [3, 4])
+def group(rank: int, size: int) -> Any:
+    """The numbers of a group, two ranks of which share a node."""
+    nodes = (tuple(range(min(2, size))), *((each,) for each in range(2, size)))
+    return SimpleNamespace(rank=rank, size=size, ranks=tuple(range(size)), nodes=nodes, shape=tuple(map(len, nodes)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ranks_find_the_same_counts_which_are_those_of_their_choices(seed: int) -> None:
+    ranks, experts = 3, 7
+    choices = [drawn(experts, seed + rank, hot=0.4)[0] for rank in range(ranks)]
+    grids = [ExpertGrid(experts, group(rank, ranks), group(0, 1), group(rank, ranks)) for rank in range(ranks)]
+    counts = torch.stack([_see(each, grids[0], None).counts for each in choices]).unsqueeze(1)
+    made = []
+    for grid, indices in zip(grids, choices, strict=True):
+        spiller = ExpertSpiller(grid, None, EAGER)
+        layout = ChoiceCounts(grid, indices, None, tuple(map(len, choices)), counts)
+        decision = spiller._decide(layout)
+        made.append(spiller._spilled(layout, decision.parts))
+        assert decision.parts
+        assert torch.equal(_see(made[-1].indices, made[-1].grid, None).counts, made[-1].counts[grid.ep.rank, 0])
+        assert ((made[-1].indices < 0) == (indices < 0)).all()
+        rows = list(layout.gathered_rows)
+        for part in decision.parts:
+            rows[part.source] -= part.rows
+            rows[part.target] += part.rows
+        assert list(made[-1].gathered_rows) == rows
+        assert made[-1].grid.num_local_experts == grid.num_local_experts + decision.ends[1].count(grid.ep.rank)
+    assert all(torch.equal(each.counts, made[0].counts) for each in made)
 
 
 def dies(point: str) -> str:
