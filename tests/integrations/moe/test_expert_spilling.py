@@ -159,8 +159,9 @@ def test_results_and_gradients_are_the_references(emulated_cluster: ClusterFacto
         assert counted["rows"] == 4 * sum(rows)
         assert "rows of" in counted["reason"]
     lent, guests = ([each[2][0][name] for each in found] for name in ("lent_bytes", "guest_bytes"))
-    assert lent[1:] == [0, 0, 0]
-    assert lent[0] == sum(guests) > 0 == guests[0]
+    assert sum(lent) == sum(guests) > 0
+    assert lent[0] == max(lent) > guests[0], "the rank of the hot expert"
+    assert guests[1] > 0, "a rank without tokens helps too"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_odd_numbers_of_ranks_and_shards_of_experts(
         for errors in emulated_cluster(*shape).run(sharded, degrees, experts):
             assert max(errors) < 1e-12
         return
-    for rule in (EAGER, priced(*shape)):
+    for rule in (EAGER, priced(3)):
         for errors, rows, _ in emulated_cluster(*shape).run(spilled, degrees, experts, WAYS[:3], rule):
             assert max(errors) < 1e-12
             assert min(rows) > 0
@@ -194,26 +195,20 @@ def sharded(degrees: dict[str, int], experts: int) -> list[float]:
     return found
 
 
-def moved_by_bits() -> tuple[list[bool], bool]:
-    """Whether rows that stay where they were computed have the same bits, and gradients too; what an even load does."""
+def even() -> tuple[bool, list[Any]]:
+    """Whether nothing was decided under an even load, and what was counted."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
-    rank = dist.get_rank()
     with FoldedMesh({"ep": 4}) as mesh:
-        way: dict[str, Any] = {"dispatch": "all_to_all", "chunks": 1}
-        tokens = drawn(8, rank)[2]
-        stays, goes = (layer_of(mesh, 8, rank, spilling=each, **way)(tokens).detach() for each in (None, EAGER))
-        equal = [bool(torch.equal(a, b)) for a, b in zip(stays, goes, strict=True)]
-        even = layer_of(mesh, 8, rank, hot=0.0, spilling=priced(2, 2), **way)
-        even.router = Drawn(even.router.config, torch.arange(16).view(8, 2) % 8, torch.ones(8, 2).double())  # type: ignore[assignment]
-        even(torch.ones(8, HIDDEN).double()).sum().backward()
-        return equal, even.dispatcher.spill_decision is None
+        layer = layer_of(mesh, 8, dist.get_rank(), spilling=priced(2, 2))
+        choices = torch.arange(16).view(8, 2) % 8
+        layer.router = Drawn(layer.router.config, choices, torch.ones(8, 2).double())  # type: ignore[assignment]  # as above
+        layer(torch.ones(8, HIDDEN).double()).sum().backward()
+        return layer.dispatcher.spill_decision is None, stats()["spills"]
 
 
-def test_an_even_load_decides_nothing_and_rows_keep_their_bits(emulated_cluster: ClusterFactory) -> None:
-    for equal, is_quiet in emulated_cluster(2, 2).run(moved_by_bits):
-        assert all(equal), f"{equal.count(False)} of {len(equal)} tokens have other bits"
-        assert is_quiet
+def test_an_even_load_decides_nothing(emulated_cluster: ClusterFactory) -> None:
+    assert emulated_cluster(2, 2).run(even) == [(True, [])] * 4
 
 
 # In training
