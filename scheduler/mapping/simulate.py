@@ -435,11 +435,11 @@ class Estimator:
             look_at(even)
             if fitting and times[even] <= self._least_of_layouts_us(setup, 2) * (1 + _FASTER):
                 return LaidOut(even, True)
-        every = self._balanced(setup, None)
-        for way in every:
+        first = self._balanced(setup, None)
+        if not first:
+            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # raises, and says why there is none
+        for way in first:
             look_at(way)
-        if not times:
-            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # says why there is none
 
         def cost(way: Setup) -> float:
             return times[way] * (1 + _FASTER * (way != even))
@@ -447,7 +447,7 @@ class Estimator:
         best = min(times, key=cost)
         if best in fitting:
             return LaidOut(best, True)
-        for way in self._squeezed(setup, every[0] if every else even, limit):
+        for way in self._squeezed(setup, first[0], limit):
             look_at(way)
         return LaidOut(min(fitting, key=cost) if fitting else even if even in times else best, False)
 
@@ -510,8 +510,7 @@ class Estimator:
             yield from others
             if not others:
                 return
-            moved = others[0]
-            start = moved
+            start = others[0]
 
     def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch)

@@ -217,6 +217,10 @@ def test_the_planner_takes_another_layout_where_it_is_faster_or_the_even_one_doe
     assert estimator.memory(squeezed).total <= limit
     assert estimator.laid_out(setup, 1e9) == (even, False)  # nothing fits
     assert estimator.laid_out(replace(setup, pp=1, ep=64), 1e9).setup.pipeline_layout == "even"
+    alone = estimator.laid_out(replace(setup, pp=2, vpp=7, ep=64), 1e15).setup.pipeline_layout
+    assert alone == "Et|(t|)*12L"  # 14 chunks of 13 layers: the head has its own
+    with pytest.raises(UsageError, match=r"13 layers do not fill pp=16"):
+        estimator.laid_out(replace(setup, pp=16, ep=8), 1e15)
 
 
 def test_a_search_has_one_layout_or_the_best_of_each_mapping() -> None:
