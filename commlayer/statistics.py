@@ -25,6 +25,7 @@ __all__ = [
     "Row",
     "SpillStats",
     "Stats",
+    "came_of_placement",
     "count_dispatch",
     "count_spill",
     "name_replica",
@@ -79,14 +80,27 @@ class DispatchStats(TypedDict):
 
 class PlacementStats(TypedDict):
     """One decision about where experts lie, as rank 0 of a pipeline stage knows it, or one migration: at which ``step``, how many
-    ``layers`` of how many changed, how many ``copies`` of experts moved and how many bytes each took, and ``reason``, in words,
-    with what is expected."""
+    ``layers`` changed, how many ``copies`` of experts moved and how many bytes each took, and ``reason``, in words,
+    with what is expected.
+
+    Of a migration also what was promised and measured, µs. ``migration_us``: from its start until weights and optimizer state had
+    come, on the slowest rank, beside a step; ``waited_us``: for how long a step stood still for it, with the gradients that
+    follow. ``step_before_us``, ``step_us``: the median of a training step before experts began to move, and behind the migration;
+    ``promised_step_us``: the former less what was promised to be saved, at least 0. None where it is not known (yet): nothing is
+    promised of placements that a program chose itself, and a median takes three steps.
+    """
 
     step: int
     layers: int
     copies: int
     copy_bytes: int
     reason: str
+    promised_migration_us: float | None
+    migration_us: float | None
+    waited_us: float | None
+    step_before_us: float | None
+    promised_step_us: float | None
+    step_us: float | None
 
 
 class SpillStats(TypedDict):
@@ -300,6 +314,31 @@ def note_placement(noted: PlacementStats) -> None:
     _placements.append(noted)
 
 
+def _placement_line(placed: PlacementStats) -> str:
+    came = came_of_placement(placed)
+    return f"experts, step {placed['step']}: {placed['reason']}{'; ' if came else ''}{came}"
+
+
+def came_of_placement(placed: PlacementStats) -> str:
+    """Say what a migration took, and steps behind it, against what was promised; nothing of a decision that moved nothing."""
+    from commlayer.units import format_us
+
+    def promised(us: float | None) -> str:
+        return "" if us is None else f" (promised {format_us(us)})"
+
+    words = []
+    if placed["migration_us"] is not None:
+        words.append(
+            f"the migration took {format_us(placed['migration_us'])}{promised(placed['promised_migration_us'])}"
+        )
+    if placed["waited_us"] is not None:
+        words.append(f"a step waited {format_us(placed['waited_us'])} for it")
+    if placed["step_us"] is not None:
+        before = "" if placed["step_before_us"] is None else f", {format_us(placed['step_before_us'])} before"
+        words.append(f"steps take {format_us(placed['step_us'])}{promised(placed['promised_step_us'])}{before}")
+    return "; ".join(words)
+
+
 def stats() -> Stats:
     """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
 
@@ -315,7 +354,7 @@ def stats() -> Stats:
             {"dispatcher": dispatcher, "ranks": list(ranks), "kind": kind, "calls": calls, "tokens": tokens}
             for (dispatcher, ranks, kind), (calls, tokens) in list(_dispatches.items())
         ],
-        "placements": list(_placements),
+        "placements": [each.copy() for each in list(_placements)],
         "spills": list(_spills.values()),
     }
 
@@ -415,8 +454,7 @@ def print_table(found: Stats, title: str = "") -> None:
             f"{each['dispatcher']} dispatched over {counted(len(each['ranks']), 'rank')} by {each['kind']}: "
             f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
         )
-    placed = [f"experts, step {each['step']}: {each['reason']}" for each in found["placements"]]
-    for line in (*map(_spill_line, found["spills"]), *placed):
+    for line in (*map(_spill_line, found["spills"]), *map(_placement_line, found["placements"])):
         console.print(printable(line, keep=""))
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():

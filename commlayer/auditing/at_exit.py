@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from commlayer.auditing.audit_files import AuditedGroup, RankAudit, write_audit
+from commlayer.auditing.audit_files import AuditedGroup, AuditedPlacement, RankAudit, write_audit
 from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
@@ -77,6 +77,7 @@ class AuditReport:
 
     def audit(self, *, is_final: bool) -> RankAudit:
         """The audit as it is now, as it goes into the file."""
+        found = audit()
         return RankAudit(
             job=self.job,
             rank=self.rank,
@@ -87,7 +88,8 @@ class AuditReport:
             commlayer=__version__,
             written_s=time.time(),
             is_final=is_final,
-            groups=tuple(msgspec.convert(_fitting(group), AuditedGroup) for group in audit()["groups"]),
+            groups=tuple(msgspec.convert(_fitting(group), AuditedGroup) for group in found["groups"]),
+            placements=tuple(msgspec.convert(_fitting(each), AuditedPlacement) for each in found["placements"]),
         )
 
     def write(self, *, is_final: bool = False) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "AuditedCalls",
     "AuditedGroup",
     "AuditedLateness",
+    "AuditedPlacement",
     "AuditedWire",
     "PlanEvent",
     "RankAudit",
@@ -116,6 +117,22 @@ class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("late: expected ranks of the group")
 
 
+class AuditedPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One migration of experts: see :class:`commlayer.statistics.PlacementStats`."""
+
+    step: _Count
+    layers: _Count
+    copies: _Count
+    copy_bytes: _Count
+    reason: _Text
+    promised_migration_us: _Us | None
+    migration_us: _Us | None
+    waited_us: _Us | None
+    step_before_us: _Us | None
+    promised_step_us: _Us | None
+    step_us: _Us | None
+
+
 class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The audit of one rank: who it is, when it was written (Unix time), and what its groups did until then.
 
@@ -135,6 +152,7 @@ class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     written_s: _UnixS
     is_final: bool
     groups: tuple[AuditedGroup, ...]
+    placements: tuple[AuditedPlacement, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:

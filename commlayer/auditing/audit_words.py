@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
+from commlayer.auditing.audit_files import AuditedPlacement
 from commlayer.auditing.job_audit import CallTotals, GroupTotals
 from commlayer.profiles.counted import counted
 from commlayer.units import format_bytes, format_us
@@ -12,15 +13,31 @@ __all__ = [
     "AUDIT_COLUMNS",
     "MOST_EVENTS",
     "MOST_LATE",
+    "PLACEMENT_COLUMNS",
     "call_cells",
     "clock_text",
     "event_lines",
     "group_lines",
+    "placement_cells",
     "signed_us",
 ]
 
 AUDIT_COLUMNS = ("group", "collective", "plan", ">up to", ">calls", ">promised", ">measured", ">ratio")
 """The columns of :func:`call_cells`; those with ">" are numbers, of one call."""
+PLACEMENT_COLUMNS = (
+    ">rank",
+    ">step",
+    ">copies",
+    ">migration promised",
+    ">took",
+    ">ratio",
+    ">waited",
+    ">steps before",
+    ">promised",
+    ">measured",
+    ">ratio",
+)
+"""The columns of :func:`placement_cells`: of a migration of experts, and of the steps behind it."""
 MOST_LATE, MOST_EVENTS = 3, 5
 _OUTSTANDING, _OF_ALL = 2.0, 0.75
 """How many times as long as for a usual rank the others wait for one that is named; of two ranks, this part of all waiting."""
@@ -37,6 +54,30 @@ def call_cells(group: GroupTotals, calls: CallTotals) -> list[str]:
         format_us(calls.promised_each_us),
         format_us(calls.measured_each_us),
         f"{calls.ratio:.2f}",
+    ]
+
+
+def placement_cells(rank: int, placed: AuditedPlacement) -> list[str]:
+    """The cells of one migration of experts; what is not known is a dash."""
+
+    def time(us: float | None) -> str:
+        return "–" if us is None else format_us(us)
+
+    def ratio(promised_us: float | None, measured_us: float | None) -> str:
+        return f"{measured_us / promised_us:.2f}" if promised_us and measured_us is not None else "–"
+
+    return [
+        str(rank),
+        str(placed.step),
+        str(placed.copies),
+        time(placed.promised_migration_us),
+        time(placed.migration_us),
+        ratio(placed.promised_migration_us, placed.migration_us),
+        time(placed.waited_us),
+        time(placed.step_before_us),
+        time(placed.promised_step_us),
+        time(placed.step_us),
+        ratio(placed.promised_step_us, placed.step_us),
     ]
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, PlanEvent, RankAudit
+from commlayer.auditing.audit_files import (
+    AuditedCalls,
+    AuditedGroup,
+    AuditedLateness,
+    AuditedPlacement,
+    PlanEvent,
+    RankAudit,
+)
 from commlayer.profiles.counted import listed
 
 __all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits"]
@@ -160,7 +167,8 @@ class GroupTotals:
 
 @dataclass
 class JobAudit:
-    """The audit of a job. ``missing``: ranks without a file."""
+    """The audit of a job. ``missing``: ranks without a file. ``placements``: what the first rank of a pipeline stage told of each
+    migration of experts, behind its number."""
 
     job: str
     world_size: int
@@ -169,6 +177,7 @@ class JobAudit:
     written_s: float
     unfinished: list[int]
     groups: list[GroupTotals]
+    placements: list[tuple[int, AuditedPlacement]] = field(default_factory=list)
 
 
 def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
@@ -204,6 +213,7 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
         written_s=max(audit.written_s for audit in audits),
         unfinished=[audit.rank for audit in audits if not audit.is_final],
         groups=list(found.values()),
+        placements=[(audit.rank, each) for audit in audits for each in audit.placements],
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from commlayer.auditing.beside import calls_under_way
+from commlayer.auditing.placements import audited_placements
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.profiles.counted import counted
@@ -23,7 +24,7 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.statistics import GroupCounters
+from commlayer.statistics import GroupCounters, PlacementStats
 
 __all__ = [
     "Audit",
@@ -110,10 +111,12 @@ class GroupAudit(TypedDict):
 
 
 class Audit(TypedDict):
-    """The audit of this rank's planned calls; ``rank`` is None before the first group."""
+    """The audit of this rank's planned calls; ``rank`` is None before the first group. ``placements``: the last 256 migrations of
+    experts, on the first rank of a pipeline stage."""
 
     rank: int | None
     groups: list[GroupAudit]
+    placements: list[PlacementStats]
 
 
 class StayedFlat(NamedTuple):
@@ -409,7 +412,8 @@ def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
 
 
 def audit() -> Audit:
-    """Return promised against measured time of this rank's planned calls, by group, collective, plan and size, since the start.
+    """Return promised against measured time of this rank's planned calls, by group, collective, plan and size, since the start,
+    and of migrations of experts.
 
     Plain data (:class:`Audit`), also of groups that are destroyed. Not collective: every rank has its own numbers. Which ranks
     came late, and when plans changed, the first rank of each group knows.
@@ -418,4 +422,5 @@ def audit() -> Audit:
     return {
         "rank": _ledgers[0].rank if _ledgers else None,
         "groups": [group for group in groups if group["calls"] or group["events"]],
+        "placements": audited_placements(),
     }

@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from commlayer.auditing.audit_files import RankAudit, audit_name, read_audits
-from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
+from commlayer.auditing.audit_words import (
+    AUDIT_COLUMNS,
+    PLACEMENT_COLUMNS,
+    call_cells,
+    event_lines,
+    group_lines,
+    placement_cells,
+    signed_us,
+)
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
@@ -41,7 +50,8 @@ def audit_command(
     PATH is a rank's file, or the folder that COMMLAYER_AUDIT named when the job ran, with the files of all machines in it; the
     job may still run. Where several replicas wrote into it, each has a folder of its own there, and is reported by itself.
     Prints, for each group, collective, plan and size, the promised and the measured time; how much of the
-    difference was waiting for ranks that came late; which links are slow; and when plans changed.
+    difference was waiting for ranks that came late; which links are slow; when plans changed; and what migrations of
+    experts, and steps behind them, were promised to take and took.
 
     \b
       COMMLAYER_AUDIT=audit torchrun … train.py
@@ -95,7 +105,7 @@ def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
             f"{_ranks(audit.unfinished)} did not write at the end: still running, or killed; what came in the last half minute "
             "is not here"
         )
-    if not audit.groups:
+    if not audit.groups and not audit.placements:
         notes.append("no call was audited here: calls are whose plan was chosen by a price, flat ones included")
     return notes
 
@@ -129,6 +139,10 @@ def _show(audit: JobAudit, show_all: bool) -> None:
             echo(f"  {line}")
         for line in event_lines(group):
             echo(f"  {line}")
+    if audit.placements:
+        echo()
+        cells = [placement_cells(rank, each) for rank, each in audit.placements]
+        print_table(PLACEMENT_COLUMNS, cells, title="Migrations of experts, and steps behind them", spare=(6, 2))
     if len(groups) < len(audit.groups):
         echo(f"{counted(len(audit.groups) - len(groups), 'group')} with less difference not shown (--all)")
 
@@ -166,6 +180,7 @@ def _as_dict(audit: JobAudit, notes: Sequence[str]) -> dict[str, Any]:
         "written_s": rounded(audit.written_s),
         "notes": list(notes),
         "groups": [_group(group) for group in audit.groups],
+        "placements": [{"rank": rank} | msgspec.structs.asdict(each) for rank, each in audit.placements],
     }
 
 

@@ -6,7 +6,14 @@ import os
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, clock_text, group_lines
+from commlayer.auditing.audit_words import (
+    AUDIT_COLUMNS,
+    PLACEMENT_COLUMNS,
+    call_cells,
+    clock_text,
+    group_lines,
+    placement_cells,
+)
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
 from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
 from commlayer.drawing.page import cards, figure, page, section, table
@@ -30,6 +37,9 @@ waited for it: by how much longer the middle rank took is what that cost. The gr
 A call that runs beside one of another group shares links and cores with it: where only such calls are slow, the plan is not to
 blame.</dd>
 <dt>events</dt><dd>plans changed on all ranks before the same call, or links were measured and were found to be as they were.</dd>
+<dt>migrations of experts</dt><dd>the way of weights and optimizer state beside a step, on the slowest rank; for how long a step
+stood still for it; and the median training step before and behind it, the latter promised to be shorter by what the decision
+saves.</dd>
 <dt>up to</dt><dd>a size class: calls of more than half of that, and no more than it.</dd>
 </dl>"""
 
@@ -58,6 +68,7 @@ def write_audit_report(path: str | os.PathLike[str], job: JobAudit, notes: Seque
         section("Changes of plans", figure("events", lambda: events_figure(job), "Events over time"), _events(job))
         if has_events
         else "",
+        section("Migrations of experts", _placements(job)) if job.placements else "",
         section("Groups", *_groups(by_cost)) if by_cost else "",
         section("How to read this", _GUIDE),
     ]
@@ -139,6 +150,11 @@ def _events(job: JobAudit) -> str:
         for number, event in enumerate(group.events, start=1)
     ]
     return table(head, rows)
+
+
+def _placements(job: JobAudit) -> str:
+    head = "".join(f"<th>{escape(name.lstrip('>'))}</th>" for name in (*PLACEMENT_COLUMNS, "why"))
+    return table(head, [_row([*placement_cells(rank, each), each.reason]) for rank, each in job.placements])
 
 
 def _groups(groups: Sequence[GroupTotals]) -> Iterable[str]:

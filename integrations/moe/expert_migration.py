@@ -15,7 +15,9 @@ wherever that falls within an expert. A part of it goes from the rank that has i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.failures.waits import on_a_thread
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.layer import MoELayer
@@ -86,7 +89,13 @@ class ExpertMigration:
 
     Attributes:
         num_layers: that change. ``num_copies``: that move, of all ranks of EP. ``sent_bytes``: by this rank, without gradients.
+        took_us: behind the switch, the time from the start until weights and state had come here, and what goes was gone; None
+            where they are on a device, whose messages nobody can wait for on the side.
+        waited_us: behind the switch, for how long the step stood still for it: for what had not come yet, and for gradients.
     """
+
+    took_us: float | None = None
+    waited_us: float | None = None
 
     def __init__(
         self,
@@ -109,7 +118,23 @@ class ExpertMigration:
                     self._name(self._state, layer, parameter, part)
         self.num_layers, self.num_copies = len(self._moves), sum(map(len, self._moves.values()))
         self.sent_bytes = self._state.num_bytes
+        is_on_host = all(each.is_cpu for layer in self._placements for each in layer.experts.parameters())
+        self._began_s = time.perf_counter()
         self._state.start()
+        # Gloo's messages tell nobody that they have come but who waits for them.
+        self._arrival: Future[float] | None = on_a_thread(self._arrived_s) if is_on_host else None
+
+    def wait(self) -> None:
+        """Wait until what was sent is here; nothing is written anywhere. Raises PeerError and CollectiveTimeoutError as
+        collectives do."""
+        if self._arrival is None:
+            self._state.wait()
+        else:
+            self.took_us = (self._arrival.result() - self._began_s) * 1e6
+
+    def _arrived_s(self) -> float:
+        self._state.wait()
+        return time.perf_counter()
 
     @torch.no_grad()
     def switch(self) -> None:
@@ -118,7 +143,8 @@ class ExpertMigration:
 
         Raises PeerError and CollectiveTimeoutError as collectives do; then all is as before.
         """
-        self._state.wait()
+        began_s = time.perf_counter()
+        self.wait()
         gradients = ExpertMessages(self._places.group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():
@@ -136,6 +162,7 @@ class ExpertMigration:
             slots = layer.dispatcher.slots
             assert slots is not None  # of layers that can be placed
             slots.move_to(placement)
+        self.waited_us = (time.perf_counter() - began_s) * 1e6
 
     def _name(self, messages: ExpertMessages, layer: MoELayer, parameter: nn.Parameter, part: _Part) -> None:
         """Name what goes from and to this rank of one part of a parameter: in one order on all ranks."""

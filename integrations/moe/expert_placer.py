@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
+from commlayer.auditing.placements import audit_placement
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import ExpertMigration, Optimizer, StagePlaces, moved_bytes
@@ -33,6 +35,7 @@ from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.expert_work import measured_work
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.observed_loads import ObservedLoads
+from commlayer.integrations.moe.placement_watch import PlacementPromise, PlacementWatch
 from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers
 from commlayer.integrations.moe.routing import who
@@ -108,7 +111,7 @@ class ExpertPlacer:
         _check(self._layers, self._optimizers, mesh, every, horizon)
         self._every, self._horizon = every, horizon or max(every, 1)
         self._profile, self._work, self._say = profile, work, say or _print
-        self._group = GroupCommunicator(_own_group(mesh), "dp")
+        self._group, self._world = GroupCommunicator(_own_group(mesh), "dp"), dist.group.WORLD
         self._places = StagePlaces.of(mesh, self._group)
         self._node_of = self._agreed_nodes()
         self._loads = ObservedLoads(self._layers if every else (), max(every, 1))
@@ -116,9 +119,11 @@ class ExpertPlacer:
         self._prices: dict[ExpertWork, PlacementPrices] = {}
         self._round: _Summing | _Deciding | None = None
         self._migration: ExpertMigration | None = None
+        self._watch = PlacementWatch(self._group)
         self._reason = ""
+        self._promise: PlacementPromise | None = None
         self._steps = 0
-        self._is_off = False
+        self._is_off = self._is_closed = False
         self.num_migrations = 0
         self._handles = self._hook()
 
@@ -141,22 +146,30 @@ class ExpertPlacer:
         self._steps += 1
         for layer in self._layers:
             _slots_of(layer).has_summed = False
+        if self._is_closed:
+            return
+        self._watch.end_step(is_moving=self.is_moving)
         if self._every and not self._is_off:
             self._loads.end_step()
-        if self._migration is not None or self._is_off:
-            return
+            if self._migration is None:
+                self._decide_on()
+        self._watch.begin_step()
+
+    def _decide_on(self) -> None:
         if self._round is not None:
             self._go_on(self._round)
-        elif self._every and self._loads.num_steps >= self._every:
+        elif self._loads.num_steps >= self._every:
             self._begin_round()
 
     def move_to(self, placements: Sequence[ExpertPlacement], reason: str = "as told") -> None:
         """Begin to move all layers' experts to ``placements``, the same on all ranks; they are used from the
         optimizer's next step on. Collective over the stage, behind an optimizer's step.
 
-        Raises UsageError for placements of other layers, experts, ranks or slots, and while experts are on their way;
-        DisagreementError where ranks have others.
+        Raises UsageError for placements of other layers, experts, ranks or slots, while experts are on their way, and after
+        :meth:`close`; DisagreementError where ranks have others.
         """
+        if self._is_closed:
+            raise UsageError(f"{who()}this ExpertPlacer is closed, and moves no experts any more: make another one")
         if self.is_moving:
             raise UsageError(
                 f"{who()}experts are on their way already: move them again after the optimizer's next step"
@@ -169,17 +182,38 @@ class ExpertPlacer:
         told = {f"the placement of layer {place}": str(each.slots.tolist()) for place, each in enumerate(settled)}
         if self._group.group is not None:
             require_alike(told, self._group.group, "to move experts")
-        self._round = None
-        self._start(settled, reason)
+        self._end_round()
+        self._start(settled, reason, None)
 
     def close(self) -> None:
-        """Give up what is under way, and leave the optimizer alone from now on. Experts stay where they are. Harmless when
-        repeated; on all ranks alike."""
+        """Give up what is under way, destroy the placer's group, and leave the optimizer alone from now on. Experts stay where
+        they are, and cannot be moved any more. Collective over the stage. Harmless when repeated.
+
+        Raises PeerError and CollectiveTimeoutError as collectives do, where something was under way.
+        """
+        if self._is_closed:
+            return
+        migration, under_way = self._leave()
+        if migration is not None:
+            migration.wait()  # all ranks have sent theirs: a group is destroyed with nothing on its way
+        if under_way is not None:
+            under_way.wait()
+        self._watch.close()
+        self._destroy_group()
+
+    def _leave(self) -> tuple[ExpertMigration | None, _Summing | _Deciding | None]:
+        """Let go of the optimizer and of loads. Sends nothing; what is under way is the caller's."""
         for handle in self._handles:
             handle()
-        self._handles, self._round, self._migration, self._is_off = [], None, None, True
+        found = self._migration, self._round
+        self._handles, self._round, self._migration, self._is_off, self._is_closed = [], None, None, True, True
         self._loads.close()
         self._note_changing()
+        return found
+
+    def _destroy_group(self) -> None:
+        if dist.is_initialized() and dist.group.WORLD is self._world:  # else it went with its default group
+            dist.destroy_process_group(self._group.group)
 
     def __enter__(self) -> ExpertPlacer:
         return self
@@ -187,9 +221,18 @@ class ExpertPlacer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        elif not self._is_closed:
+            self._leave()  # others may know of no error, or be gone: the group ends with the default group
 
     # Rounds
+
+    def _end_round(self) -> None:
+        """Give up a round; what it has sent is waited for, so that the next one finds the group as all ranks know it."""
+        under_way, self._round = self._round, None
+        if under_way is not None:
+            under_way.wait()
 
     def _begin_round(self) -> None:
         if self._work is None and not self._works:
@@ -201,7 +244,7 @@ class ExpertPlacer:
     def _go_on(self, under_way: _Summing | _Deciding) -> None:
         """Do what the next step of a round is."""
         if isinstance(under_way, _Summing):
-            under_way.work.wait()
+            under_way.wait()
             self._loads.learn(under_way.counts)
             self._round = _Deciding(self._group, self._message_size, self._decide)
             self._round.ask()
@@ -210,16 +253,18 @@ class ExpertPlacer:
         if answer == _NOT_YET:
             under_way.ask()
             return
-        self._round, self._reason = None, under_way.words
+        self._round = None
+        found = under_way.found  # on rank 0
         if answer == _FAILED:
             self._is_off = True
             self._loads.close()
-            if not self._group.rank:
-                _print(f"experts stay where they are from now on: {self._reason}")
-        elif answer == _KEEP:
-            self._tell(0, 0)
-        else:
-            self._start(self._announced(under_way.slots), self._reason)
+            if found is not None:
+                _print(f"experts stay where they are from now on: {found.words}")
+        elif answer == _MOVE:
+            words, promise = ("", None) if found is None else (found.words, found.promise)
+            self._start(self._announced(under_way.slots), words, promise)
+        elif found is not None:
+            self._tell(found.words, 0, 0)
 
     @property
     def _message_size(self) -> int:
@@ -232,8 +277,8 @@ class ExpertPlacer:
             for part, before in zip(parts, self.placements, strict=True)
         ]
 
-    def _decide(self) -> tuple[int, Array, str]:
-        """Search, on the thread of rank 0: whether experts move, all slots then, and why."""
+    def _decide(self) -> _Answer:
+        """Search, on the thread of rank 0."""
         import numpy as np
 
         decisions = []
@@ -247,11 +292,12 @@ class ExpertPlacer:
             decisions.append(place_layer(load, prices, before, self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
         moves = any(each.moves for each in decisions)
-        return (
-            _MOVE if moves else _KEEP,
-            np.concatenate([each.slots.reshape(-1) for each in settled]),
-            _said(decisions),
+        promise = PlacementPromise(
+            sum(each.chosen.migration_us for each in decisions),
+            sum(each.kept.step.total_us - each.chosen.step.total_us for each in decisions),
         )
+        slots = np.concatenate([each.slots.reshape(-1) for each in settled])
+        return _Answer(_MOVE if moves else _KEEP, _said(decisions), slots, promise)
 
     def _prices_of(self, work: ExpertWork) -> PlacementPrices:
         if work not in self._prices:
@@ -265,13 +311,14 @@ class ExpertPlacer:
 
     # Migrations
 
-    def _start(self, placements: Sequence[ExpertPlacement], reason: str) -> None:
+    def _start(self, placements: Sequence[ExpertPlacement], reason: str, promise: PlacementPromise | None) -> None:
         wanted: Mapping[MoELayer, ExpertPlacement] = {
             layer: placement
             for layer, placement in zip(self._layers, placements, strict=True)
             if (placement.slots != _slots_of(layer).placement.slots).any()
         }
-        self._reason = reason
+        self._reason, self._promise = reason, promise
+        self._watch.begins()
         self._migration = ExpertMigration(self._places, self._optimizers, wanted, self._node_of)
         self._note_changing()
 
@@ -293,21 +340,29 @@ class ExpertPlacer:
         migration.switch()
         self._note_changing()
         self.num_migrations += 1
-        self._tell(migration.num_layers, migration.num_copies)
+        noted = None if self._group.rank else self._tell(self._reason, migration.num_layers, migration.num_copies)
+        self._watch.switched(migration, noted, self._promise)
 
-    def _tell(self, layers: int, copies: int) -> None:
-        if self._group.rank:
-            return
-        size = moved_bytes(self._layers[0], self._optimizers)
+    def _tell(self, reason: str, layers: int, copies: int) -> PlacementStats:
+        """Note a decision, on rank 0, and say it."""
         noted: PlacementStats = {
             "step": self._steps,
             "layers": layers,
             "copies": copies,
-            "copy_bytes": size,
-            "reason": self._reason,
+            "copy_bytes": moved_bytes(self._layers[0], self._optimizers),
+            "reason": reason,
+            "promised_migration_us": None,
+            "migration_us": None,
+            "waited_us": None,
+            "step_before_us": None,
+            "promised_step_us": None,
+            "step_us": None,
         }
         note_placement(noted)
-        self._say(f"experts, step {self._steps}: {self._reason}")
+        if copies:
+            audit_placement(noted)
+        self._say(f"experts, step {self._steps}: {reason}")
+        return noted
 
     def _hook(self) -> list[Callable[[], object]]:
         me = weakref.ref(self)  # an optimizer keeps its hooks, which must not keep the model
@@ -340,29 +395,38 @@ class ExpertPlacer:
         return from_first(_Nodes(mine), _Nodes, peers, timeout_s, "to make an ExpertPlacer").of_ranks
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What a search found: whether experts move, why, all slots then, and what is promised of it."""
+
+    kind: int
+    words: str
+    slots: Array | None = None
+    promise: PlacementPromise | None = None
+
+
 class _Summing:
     """The first part of a round: loads are summed over the stage."""
 
     def __init__(self, counts: torch.Tensor, work: dist.Work) -> None:
-        self.counts, self.work = counts, work
+        self.counts, self._work = counts, work
+
+    def wait(self) -> None:
+        self._work.wait()
 
 
 class _Deciding:
     """The second part of a round: rank 0 searches, and says in every step whether it has found something."""
 
-    def __init__(self, group: GroupCommunicator, size: int, decide: Callable[[], tuple[int, Array, str]]) -> None:
+    def __init__(self, group: GroupCommunicator, size: int, decide: Callable[[], _Answer]) -> None:
         self._group = group
         self._work: dist.Work | None = None
         self._told = torch.zeros(1 + size, dtype=torch.int64)
-        self._found: tuple[int, Array, str] | None = None
+        self.found: _Answer | None = None
         self._thread: threading.Thread | None = None
         if not group.rank:
             self._thread = threading.Thread(target=self._search, args=(decide,), name="commlayer placer", daemon=True)
             self._thread.start()
-
-    @property
-    def words(self) -> str:
-        return "" if self._found is None else self._found[2]
 
     @property
     def slots(self) -> torch.Tensor:
@@ -372,24 +436,28 @@ class _Deciding:
         """Send what rank 0 has found so far to all; nobody waits for it."""
         if not self._group.rank:
             self._told.zero_()
-            if self._found is not None:
-                self._told[0] = self._found[0]
-                self._told[1:] = torch.as_tensor(self._found[1])
+            if self.found is not None:
+                self._told[0] = self.found.kind
+                if self.found.slots is not None:
+                    self._told[1:] = torch.as_tensor(self.found.slots)
         source = self._group.ranks[0]
         self._work = dist.broadcast(self._told, source, group=self._group.group, async_op=True)
 
     def answer(self) -> int:
         """Return what was sent: whether there is a decision, and which."""
-        if self._work is not None:
-            self._work.wait()
+        self.wait()
         return int(self._told[0])
 
-    def _search(self, decide: Callable[[], tuple[int, Array, str]]) -> None:
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+    def _search(self, decide: Callable[[], _Answer]) -> None:
         try:
-            self._found = decide()
+            self.found = decide()
         except Exception as error:  # noqa: BLE001  training goes on without it
             kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
-            self._found = _FAILED, 0, f"{kind}{error}"
+            self.found = _Answer(_FAILED, f"{kind}{error}")
 
 
 def _check(

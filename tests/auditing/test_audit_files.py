@@ -18,6 +18,7 @@ from commlayer.auditing.audit_files import (
     AuditedCalls,
     AuditedGroup,
     AuditedLateness,
+    AuditedPlacement,
     AuditedWire,
     PlanEvent,
     RankAudit,
@@ -326,6 +327,41 @@ def test_json_has_it_all(folder: Path) -> None:
     assert group["slow_nodes"] == [{"node": 1, "host": "node1", "ranks": [2, 3], "rate": 0.4}]
     assert group["late"][0] == {"rank": 3, "calls": 8, "waited_us": 1600.0}
     assert group["events"][0]["call"] == 12
+
+
+def test_migrations_of_experts_are_promised_and_measured(tmp_path: Path) -> None:
+    known = AuditedPlacement(
+        step=40,
+        layers=2,
+        copies=6,
+        copy_bytes=64,
+        reason=HOSTILE,
+        promised_migration_us=2000.0,
+        migration_us=3000.0,
+        waited_us=10.0,
+        step_before_us=500.0,
+        promised_step_us=400.0,
+        step_us=420.0,
+    )
+    unknown = AuditedPlacement(
+        **(msgspec.structs.asdict(known) | dict.fromkeys(("promised_migration_us", "promised_step_us", "step_us")))
+    )
+    write_audit(tmp_path, audit_of(0, placements=(known, unknown)))
+    assert read_audits(tmp_path)[0].placements == (known, unknown)
+    printed = call("audit", str(tmp_path)).stdout
+    assert "Migrations of experts" in printed
+    rows = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "0 40 6 2 ms 3 ms 1.50 10 µs 500 µs 400 µs 420 µs 1.05" in rows
+    assert "0 40 6 – 3 ms – 10 µs 500 µs – – –" in rows
+    found = json.loads(call("audit", str(tmp_path), "--json").stdout)["placements"]
+    assert [(each["rank"], each["migration_us"], each["promised_step_us"]) for each in found] == [
+        (0, 3000.0, 400.0),
+        (0, 3000.0, None),
+    ]
+    write_audit_report(tmp_path / "page.html", merge_audits(read_audits(tmp_path)))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Migrations of experts" in page
+    assert "<script" not in page
 
 
 def test_wrong_usage_and_bad_files_are_status_2(folder: Path, tmp_path: Path) -> None:

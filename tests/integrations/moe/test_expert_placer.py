@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlayer import stats
+from commlayer import audit, stats
 from commlayer.integrations.examples.text import Corpus
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
@@ -235,7 +235,17 @@ def decided(every: int) -> tuple[list[str], list[list[list[int]]], int, list[flo
                 placer.step()
                 time.sleep(0.01)  # the search is on a thread, whose answer is waited for by nobody
             slots = [each.slots.tolist() for each in placer.placements]
-        assert [each["reason"] for each in stats()["placements"]] == [text.split(": ", 1)[1] for text in said]
+        noted = stats()["placements"]
+        assert [each["reason"] for each in noted] == [text.split(": ", 1)[1] for text in said]
+        moved = [each for each in noted if each["copies"]]
+        assert audit()["placements"] == moved
+        assert len(moved) == (0 if mesh.rank("ep") else placer.num_migrations)
+        for each in moved:
+            assert min(each["promised_migration_us"] or 0, each["migration_us"] or 0, each["waited_us"] or 0) > 0
+        with pytest.raises(UsageError, match="is closed"):
+            placer.move_to(placer.placements)
+        placer.step()  # nothing, and no other rank is asked
+        placer.close()
     return said, slots, placer.num_migrations, losses
 
 
