@@ -8,12 +8,13 @@ loaded only where the same degree cuts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from commlayer.agree.messages import ControlMessage, Peers, Reason, gather_messages
 from commlayer.integrations.gradients import gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import Optimizer, optimizer_of
@@ -21,11 +22,18 @@ from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.settings import Settings
 
 __all__ = ["TrainingState"]
 
 _BEGIN_ELSEWHERE = (torch.optim.ASGD, torch.optim.NAdam, torch.optim.Rprop)
 """Optimizers whose state does not begin with zeros: a product or a rate is in it."""
+
+
+class _CanLoad(ControlMessage, frozen=True):
+    """Why a rank cannot take a state; None: it can."""
+
+    trouble: Reason | None = None
 
 
 class TrainingState:
@@ -36,7 +44,8 @@ class TrainingState:
         dcp.load({"training": state}, checkpoint_id="step-1000")    # on other ranks, another EP, other placements of experts
 
     Options of optimizers, such as learning rates, are not in it, nor is where experts lie: they are loaded to where they lie now.
-    All methods are collective over the stage.
+    :meth:`state_dict` is collective over the stage, and :meth:`load_state_dict` over all ranks of ``mesh``: where one cannot
+    load, none does.
 
     Args:
         model: with its MoE layers in order, or placed.
@@ -72,31 +81,48 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the entries of ``state`` that belong here; it may have more.
 
-        Raises UsageError where one is missing, and while an ExpertPlacer moves experts; TensorError where one has another shape:
-        before anything is changed.
+        Raises UsageError where one is missing, and while an ExpertPlacer moves experts; TensorError where one has another shape;
+        where a rank raises one of these, UsageError on all others, which names the rank and its reason. Then nothing has been
+        changed anywhere.
         """
-        for part in self._model.modules():
-            if isinstance(part, GroupedExperts) and part.slots is not None:
-                part.slots.require_still()
+        self._together(self._prepare)
         mine = self.state_dict()
-        missing = [name for name in mine if name not in state]
-        if missing:
-            raise UsageError(
-                f"{who()}the state lacks {missing[0]} and {len(missing) - 1} more: it is of another model or optimizer, or of "
-                "one rank alone; load it by torch.distributed.checkpoint, or put the ranks' states together"
-            )
-        for name, tensor in mine.items():
-            if state[name].shape != tensor.shape:
-                raise TensorError(
-                    f"{who()}{name}: expected {list(tensor.shape)}, the state has {list(state[name].shape)}: it is of "
-                    "another model"
-                )
+        self._together(lambda: _require_fit(mine, state))
         for name, tensor in mine.items():
             if state[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(state[name])
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 optimizer.load_whole(self._wholes(optimizer, mine))
+
+    def _prepare(self) -> None:
+        """Let optimizers begin. Raises UsageError where what is loaded would not stay, or has no place."""
+        for part in self._model.modules():
+            if isinstance(part, GroupedExperts) and part.slots is not None:
+                part.slots.require_still()
+        for optimizer in self._optimizers:
+            _begin(optimizer)
+
+    def _together(self, task: Callable[[], object]) -> None:
+        """Do ``task`` on all ranks of the mesh, and raise on all of them where it raises on one: a rank that went on alone would
+        wait for the others in the next collective, or train from another state than they."""
+        failure: Exception | None = None
+        try:
+            task()
+        except Exception as error:  # noqa: BLE001  told to the others, and raised
+            failure = error
+        if self._mesh is not None and self._mesh.size("world") > 1:
+            mine = _CanLoad(None if failure is None else Reason.of(failure))
+            peers, timeout_s = Peers.of(self._mesh.group("world")), Settings.from_environment().timeout_s
+            told = gather_messages(mine, _CanLoad, peers, timeout_s, "to load a training state")
+            wrong = [(rank, each.trouble) for rank, each in zip(peers.ranks, told, strict=True) if each.trouble]
+            if wrong and failure is None:
+                more = f", and {len(wrong) - 1} more ranks cannot" if len(wrong) > 1 else ""
+                raise UsageError(
+                    f"{who()}nothing was loaded on any rank, for rank {wrong[0][0]} cannot take the state{more}: {wrong[0][1]}"
+                )
+        if failure is not None:
+            raise failure
 
     def _wholes(
         self, optimizer: ShardedOptimizer, state: Mapping[str, torch.Tensor]
@@ -158,6 +184,21 @@ class TrainingState:
         if self._mesh is None or self._mesh.size(axis) == 1:
             return ""
         return f".{axis}{self._mesh.rank(axis)}of{self._mesh.size(axis)}"
+
+
+def _require_fit(mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    """Raises UsageError where ``state`` lacks one of ``mine``, TensorError where it has one of another shape."""
+    missing = [name for name in mine if name not in state]
+    if missing:
+        raise UsageError(
+            f"{who()}the state lacks {missing[0]} and {len(missing) - 1} more: it is of another model or optimizer, or of "
+            "one rank alone; load it by torch.distributed.checkpoint, or put the ranks' states together"
+        )
+    for name, tensor in mine.items():
+        if state[name].shape != tensor.shape:
+            raise TensorError(
+                f"{who()}{name}: expected {list(tensor.shape)}, the state has {list(state[name].shape)}: it is of another model"
+            )
 
 
 def _key(name: str, key: str) -> str:

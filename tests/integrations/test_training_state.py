@@ -109,6 +109,33 @@ def test_a_sharded_optimizer_is_loaded_on_other_ranks(emulated_cluster: ClusterF
     assert every["optimizer.experts.w_up.7.exp_avg"].any()
 
 
+def half_a_state() -> tuple[str, bool]:
+    """The error of a rank where rank 1 alone has a state that lacks an entry, and whether a whole one is taken then."""
+    dist.init_process_group("commlayer")
+    with FoldedMesh({"ep": 3}) as mesh:
+        layer = MoELayer(8, 12, ROUTER, mesh=mesh, spare_slots=1)
+        state = TrainingState(layer, torch.optim.AdamW(layer.parameters(), lr=1e-2), mesh)
+        saved = {name: tensor + 1 for name, tensor in state.state_dict().items()}
+        was = layer.router.weight.clone()
+        lacking = {name: tensor for name, tensor in saved.items() if name != "model.router.weight"}
+        with pytest.raises(UsageError) as caught:
+            state.load_state_dict(lacking if dist.get_rank() == 1 else saved)
+        assert torch.equal(layer.router.weight, was), "one rank took what another refused"
+        state.load_state_dict(saved)
+        return str(caught.value), torch.equal(layer.router.weight, was + 1)
+
+
+def test_where_one_rank_cannot_load_none_does(emulated_cluster: ClusterFactory) -> None:
+    found = emulated_cluster(1, 3).run(half_a_state)
+    assert all(is_loaded for _, is_loaded in found)
+    assert found[1][0].startswith("rank 1: the state lacks model.router.weight")
+    for rank in (0, 2):
+        assert found[rank][0].startswith(
+            f"rank {rank}: nothing was loaded on any rank, for rank 1 cannot take the state"
+        )
+        assert "UsageError: rank 1: the state lacks model.router.weight" in found[rank][0]
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     layer = MoELayer(8, 12, ROUTER, spare_slots=1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
