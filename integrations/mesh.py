@@ -21,9 +21,17 @@ from commlayer.scheduler.mapping.describe import MeshDescription
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.settings import Settings
 
-__all__ = ["FoldedMesh"]
+__all__ = ["FoldedMesh", "pipeline_stage"]
 
 _DEGREES = ("tp", "cp", "pp", "ep", "etp")
+_STAGES: dict[str, int] = {}
+"""The pipeline stage of this rank, by the names of the groups of its experts that a mesh with several stages has made."""
+
+
+def pipeline_stage(group: dist.ProcessGroup | None) -> int | None:
+    """The pipeline stage whose experts ``group`` has, ``ep`` or ``etp_ep`` of a :class:`FoldedMesh`; None, where there is one
+    stage, or the group is of no mesh."""
+    return None if group is None else _STAGES.get(group.group_name)
 
 
 class _Arguments(ControlMessage, frozen=True):
@@ -83,6 +91,7 @@ class FoldedMesh:
         self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._rank = dist.get_rank()
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._of_experts: set[str] = set()
         try:
             self._make_groups(backend, timeout, frozenset(separate))
         except BaseException:
@@ -111,6 +120,9 @@ class FoldedMesh:
                     shared[key] = self._groups[axis]
             else:
                 self._groups[axis] = shared[key]
+        if self.mapping.size("pp") > 1:
+            self._of_experts = {self._groups[axis].group_name for axis in ("ep", "etp_ep")}
+            _STAGES.update(dict.fromkeys(self._of_experts, self.rank("pp")))
 
     def _mesh(self, order: str) -> DeviceMesh:
         """The groups that exist already, as one mesh. Rejected: init_device_mesh, which makes all of them once more."""
@@ -186,6 +198,8 @@ class FoldedMesh:
         """Destroy every group that was made here, on all ranks alike. The default group stays. Harmless when repeated."""
         groups = dict.fromkeys(self._groups.values())
         self._groups = {}
+        for name in self._of_experts:
+            _STAGES.pop(name, None)
         if dist.is_initialized() and dist.group.WORLD is self._world:  # else they went with their default group
             for group in groups:
                 if group is not self._world:

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commlayer.integrations.mesh import pipeline_stage
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.readers.routing_files import routing_path, write_routing
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
@@ -29,9 +30,9 @@ _MOST_STEPS = 2048
 class LayerRecord:
     """The record of one layer.
 
-    ``name``: in the file; the place among this rank's layers, as they were made, unless somebody who knows better sets it, as
-    :class:`~commlayer.integrations.language_model.MoELanguageModel` does. ``most``: steps that are kept; twice as many are added
-    up in pairs.
+    ``name``: in the file; the place among this rank's layers, as they were made, in a pipeline behind that of the stage, unless
+    somebody who knows better sets it, as :class:`~commlayer.integrations.language_model.MoELanguageModel` does. ``most``: steps
+    that are kept; twice as many are added up in pairs.
     """
 
     def __init__(self, name: str, num_experts: int, most: int = _MOST_STEPS) -> None:
@@ -87,9 +88,11 @@ class LoadRecorder:
         self._pid = os.getpid()
         atexit.register(self.write)
 
-    def layer(self, num_experts: int) -> LayerRecord:
-        """Make the record of the next layer."""
-        self.layers.append(LayerRecord(f"layer {len(self.layers)}", num_experts))
+    def layer(self, num_experts: int, stage: int | None = None) -> LayerRecord:
+        """Make the record of the next layer; ``stage``: of the pipeline, where there are several. How many layers the stages before
+        have is not known here, and layers of one name would be added up."""
+        place = f"layer {len(self.layers)}"
+        self.layers.append(LayerRecord(place if stage is None else f"stage {stage}, {place}", num_experts))
         return self.layers[-1]
 
     def write(self) -> None:
@@ -119,4 +122,4 @@ def layer_record(grid: ExpertGrid, num_experts: int) -> LayerRecord | None:
         return None
     if folder not in _recorders:
         _recorders[folder] = LoadRecorder(folder, grid.all.ranks[grid.all.rank])
-    return _recorders[folder].layer(num_experts)
+    return _recorders[folder].layer(num_experts, pipeline_stage(grid.all.group))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from commlayer.integrations import MoELayer, RouterConfig
+from commlayer.integrations import FoldedMesh, MoELayer, RouterConfig
+from commlayer.integrations.mesh import pipeline_stage
 from commlayer.integrations.moe import load_recorder
 from commlayer.integrations.moe.load_recorder import LayerRecord
 from commlayer.readers.routing_files import read_routing
+from commlayer.testing.plugin import ClusterFactory
 
 
 @pytest.fixture
@@ -48,6 +52,31 @@ def test_replicas_that_write_into_one_folder_are_kept_apart_and_added_up(
         load_recorder._recorders[str(folder / replica)].write()
     assert int(read_routing(folder / "west").counts.sum()) == 20
     assert int(read_routing(folder).counts.sum()) == 40
+
+
+def record_of_a_stage(folder: str) -> str:
+    """Record one layer on each stage of a pipeline that is put together by hand; what the layer is called."""
+    os.environ["COMMLAYER_ROUTING"] = folder
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    with FoldedMesh({"pp": 2, "ep": 2}) as mesh:
+        layer = MoELayer(8, 16, RouterConfig(num_experts=4, top_k=2), mesh=mesh)
+        stage = mesh.rank("pp")
+        assert pipeline_stage(mesh.group("ep")) == stage
+        assert pipeline_stage(dist.group.WORLD) is None
+        layer(torch.randn(10 + stage, 8))
+    for recorder in load_recorder._recorders.values():
+        recorder.write()
+    return "" if layer.dispatcher.record is None else layer.dispatcher.record.name
+
+
+@pytest.mark.cluster
+def test_stages_of_a_pipeline_are_not_added_up(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    names = emulated_cluster(1, 4).run(record_of_a_stage, str(tmp_path / "routing"))
+    assert sorted(name for name in names if name) == ["stage 0, layer 0", "stage 1, layer 0"]
+    loads = read_routing(tmp_path / "routing")
+    found = dict(zip(loads.layers, loads.counts.sum((0, 2)).tolist(), strict=True))
+    assert found == {"stage 0, layer 0": 2 * 10 * 2, "stage 1, layer 0": 2 * 11 * 2}
 
 
 def test_nothing_is_recorded_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
