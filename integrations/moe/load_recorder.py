@@ -89,8 +89,8 @@ class LoadRecorder:
         atexit.register(self.write)
 
     def layer(self, num_experts: int, stage: int | None = None) -> LayerRecord:
-        """Make the record of the next layer; ``stage``: of the pipeline, where there are several. How many layers the stages before
-        have is not known here, and layers of one name would be added up."""
+        """Make the record of the next layer; ``stage``: of the pipeline, where there are several. How many layers the stages
+        before have is not known here, and layers of one name would be added up."""
         place = f"layer {len(self.layers)}"
         self.layers.append(LayerRecord(place if stage is None else f"stage {stage}, {place}", num_experts))
         return self.layers[-1]
