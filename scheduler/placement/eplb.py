@@ -51,16 +51,17 @@ def replicated_copies(loads: Array, num_copies: int, most: int) -> Array:
 
     if not len(loads) <= num_copies <= len(loads) * most:
         raise UsageError(f"expected 1 to {most} copies of each of {len(loads)} experts, got {num_copies} in all")
-    copies = np.ones(len(loads), dtype=np.int64)
-    busiest = [(-float(load), expert) for expert, load in enumerate(loads)]
+    numbers = loads.tolist()  # as above
+    copies = [1] * len(numbers)
+    busiest = [(-load, expert) for expert, load in enumerate(numbers)]
     heapq.heapify(busiest)
     for _ in range(num_copies - len(loads)):
         while copies[busiest[0][1]] == most:
             heapq.heappop(busiest)
         _, expert = busiest[0]
         copies[expert] += 1
-        heapq.heapreplace(busiest, (-float(loads[expert]) / int(copies[expert]), expert))
-    return copies
+        heapq.heapreplace(busiest, (-numbers[expert] / copies[expert], expert))
+    return np.array(copies, dtype=np.int64)
 
 
 def eplb_placement(

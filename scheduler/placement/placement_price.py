@@ -116,8 +116,12 @@ class LayerLoad:
         object.__setattr__(self, "counts", counts)
 
     @cached_property
+    def choices(self) -> float:
+        return float(self.counts.sum())
+
+    @cached_property
     def tokens(self) -> float:
-        return float(self.counts.sum()) / self.top_k
+        return self.choices / self.top_k
 
     @cached_property
     def chosen_by(self) -> Array:
@@ -224,7 +228,7 @@ class PlacementPrices:
         """The part of tokens that have an expert there, for each of these ranks or nodes."""
         import numpy as np
 
-        share = np.minimum(totals.rows / max(float(load.counts.sum()), 1e-300), 1.0)
+        share = np.minimum(totals.rows / max(load.choices, 1e-300), 1.0)
         found: Array = 1 - np.minimum(np.exp(totals.none), (1 - share) ** load.top_k)
         return found
 

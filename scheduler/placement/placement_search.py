@@ -295,3 +295,5 @@ def _matched(common: Array) -> Iterator[tuple[int, int]]:
             rows.remove(row)
             columns.remove(column)
             yield row, column
+            if not rows:
+                return
