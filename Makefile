@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-losses bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-23s %s\n", $$1, $$2 }' Makefile
@@ -133,6 +133,9 @@ bench-placement: $(READY)  ## placing experts: how long a solution takes, and wh
 
 bench-placement-steps: $(READY)  ## steps under skewed routing, experts in order, by EPLB's placement and ours, with emulated accelerators; writes a dated document
 	$(RUN) benchmarks/placement_steps.py $(ARGS)
+
+bench-placement-losses: $(READY)  ## losses of 300 steps in which experts move, with copies and without; writes a dated document and a picture
+	$(RUN) benchmarks/placement_losses.py $(ARGS)
 
 bench-placement-faults: $(READY)  ## ranks killed while experts move, in 100 jobs: who hears of it, and whether the checkpoint before it loads
 	$(RUN) benchmarks/placement_faults.py $(ARGS)

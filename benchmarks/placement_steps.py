@@ -9,9 +9,8 @@ small model did in training. Experts take as long as the exchanges where loads a
 after their results were compared; a time is the slowest rank's, from a common start until its accelerator is done, with
 the sums of copies' gradients. What each step was predicted to take is held against it.
 
-``--losses``: 300 steps of a model whose experts move ten times, with a checkpoint in the middle from which another
-number of ranks goes on: its losses against those where experts stay. Writes a dated document and JSON. Emulated: NOT a
-measurement of accelerators.
+Writes a dated document and JSON. Emulated: NOT a measurement of accelerators. Losses while experts move are compared by
+``make bench-placement-losses``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from common import add_output, dated_stem, described, facts, measure_links, today, write_results
@@ -37,7 +35,6 @@ from torch import nn
 
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
 from commlayer.integrations import (
-    ExpertPlacer,
     FoldedMesh,
     GroupedExperts,
     ModelConfig,
@@ -45,7 +42,6 @@ from commlayer.integrations import (
     MoELayer,
     RouterConfig,
     Routing,
-    TrainingState,
     sum_replica_gradients,
 )
 from commlayer.integrations.examples.text import Corpus
@@ -74,7 +70,6 @@ TARGETS = {
 _COMPARED = (*TARGETS, ("spill", "ours"), ("llep", "static"), ("eplb", "static"))
 EVEN_TARGET, PREDICTION_TARGET = 1.02, 0.1
 _SPILLING = ("llep", "spill")
-_STEPS, _MOVES = 300, 10
 
 
 @dataclass(frozen=True)
@@ -266,53 +261,6 @@ def record(shape: PlacedShape) -> list[float]:
         return sorted((counts / counts.sum()).tolist(), reverse=True)
 
 
-def losses(folder: str, degrees: dict[str, int], first: int, last: int, *, moves: bool, load: bool, save: bool) -> Any:
-    """The losses of the steps from ``first`` to ``last``; experts move at every thirtieth, where they do."""
-    torch.set_num_threads(1)
-    dist.init_process_group("commlayer")
-    with FoldedMesh(degrees) as mesh:
-        router = RouterConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.01)
-        config = ModelConfig(
-            router=router,
-            hidden=32,
-            width=32,
-            num_layers=2,
-            num_heads=2,
-            spare_slots=1,
-            dispatch="all_to_all",
-            chunks=1,
-        )
-        model = MoELanguageModel(config, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        placer = ExpertPlacer(model, optimizer, mesh, every=0, say=lambda words: None)
-        state = TrainingState(model, optimizer, mesh)
-        if load:
-            from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-
-            load_checkpoint({"training": state}, checkpoint_id=folder)
-        corpus, found = Corpus.of(None), []
-        for step in range(first, last):
-            optimizer.zero_grad()
-            found.append(model.train_step(*corpus.batch(step, 16, 6)).item())
-            optimizer.step()
-            placer.step()
-            if moves and step % (_STEPS // _MOVES) == 15:
-                chooser = np.random.default_rng(step)
-                placer.move_to([_shuffled(each, chooser) for each in placer.placements])
-        if save:
-            from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
-
-            save_checkpoint({"training": state}, checkpoint_id=folder)
-        return found, placer.num_migrations
-
-
-def _shuffled(before: ExpertPlacement, chooser: np.random.Generator) -> ExpertPlacement:
-    ranks, each = before.slots.shape
-    slots = np.full((ranks, each), -1)
-    slots.reshape(-1)[chooser.permutation(ranks * each)[: before.num_experts]] = chooser.permutation(before.num_experts)
-    return ExpertPlacement(slots, before.num_experts)
-
-
 # The program
 
 
@@ -348,31 +296,6 @@ def popularity_of(load: str, shape: PlacedShape) -> list[float]:
     return shares
 
 
-def measure_losses() -> dict[str, Any]:
-    """The losses with and without migrations, and after a resume on other ranks."""
-    from functools import partial
-
-    with tempfile.TemporaryDirectory() as folder:
-        half = _STEPS // 2
-        with EmulatedCluster(2, 2) as four, EmulatedCluster(1, 3) as three:
-            stay = partial(losses, folder, moves=False, load=False, save=False)
-            static, _ = four.run(stay, {"ep": 4}, 0, _STEPS)[0]
-            moving = partial(losses, folder, moves=True)
-            first, moves = four.run(partial(moving, load=False, save=True), {"ep": 4}, 0, half)[0]
-            same, more = four.run(partial(moving, load=True, save=False), {"ep": 4}, half, _STEPS)[0]
-            other, _ = three.run(partial(moving, load=True, save=False), {"ep": 3}, half, _STEPS)[0]
-    apart = [max(abs(a - b) / b for a, b in zip(mine, static[half:], strict=True)) for mine in (same, other)]
-    return {
-        "steps": _STEPS,
-        "migrations": moves + more,
-        "equal_bits": first + same == static,
-        "largest_same": apart[0],
-        "largest_other": apart[1],
-        "first_loss": static[0],
-        "last_loss": static[-1],
-    }
-
-
 def ratio(result: Result, way: str, base: str) -> Spread:
     return ratios(result.times_s[way], result.times_s[base])
 
@@ -382,7 +305,7 @@ def errors(result: Result) -> dict[str, float]:
     return {way: result.predicted_s[way] / median(times) - 1 for way, times in result.times_s.items()}
 
 
-def document(known: dict[str, str], results: Sequence[Result], compared: dict[str, Any] | None) -> str:
+def document(known: dict[str, str], results: Sequence[Result]) -> str:
     shape = PlacedShape()
     lines = [
         f"# Steps under skewed routing, {today()}",
@@ -424,17 +347,6 @@ def document(known: dict[str, str], results: Sequence[Result], compared: dict[st
     if results:
         off_by = median(abs(each) for result in results for each in errors(result).values())
         lines += ["", f"Predictions are off by {off_by:.1%} (median; target {PREDICTION_TARGET:.0%})."]
-    if compared is not None:
-        lines += [
-            "",
-            "## Losses",
-            "",
-            f"{compared['steps']} steps on 2 × 2 ranks, {compared['migrations']} migrations of all layers, a checkpoint in the "
-            "middle and a new start from it: the same bits as with experts in order: "
-            f"{'yes' if compared['equal_bits'] else 'NO'}. Going on on 3 ranks from that checkpoint the loss differs by "
-            f"{compared['largest_other']:.1e} of itself at most (from {compared['first_loss']:.3f} to "
-            f"{compared['last_loss']:.3f}).",
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -447,19 +359,17 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=30.0, help="of the rounds of each load on each cluster (30)")
-    parser.add_argument("--losses", action=argparse.BooleanOptionalAction, default=True, help="compare losses too")
     add_output(parser)
     options = parser.parse_args()
     stem, known = dated_stem(options.output, "placement-steps"), facts("placement_steps.py", os.getloadavg()[0])
     results: list[Result] = []
-    compared = measure_losses() if options.losses else None
     for cluster in options.cluster or _CLUSTERS:
         for result in measure(cluster, options.load or LOADS, options.rounds, options.budget_s, options.profile):
             said = ", ".join(f"{way} / {base} {ratio(result, way, base)}" for way, base in _COMPARED[:3])
             print(f"{cluster}, {result.load}: {said}", flush=True)
             results.append(result)
-            found = {"date": today(), "facts": known, "results": [asdict(each) for each in results], "losses": compared}
-            write_results(stem, found, document(known, results, compared))
+            found = {"date": today(), "facts": known, "results": [asdict(each) for each in results]}
+            write_results(stem, found, document(known, results))
     if results:
         print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
