@@ -194,12 +194,14 @@ class ExpertPlacer:
         if self._is_closed:
             return
         migration, under_way = self._leave()
+        if not dist.is_initialized() or dist.group.WORLD is not self._world:
+            return  # the group went with its default group
         if migration is not None:
             migration.wait()  # all ranks have sent theirs: a group is destroyed with nothing on its way
         if under_way is not None:
             under_way.wait()
         self._watch.close()
-        self._destroy_group()
+        dist.destroy_process_group(self._group.group)
 
     def _leave(self) -> tuple[ExpertMigration | None, _Summing | _Deciding | None]:
         """Let go of the optimizer and of loads. Sends nothing; what is under way is the caller's."""
@@ -210,10 +212,6 @@ class ExpertPlacer:
         self._loads.close()
         self._note_changing()
         return found
-
-    def _destroy_group(self) -> None:
-        if dist.is_initialized() and dist.group.WORLD is self._world:  # else it went with its default group
-            dist.destroy_process_group(self._group.group)
 
     def __enter__(self) -> ExpertPlacer:
         return self
