@@ -215,10 +215,10 @@ def document(known: dict[str, str], found: Sequence[Compared], steps: int) -> st
     ]
     shown = [step for step in _SHOWN if step <= steps]
     lines += ["", f"| largest up to step | {' | '.join(map(str, shown))} |", f"|---|{'---|' * len(shown)}"]
-    for each in found:
-        for what, apart in (("2 × 2", each.same), ("in order on 3 ranks", each.in_order)):
-            numbers = " | ".join(f"{max(apart[:step]):.1e}" for step in shown)
-            lines.append(f"| {_named(each)}, {what} | {numbers} |")
+    for label, apart in _courses(found).items():
+        numbers = " | ".join(f"{max(apart[:step]):.1e}" for step in shown)
+        lines.append(f"| {label} | {numbers} |")
+    lines += ["", f"![The largest difference up to each step]({today()}-placement-losses.svg)"]
     return "\n".join(lines) + "\n"
 
 
@@ -226,24 +226,30 @@ def _named(each: Compared) -> str:
     return f"{each.way.name}, {each.way.dtype.upper()}"
 
 
+def _courses(found: Sequence[Compared]) -> dict[str, list[float]]:
+    """The differences of each step, by what they are of, where there are any."""
+    courses = {f"{_named(each)}, on 2 × 2 ranks": each.same for each in found if not each.equal_bits}
+    return courses | {f"in order on 3 ranks, {each.way.dtype.upper()}": each.in_order for each in found}
+
+
 def draw(found: Sequence[Compared], path: Path) -> None:
     """Draw each step's difference, the largest so far."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "commlayer"  # the same names in every run
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    lines = {f"{_named(each)}, 2 × 2 ranks": each.same for each in found if not each.equal_bits}
-    lines |= {f"experts in order on 3 ranks, {each.way.dtype.upper()}": each.in_order for each in found}
-    for label, apart in lines.items():
-        style = "--" if label.startswith("experts in order") else "-"
-        axes.plot(range(1, len(apart) + 1), np.maximum.accumulate(np.maximum(apart, 1e-17)), style, label=label)
+    for label, apart in _courses(found).items():
+        largest = np.maximum.accumulate(apart)
+        shown = np.where(largest > 0, largest, np.nan)  # a logarithmic axis has no 0
+        axes.plot(range(1, len(apart) + 1), shown, "--" if label.startswith("in order") else "-", label=label)
     axes.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
     axes.set(yscale="log", xlabel="step", ylabel="largest difference of the loss so far")
     axes.set_title("What another order of sums makes of the losses", loc="left")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     plt.close(figure)
 
 
@@ -261,7 +267,7 @@ def main() -> None:
         found = [compare(way, four, three, options.steps, options.moves) for way in ways]
     text = document(known, found, options.steps)
     write_results(stem, {"date": today(), "facts": known, "ways": [asdict(each) for each in found]}, text)
-    draw(found, stem.with_suffix(".png"))
+    draw(found, stem.with_suffix(".svg"))
     print(text)
 
 
