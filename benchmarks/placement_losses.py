@@ -52,7 +52,7 @@ WAYS = (Way("without copies", False, "fp32"), Way("with copies", True, "fp32"), 
 
 @dataclass(frozen=True)
 class Compared:
-    """What one way showed. Differences are of each step's loss from that of experts in order on 2 × 2 ranks, as fractions of it:
+    """The outcome of one way. Differences are of each step's loss from that of experts in order on 2 × 2 ranks, as fractions of it:
     ``same`` on these ranks, migrations, checkpoint and new start included; ``other`` of the second half on three ranks;
     ``in_order`` of experts in order on three ranks, from the beginning."""
 
@@ -75,7 +75,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank found: losses, migrations, and a digest of every expert that it holds, with its optimizer's state."""
+    """The outcome on one rank: losses, migrations, and a digest of every expert that it holds, with its optimizer's state."""
 
     losses: list[float]
     migrations: int
@@ -179,7 +179,7 @@ def compare(way: Way, four: EmulatedCluster, three: EmulatedCluster, steps: int,
 
 
 def _agreed(found: Sequence[_Found]) -> _Found:
-    """What the first rank found, if all have its losses, and copies of an expert are equal."""
+    """Return the first rank's outcome. Raises RuntimeError where another has other losses, or copies of an expert differ."""
     digests: dict[str, str] = {}
     for rank, each in enumerate(found):
         unequal = [name for name, digest in each.digests.items() if digests.setdefault(name, digest) != digest]

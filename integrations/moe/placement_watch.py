@@ -33,7 +33,7 @@ _WINDOW, _LEAST = 16, 3
 
 @dataclass(frozen=True)
 class PlacementPromise:
-    """What a decision promises: the time of its migration, and what each step shall save, of all layers together, µs."""
+    """The promise of a decision: the time of its migration, and what each step shall save, of all layers together, µs."""
 
     migration_us: float
     saving_us: float

@@ -1,4 +1,4 @@
-"""What is told of a migration: medians of steps before and behind it, what was promised, and the slowest rank's times."""
+"""The watch over migrations: medians of steps before and behind it, what was promised, and the slowest rank's times."""
 
 from __future__ import annotations
 
