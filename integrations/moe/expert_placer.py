@@ -395,7 +395,7 @@ class ExpertPlacer:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a search found: whether experts move, why, all slots then, and what is promised of it."""
+    """The outcome of a search: whether experts move, why, all slots then, and what is promised of it."""
 
     kind: int
     words: str
