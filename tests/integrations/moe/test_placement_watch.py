@@ -17,7 +17,7 @@ from commlayer.statistics import PlacementStats, came_of_placement
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in seconds, that the watch sees."""
     now = [100.0]
-    monkeypatch.setattr(placement_watch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setitem(vars(placement_watch), "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -30,7 +30,9 @@ def slowest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert async_op
         return SimpleNamespace(wait=lambda: told.copy_(torch.maximum(told, torch.tensor(theirs))))
 
-    monkeypatch.setattr(placement_watch.dist, "all_reduce", all_reduce)
+    monkeypatch.setitem(
+        vars(placement_watch), "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
+    )
     return theirs
 
 
