@@ -805,7 +805,7 @@ def test_traces_that_say_less_say_so(tmp_path: Path) -> None:
     alone = fake_trace(3, [replace(fake_calls(3)[0], end_ns=0)], readings=())
     errors = invoke(put(tmp_path, [job()[0], full, job()[2], alone])).stderr
     assert "1 of 4 traces had no room left before the end (rank 1 lacks 12 entries)" in errors
-    assert "clocks of ranks 3 were not compared" in errors
+    assert "clocks of rank 3 were not compared" in errors
     assert "1 call never ended" in errors
 
 
