@@ -21,6 +21,7 @@ from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
+from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks, is_dual
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
 from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
@@ -239,7 +240,11 @@ def estimate(
         GroupError: the batch does not split over dp and micro-batches.
     """
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
-    return max(map(counting.of, parameters.held(job.model, setup, software)), key=lambda found: found.total)
+    every = parameters.held(job.model, setup, software)
+    if is_dual(setup.schedule) and setup.pipeline_layout != EVEN_LAYOUT:
+        # of ranks with as many layers the first is not the fullest where its chunk with more micro-batches has fewer layers
+        every = _of_ranks(job.model, setup, every)
+    return max(map(counting.of, every), key=lambda found: found.total)
 
 
 class Room(NamedTuple):
@@ -264,12 +269,18 @@ def rooms(
     where the rank has any. Other arguments and errors as :func:`estimate`."""
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
     stages = parameters.held(job.model, setup, software)
-    places = parameters.stage_of_ranks(job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
-    found = []
-    for rank, place in enumerate(places):
-        held = stages[place]._replace(stage=stages[place].stage._replace(number=rank))
-        found.append(Room(limit - counting.of(held).total, *counting.layer_bytes(held)))
-    return found
+    ranks = _of_ranks(job.model, setup, stages)
+    return [Room(limit - counting.of(held).total, *counting.layer_bytes(held)) for held in ranks]
+
+
+def _of_ranks(
+    model: ModelShape, setup: Setup, every: tuple[parameters.StageElements, ...]
+) -> tuple[parameters.StageElements, ...]:
+    """What each pipeline rank holds, by what every kind of stage does."""
+    places = parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+    return tuple(
+        every[place]._replace(stage=every[place].stage._replace(number=rank)) for rank, place in enumerate(places)
+    )
 
 
 def have_room(

@@ -139,6 +139,15 @@ def test_dualpipe_keeps_most_in_the_chunks_at_the_front() -> None:
     assert later.left - left.left == pytest.approx(2 * 15 * left.kept)  # 15 micro-batches fewer keep two layers
 
 
+def test_the_fullest_of_ranks_with_as_many_layers_is_found() -> None:
+    """The last of them is, where their second chunks have more layers: DualPipe's V keeps most micro-batches there."""
+    job = Job(model=replace(V3, layers=32, mtp_layers=0), gpus=64, global_batch=1024, sequence=4096)
+    setup = Setup(gpus=64, pp=8, ep=8, schedule="dualpipev", pipeline_layout="Et|(t|)*7(ttt|)*7tttL")
+    needed = [-room.left for room in memory.rooms(job, setup, 0.0)]
+    assert needed.index(max(needed)) == 7
+    assert memory.estimate(job, setup).total == max(needed)
+
+
 # The fastest that fits
 
 
