@@ -305,9 +305,9 @@ def stages(
     """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as ``layout`` says (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as
-    equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others of one less. Where the last one has modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts
-    of DeepSeek-V3 (but with DualPipe, for which nobody published one). Chunk c is on stage c mod pp, as Megatron's
-    interleaved schedule lays them, or where DualPipe has it.
+    equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others of one less. Where the last has modules
+    for more tokens too, it has the fewest, as in Megatron-Bridge's layouts of DeepSeek-V3 (but with DualPipe, for which nobody
+    published one). Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
         UsageError: a chunk would be empty; names the nearest degrees for which none is. A layout that does not hold this model.

@@ -2,9 +2,9 @@
 
 A layout is described as Megatron-Core's ``--pipeline-model-parallel-layout`` describes it, chunk by chunk, with bars between
 them: ``E`` the embedding, ``t`` a layer, ``m`` a module of multi-token prediction, ``L`` the head and the loss; ``x*n`` and
-``(…)*n`` repeat, commas mean nothing. ``Et*3|(tt|)*29m|L`` has the embedding and three layers in the first of 32 chunks, of which the
-last but one has the module alone, and the last the head alone. Each chunk is on the rank where the schedule has it
-(:func:`~commlayer.scheduler.mapping.pipeline_schedule.chunks_of`).
+``(…)*n`` repeat, commas mean nothing. ``Et*3|(tt|)*29m|L`` has the embedding and three layers in the first of 32
+chunks, of which the last but one has the module alone, and the last the head alone. Each chunk is on the rank where the schedule
+has it (:func:`~commlayer.scheduler.mapping.pipeline_schedule.chunks_of`).
 
 Two words stand for layouts: ``even``, layers as equally as they go, and ``auto``, the one that an estimator finds to be the
 fastest that fits (:mod:`commlayer.scheduler.mapping.layout_balance`).
