@@ -78,6 +78,17 @@ class Contest:
         self._turn = (self._turn + 1) % len(self._ways)
         return [] if self._turn else list(self._times)
 
+    def leave_out(self, connections: int) -> bool:
+        """Leave out the ways over so many connections or more, which cannot be made: on all ranks, before the same call. Returns
+        whether there are others; where there are none, all stay."""
+        kept = [place for place, way in enumerate(self._ways) if way.connections < connections]
+        if not kept:
+            return False
+        self._turn = sum(place < self._turn for place in kept) % len(kept)  # behind the last one a round begins again
+        self._ways = [self._ways[place] for place in kept]
+        self._times = [self._times[place] for place in kept]
+        return True
+
     def settle(self, times: Sequence[float]) -> None:
         """End a round: ``times`` of each way, the largest over ranks, equal on all of them."""
         limit = min(times) * _FAR_BEHIND[self._round]

@@ -61,7 +61,9 @@ class Encodings:
             return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
-        plan: Plan | None = self._inner.planned.choices.agreed.plan(
+        agreed: Choices = self._inner.planned.choices.agreed
+        ask = partial(
+            agreed.plan,
             collective,
             num_bytes,
             is_float=True,
@@ -70,6 +72,11 @@ class Encodings:
             lane=self._order.lane.cut_for,
             is_in_turn=is_in_turn,
         )
+        plan = ask()
+        if is_in_turn and plan is not None and plan.connections > 1 and agreed.is_contested:
+            from commlayer.measure.trials import connected  # not for those who only import the backend
+
+            plan = connected(self._inner.planned, agreed, plan, ask)
         return plan
 
     def start(

@@ -117,6 +117,11 @@ class Calls:
         if plannable and self.is_planning and tensor is not None:
             choices = self.inner.planned.choices
             plan = choices.plan(collective, num_bytes, is_float=is_float, is_in_turn=True)
+            if plan is not None and plan.connections > 1 and choices.is_contested:
+                from commlayer.measure.trials import connected  # not for those who only import the backend
+
+                again = partial(choices.plan, collective, num_bytes, is_float=is_float, is_in_turn=True)
+                plan = connected(self.inner.planned, choices, plan, again)
         if self.inner.signatures is not None:
             from_rank = None if root is None else self.members.global_ranks[root]
             call = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)

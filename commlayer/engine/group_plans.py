@@ -244,6 +244,11 @@ class Choices:
         if times := contest.ran(time_us / plan.traffic.logical_bytes):
             contest.settle(agree(times))
 
+    def leave_out_connections(self, connections: int) -> bool:
+        """Have no plan over so many connections or more contend: on all ranks, before the same call, for which :meth:`plan` is to
+        be asked again then. Returns False where nothing else contends."""
+        return all(contest.leave_out(connections) for contest in self._contests.values())
+
     def predicted_us(
         self,
         collective: str,

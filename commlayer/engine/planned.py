@@ -8,10 +8,10 @@ which all members make together: most groups of a trainer never need it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.split_exchange import SplitExchange, Splits
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
-from commlayer.failures.descriptors import CLIENT, require
+from commlayer.failures.descriptors import CLIENT, require, shortfall
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded, end_wait, keep
@@ -43,7 +43,7 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
-from commlayer.settings import Settings
+from commlayer.settings import MOST_CONNECTIONS, Settings
 from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
@@ -54,6 +54,7 @@ from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
 
+_Made = TypeVar("_Made")
 _MAX_KEPT = 1024
 _MAX_EXCHANGES = 64
 """All_to_alls whose moves are kept: some kilobytes each, and a dropless layer never has the same splits again."""
@@ -94,6 +95,8 @@ class PlannedGroup:
         self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
         self._store = store
+        self.most_connections = MOST_CONNECTIONS
+        """Over how many connections plans may contend: less once so many could not be made."""
         self.board = board
         self.waited_for: set[dist.Work] = set()
         """Messages of ``own_calls`` that are waited for: see GlooTransport."""
@@ -369,14 +372,43 @@ class PlannedGroup:
         return self._runner
 
     def _widen(self, transport: GlooTransport, connections: int) -> None:
-        """Connect with every member as often as ``connections`` says, each on a thread: each waits for the link some times."""
-        numbers = range(len(transport.others) + 2, connections + 1)
+        transport.widen(self._more(connections, lambda purpose: self.connect(purpose, self.timeout_s)))
 
-        def connected(number: int) -> dist.ProcessGroup:
-            return self.connect(f"messages, connection {number}", self.timeout_s)
+    @property
+    def num_connections(self) -> int:
+        """Over how many connections messages may go to a member on another node by now."""
+        return 1 if self._runner is None else 1 + len(cast("GlooTransport", self._runner.transport).others)
 
+    def shortage(self, connections: int) -> str:
+        """Say why this process cannot have so many connections with every member; "" where it may."""
+        more = connections - self.num_connections
+        needed = more * (needed_descriptors(len(self.global_ranks)) + CLIENT)
+        return shortfall(needed, f"{self._where(f'{connections} connections')}, {more} groups more")
+
+    def try_connections(self, connections: int, patience_s: float) -> tuple[list[dist.ProcessGroup], str]:
+        """Make what lacks for so many connections with every member, for :meth:`take_connections`; and say why it cannot be made
+        here, if it cannot: then nothing breaks, and others may have made theirs. Collective."""
+        errors: list[Exception] = []
+
+        def made(purpose: str) -> dist.ProcessGroup | None:
+            try:
+                return self._made(purpose, self.timeout_s, patience_s)
+            except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
+                errors.append(error)
+                return None
+
+        groups = [group for group in self._more(connections, made) if group is not None]
+        return groups, str(errors[0]) if errors else ""
+
+    def take_connections(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Send parts of large messages over ``groups`` too. On all ranks, before the same call."""
+        cast("GlooTransport", self.connect_messages().transport).widen(groups)
+
+    def _more(self, connections: int, connect: Callable[[str], _Made]) -> list[_Made]:
+        """``connect`` for each connection that lacks, on threads: each waits for the link some times."""
+        numbers = range(self.num_connections + 1, connections + 1)
         with ThreadPoolExecutor(len(numbers)) as threads:
-            transport.widen(list(threads.map(connected, numbers)))
+            return list(threads.map(connect, [f"messages, connection {number}" for number in numbers]))
 
     def connect_own_calls(self) -> dist.ProcessGroup:
         """Gloo's own calls: the backend's group where this object serves one, else one on connections of its own, made at the
@@ -400,18 +432,24 @@ class PlannedGroup:
 
         Collective. Raises PeerError, CollectiveTimeoutError where a member does not come.
         """
+        with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
+            return self._made(purpose, timeout_s, timeout_s)
+
+    def _made(self, purpose: str, timeout_s: float, patience_s: float) -> dist.ProcessGroup:
+        """:meth:`connect`, given up after ``patience_s``, which breaks nothing where it fails."""
 
         # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
         # threads, in another order on another rank, would wait for each other for ever.
         size = len(self.global_ranks)
-        where = f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}: a group of {size} ranks"
 
         def make() -> dist.ProcessGroup:
-            require(needed_descriptors(size) + CLIENT, where)
+            require(needed_descriptors(size) + CLIENT, f"{self._where(purpose)}: a group of {size} ranks")
             store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
-            gloo = gloo_in_order(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+            gloo = gloo_in_order(store, self.rank, size, timedelta(seconds=timeout_s))
             never_free_in_child(gloo)
             return cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
 
-        with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
-            return bounded(make, self.board, timeout_s, purpose)
+        return bounded(make, self.board, patience_s, purpose)
+
+    def _where(self, purpose: str) -> str:
+        return f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}"

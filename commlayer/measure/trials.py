@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.calls import OwnCall, StepCall, TimedCall
 from commlayer.measure.group_calls import largest
+from commlayer.profiles.errors import ClusterError
 from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["judge", "run_pending"]
+__all__ = ["connected", "judge", "run_pending"]
 
 _WHAT = "the trial of its plans"
+_PATIENCE_S = 30.0
+"""How long connections of a plan that only contends are waited for, where the group's timeout is longer."""
 
 
 def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
@@ -38,6 +45,51 @@ def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
     """Tell the choices of ``planned`` what the call of ``plan`` took that just ran in its turn. Collective over the group. Raises
     PeerError and CollectiveTimeoutError as a call does."""
     planned.choices.ran(plan, time_us, lambda times: largest(planned, times, planned.timeout_s, _WHAT))
+
+
+def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callable[[], Plan | None]) -> Plan | None:
+    """``plan``, which contends, once its connections are there; where they cannot be made, ``anew()``, and plans over so many
+    contend no more. Collective over the group.
+
+    Raises PeerError and CollectiveTimeoutError as a call does; ClusterError where no plan takes fewer.
+    """
+    found: Plan | None = plan
+    while found is not None and choices.is_contested and found.connections > planned.num_connections:
+        connections = found.connections
+        why = _refused(planned, connections)
+        if not why:
+            return found
+        if not choices.leave_out_connections(connections):
+            raise ClusterError(f"group {planned.name}: {why}: name fewer connections, or none")
+        if planned.most_connections >= connections:  # not in another contest of this group
+            planned.most_connections = connections - 1
+            warnings.warn(
+                f"commlayer: group {planned.name}: {why}. Plans over fewer contend without them", stacklevel=2
+            )
+        found = anew()
+    return found
+
+
+def _refused(planned: PlannedGroup, connections: int) -> str:
+    """Make so many connections; say why that cannot be. All ranks have them then, or none has."""
+    if connections > planned.most_connections:
+        return "so many connections could not be made before"
+    planned.connect_messages()
+    why = planned.shortage(connections)  # before anybody connects: Gloo takes a lack of descriptors ill
+    groups: list[dist.ProcessGroup] = []
+    if not (refused := _who_cannot(planned, why)):
+        groups, why = planned.try_connections(connections, min(planned.timeout_s, _PATIENCE_S))
+        refused = _who_cannot(planned, why)
+    if not refused:
+        planned.take_connections(groups)
+        return ""
+    reason = why or f"rank {planned.global_ranks[refused - 1]} cannot, and says why"
+    return f"{connections} connections between two ranks cannot be made: {reason}"
+
+
+def _who_cannot(planned: PlannedGroup, why: str) -> int:
+    """The last member that has a reason ``why`` it cannot, counted from 1; 0: all can."""
+    return int(largest(planned, [planned.rank + 1.0 if why else 0.0], planned.timeout_s, _WHAT)[0])
 
 
 def _call(planned: PlannedGroup, plan: Plan, timeout_s: float) -> TimedCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,9 @@ import torch.distributed as dist
 import commlayer
 from commlayer import GroupOptions
 from commlayer.emulation import EmulatedCluster
-from commlayer.profiles.errors import PeerError, SettingsError, UsageError
+from commlayer.engine.planned import PlannedGroup
+from commlayer.measure import trials
+from commlayer.profiles.errors import ClusterError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 
 pytestmark = pytest.mark.cluster
@@ -99,6 +102,64 @@ def tried() -> None:
 
 def test_plans_take_turns_until_one_is_kept(emulated_cluster: Clusters) -> None:
     emulated_cluster(3, 1).run(tried, timeout_s=60)
+
+
+def without_four(where: str) -> tuple[dict[str, int], list[str]]:
+    """The plans of a group in which rank 1 cannot make its third connection, and what was warned."""
+    dist.init_process_group("commlayer", timeout=LIMIT)
+    rank, size, count = dist.get_rank(), dist.get_world_size(), (1 << 20) + 3
+    group = group_of("narrow", plan="tried")
+    if rank == 1:
+        name = "shortage" if where == "shortage" else "_made"
+        usual = getattr(PlannedGroup, name)
+
+        def failing(planned: PlannedGroup, wanted: Any, *more: Any) -> Any:
+            if where == "shortage":
+                return "no descriptors" if wanted > 2 else ""
+            if wanted == "messages, connection 3":
+                raise RuntimeError("no route to a third")
+            return usual(planned, wanted, *more)
+
+        setattr(PlannedGroup, name, failing)
+    trials._PATIENCE_S = (
+        2.0  # not all of it is waited for: one rank fails at once, and the others hear of it behind theirs
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(12):
+            x = numbers(count, rank)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, total(count, 0, size))
+            y = numbers(2 * count, number + rank)  # a contest of its own
+            dist.all_reduce(y, group=group)
+            assert torch.equal(y, total(2 * count, number, size))
+    dist.all_gather_object(everyones := [None] * size, plans_of("narrow"))
+    assert everyones == [everyones[0]] * size, "ranks ran the same plans"
+    return plans_of("narrow"), [str(each.message) for each in caught if "connections" in str(each.message)]
+
+
+@pytest.mark.parametrize("where", ["shortage", "connecting"])
+def test_connections_that_cannot_be_made_leave_the_contest(emulated_cluster: Clusters, where: str) -> None:
+    found = emulated_cluster(2, 1).run(without_four, where, timeout_s=60)
+    for rank, (ran, warned) in enumerate(found):
+        assert set(ran) == {"flat_direct", "flat_direct∥2"}
+        assert len(warned) == 1, "told once, whatever the contest"
+        assert "4 connections between two ranks cannot be made" in warned[0]
+        assert ("no " in warned[0]) if rank else ("rank 1 cannot" in warned[0])
+
+
+def one_too_many() -> str:
+    """The error of a group whose plans shall all take a number of connections that cannot be had."""
+    dist.init_process_group("commlayer", timeout=LIMIT)
+    setattr(PlannedGroup, "shortage", lambda planned, connections: "no descriptors")  # noqa: B010
+    with pytest.raises(ClusterError) as caught:
+        dist.all_reduce(torch.ones(1 << 20), group=group_of("wide", plan="tried", connections=3))
+    return str(caught.value)
+
+
+def test_a_number_of_connections_that_was_named_is_not_replaced(emulated_cluster: Clusters) -> None:
+    for said in emulated_cluster(2, 1).run(one_too_many, timeout_s=60):
+        assert "3 connections between two ranks cannot be made: no descriptors: name fewer connections" in said
 
 
 def _until_it_fails(call: Callable[[], object]) -> None:

@@ -54,6 +54,24 @@ def test_a_plan_is_as_slow_as_its_slowest_rank() -> None:
     assert held(here, there) == (one, 2), "and runs no more, where that is long"
 
 
+def test_ways_that_cannot_be_connected_are_left_out_in_their_turn() -> None:
+    one, two, four, eight = FOUR
+    ring = Contender(Strategy.RING, 4)
+    contest = Contest([*FOUR, ring])
+    assert [contest.way, contest.ran(3.0), contest.way, contest.ran(2.0), contest.way] == [one, [], two, [], four]
+    assert contest.leave_out(4)
+    assert contest.way == ring, "eight are more than four"
+    assert contest.ran(5.0) == [3.0, 2.0, 5.0]
+    last = Contest([one, two])
+    last.ran(3.0)
+    assert last.leave_out(2)
+    assert last.is_over
+    assert last.way == one
+    alone = Contest([four, eight])
+    assert not alone.leave_out(4)
+    assert alone.way == four
+
+
 def test_equally_fast_plans_leave_the_simplest() -> None:
     assert held({way: [1.0] * 3 for way in FOUR})[0] == FOUR[0]
 
