@@ -3,8 +3,8 @@
 On 2 × 4 and 2 × 8 emulated ranks, 400 Mbit/s a node, each rank standing for an accelerator (docs/emulation.md): forward
 and backward of the layer with experts in order (static), by EPLB's placement of the same slots, by our decision (ours),
 which knows the load, the measured profile and the measured experts; with experts in order that spill in every step by
-LLEP's rule and its authors' thresholds (llep); and by our decision with what spills in every step where it is predicted to
-pay (spill). Loads: even, Zipf 1.0, and what the router of a
+LLEP's rule and its authors' thresholds (llep), or where it is predicted to pay (priced); and by our decision with what
+then still pays to spill (spill). Loads: even, Zipf 1.0, and what the router of a
 small model did in training. Experts take as long as the exchanges where loads are even. All ways take turns in one run,
 after their results were compared; a time is the slowest rank's, from a common start until its accelerator is done, with
 the sums of copies' gradients. What each step was predicted to take is held against it.
@@ -60,16 +60,16 @@ _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
 _HORIZON = 1000
-WAYS = ("static", "eplb", "ours", "llep", "spill")
+WAYS = ("static", "eplb", "ours", "llep", "priced", "spill")
 LOADS = ("even", "zipf 1.0", "recorded")
 TARGETS = {
     (way, base): target
-    for way in ("ours", "spill")
+    for way in ("ours", "priced", "spill")
     for base, target in (("static", 0.7), ("eplb", 0.9), ("llep", 0.95))
 }
 _COMPARED = (*TARGETS, ("spill", "ours"), ("llep", "static"), ("eplb", "static"))
 EVEN_TARGET, PREDICTION_TARGET = 1.02, 0.1
-_SPILLING = ("llep", "spill")
+_SPILLING = ("llep", "priced", "spill")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,10 @@ class _Layers:
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
         decision = place_layer(load, prices, before, _HORIZON, PlacementRoom(may_spill=False))
         ours = decision.placement
-        placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours, "llep": before, "spill": ours}
-        spilling = {"llep": Spilling("llep"), "spill": Spilling("priced", profile=prices.profile, work=work)}
+        placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours}
+        placements |= {"llep": before, "priced": before, "spill": ours}
+        by_price = Spilling("priced", profile=prices.profile, work=work)
+        spilling = {"llep": Spilling("llep"), "priced": by_price, "spill": by_price}
         self.layers = {
             way: placed_layer(shape, mesh, router, placement, spilling.get(way))
             for way, placement in placements.items()
@@ -313,7 +315,7 @@ def document(known: dict[str, str], results: Sequence[Result]) -> str:
         "Emulated, NOT a measurement of accelerators: real processes and bytes, slowed wires, and products that last their FLOPs",
         f"over a declared rate. Rates are those of the cluster that is stood for; all runs {SCALE:g} times slower: {INTER} are",
         "400 Mbit/s. Ratios are of one round, with quartiles. LLEP's rule (llep) has its authors' thresholds, and what it spills",
-        "travels as what spills by prices (spill): docs/placement.md. It is not their program.",
+        "travels as what spills by prices (priced; spill: on top of ours): docs/placement.md. It is not their program.",
         "",
         *[f"- {name}: {text}" for name, text in known.items()],
         f"- the layer: hidden {shape.hidden}, {shape.num_experts} experts of width {shape.width}, top-{shape.top_k}, FP32, "
