@@ -21,6 +21,7 @@ from commlayer.integrations.moe.expert_migration import Optimizer, optimizer_of
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.settings import Settings
 
@@ -117,7 +118,7 @@ class TrainingState:
             told = gather_messages(mine, _CanLoad, peers, timeout_s, "to load a training state")
             wrong = [(rank, each.trouble) for rank, each in zip(peers.ranks, told, strict=True) if each.trouble]
             if wrong and failure is None:
-                more = f", and {len(wrong) - 1} more ranks cannot" if len(wrong) > 1 else ""
+                more = f", and {counted(len(wrong) - 1, 'more rank')} cannot" if len(wrong) > 1 else ""
                 raise UsageError(
                     f"{who()}nothing was loaded on any rank, for rank {wrong[0][0]} cannot take the state{more}: {wrong[0][1]}"
                 )
@@ -190,8 +191,9 @@ def _require_fit(mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Ten
     """Raises UsageError where ``state`` lacks one of ``mine``, TensorError where it has one of another shape."""
     missing = [name for name in mine if name not in state]
     if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
-            f"{who()}the state lacks {missing[0]} and {len(missing) - 1} more: it is of another model or optimizer, or of "
+            f"{who()}the state lacks {missing[0]}{more}: it is of another model or optimizer, or of "
             "one rank alone; load it by torch.distributed.checkpoint, or put the ranks' states together"
         )
     for name, tensor in mine.items():
