@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     saved = {name: tensor.clone() for name, tensor in state.state_dict().items()}
     assert "optimizer.experts.w_down.3.momentum_buffer" in saved
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(UsageError, match=r"lacks model\.experts\.w_up\.5 and 0 more"):
+    with pytest.raises(UsageError, match=r"lacks model\.experts\.w_up\.5:"):
         state.load_state_dict({name: tensor for name, tensor in saved.items() if name != "model.experts.w_up.5"})
     wrong = {name: tensor + 1 for name, tensor in saved.items()} | {"model.experts.w_down.7": torch.zeros(2)}
     with pytest.raises(TensorError, match=r"w_down\.7: expected \[8, 12\], the state has \[2\]"):
