@@ -197,9 +197,9 @@ def test_losses_are_the_same_by_plans(path: str) -> None:
 
 
 def test_losses_are_the_same_on_two_nodes_of_four(path: str) -> None:
-    (expected,) = run(Job(path, (Variant(ep=8, steps=FEW),), "gloo"), 4)
-    (levels,) = run(Job(path, (Variant("two_level", ep=8, steps=FEW),)), 4)
-    compare(levels, expected, steps=FEW, tolerance=1e-6)
+    (expected,) = run(Job(path, (Variant(ep=8),), "gloo"), 4)
+    (levels,) = run(Job(path, (Variant("two_level", ep=8),)), 4)
+    compare(levels, expected, steps=STEPS, tolerance=1e-6)
 
 
 def test_groups_of_another_backend_are_refused_by_name(path: str) -> None:
