@@ -244,6 +244,8 @@ class _OutputFolder(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not str(value):
+            self.fail("expected the name of a folder, got none", param, ctx)
         path = Path(str(super().convert(value, param, ctx)))
         there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
         if not there.is_dir():

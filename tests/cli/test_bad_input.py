@@ -136,6 +136,7 @@ def test_a_file_without_a_name_is_refused_before_anything_is_done() -> None:
     for option in ("--trace", "--picture", "--report"):
         told = refused("estimate", *JOB.split(), *DEGREES.split(), option, "")
         assert f"'{option}': expected the name of a file, got none" in told
+    assert "'-o' / '--output': expected the name of a folder, got none" in refused("demo", "-o", "")
 
 
 def test_fp8_dispatch_is_of_tokens_that_go_to_parts_of_experts_too() -> None:
