@@ -6,6 +6,7 @@ import click
 
 from commlayer.cli.option_types import COUNT, NUM_GPUS, RATE_GBPS, RealNumber
 from commlayer.profiles.errors import UsageError
+from commlayer.readers.cluster_files import resolve
 
 __all__ = ["WORDS", "values_of"]
 
@@ -74,7 +75,17 @@ def _value(kind: str, word: str, option: str) -> float | int | str:
         return _number(kind, word, option)
     if not word:
         raise UsageError(f"{option} of {kind}: expected names between commas, got none")
+    if kind == "gpu":
+        _check_gpu(word, option)
     return word
+
+
+def _check_gpu(cluster: str, option: str) -> None:
+    """Ask for the cluster whose GPU is meant, before anything is searched for the values beside it."""
+    try:
+        resolve(cluster)
+    except UsageError as error:
+        raise UsageError(f"{option} of gpu: {error}") from error
 
 
 def _number(kind: str, given: float | str, option: str) -> float | int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from commlayer import recorder, stats
 from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
-from commlayer.cli.option_types import in_order, json_option
+from commlayer.cli.option_types import RealNumber, in_order, json_option
 from commlayer.cli.place import is_first
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -218,6 +218,7 @@ _model_options = in_order(
         "aux_loss_coefficient",
         default=0.01,
         show_default=True,
+        type=RealNumber(min=0),
         help="Coefficient of the balance loss.",
     ),
 )
@@ -237,7 +238,7 @@ _run_options = in_order(
         show_default=True,
         help="Sum gradients beside the backward pass, or after it.",
     ),
-    click.option("--lr", default=3e-3, show_default=True, help="Learning rate."),
+    click.option("--lr", default=3e-3, show_default=True, type=RealNumber(min=0), help="Learning rate."),
     click.option(
         "--optimizer",
         default="adamw",

@@ -20,7 +20,7 @@ class Crossover:
 
     Attributes:
         first, second: what they are called.
-        crossings: where the other becomes the faster one, ascending; empty where one is always faster, or both always equal.
+        crossings: where the other becomes the faster one, ascending; empty where one is never the slower one.
         at_low, at_high: the faster one at either end; empty where both are equal there.
         is_exact: crossings are points; else they are the first values of a list at which the order has changed.
     """
@@ -44,7 +44,10 @@ class Crossover:
         if not self.crossings:
             if not self.at_low and not self.at_high:
                 return f"no crossing {between}: {self.first} and {self.second} are equally fast"
-            return f"no crossing {between}: {self.at_low or self.at_high} is always faster"
+            if not self.at_low or not self.at_high:
+                equal = self.high if self.at_low else self.low
+                return f"no crossing {between}: {self.at_low or self.at_high} is never slower, and as fast at {equal:g}"
+            return f"no crossing {between}: {self.at_low} is always faster"
         where = ", ".join(f"{place:.4g}" for place in self.crossings)
         other = self.second if self.at_low == self.first else self.first
         if len(self.crossings) == 1:

@@ -41,6 +41,8 @@ def explain(result: SearchResult) -> list[str]:
     ]
     if len(result.ranked) > 1:
         lines.append(f"Against the runner-up, {compare_estimates(best, result.ranked[1])}")
+    elif result.top == 1:
+        lines.append("Of a runner-up nothing is known: only the fastest was asked for.")
     else:
         lines.append("There is no runner-up: nothing else fits.")
     lines += _other_kind(result)

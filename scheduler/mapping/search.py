@@ -124,6 +124,7 @@ class SearchResult:
         seconds: that the search took.
         variants: by a setup of ``ranked``, those that only rename an axis of it, where the search was asked for distinct ones.
         margin: the part of each GPU's memory limit that was left free.
+        top: how many were asked for; ``ranked`` has fewer only where no others fit.
     """
 
     job: Job
@@ -139,6 +140,7 @@ class SearchResult:
     seconds: float
     variants: Mapping[Setup, tuple[Setup, ...]] = field(default_factory=dict)
     margin: float = 0.0
+    top: int = 10
 
     @property
     def best(self) -> StepEstimate:
@@ -203,6 +205,7 @@ def search(
         seconds=time.perf_counter() - began,
         variants=variants,
         margin=margin,
+        top=top,
     )
 
 

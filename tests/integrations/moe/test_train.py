@@ -197,6 +197,7 @@ def test_torchrun() -> None:
         ("--sequence 100000", "has no windows of 100000"),
         ("--chunks 3", "expected auto, 1, 2, 4 or 8, got '3'"),
         ("--steps 0", "0 is not in the range"),
+        ("--lr nan", "expected a number, got 'nan'"),
         ("--place-experts 5", "all experts lie on one rank"),
         ("--spare-slots 1", "add --place-experts"),
     ],

@@ -561,6 +561,14 @@ def test_every_result_can_be_explained(seed: int) -> None:
     assert all(line.endswith(".") for line in lines)
 
 
+def test_who_asks_for_the_fastest_alone_is_not_told_that_nothing_else_fits() -> None:
+    job = job_of(4)
+    alone = search(job, Fake(job, NODE, seed=0), top=1)
+    assert alone.num_valid > 1
+    assert "Of a runner-up nothing is known: only the fastest was asked for." in explain(alone)
+    assert "There is no runner-up: nothing else fits." in explain(replace(alone, top=2))
+
+
 def test_equal_setups_are_said_to_be_equal() -> None:
     job = job_of(4)
     one, other = (estimate_of(job, Setup(gpus=4, micro_batch=size), 100.0) for size in (1, 2))

@@ -108,6 +108,8 @@ def test_no_crossing_says_who_wins() -> None:
     touches = crossover(lambda x: abs(x - 0.5), 0.0, 1.0, 0.1, first="A", second="B")
     assert not touches.crossings
     assert "B is always faster" in str(touches)
+    begins_equal = crossover(lambda x: x, 0.0, 1.0, 0.1, first="A", second="B")
+    assert str(begins_equal) == "no crossing between 0 and 1: B is never slower, and as fast at 0"
 
 
 def test_one_crossing_is_said_in_words() -> None:
