@@ -335,10 +335,11 @@ class Request:
             )
 
     def _check_offload(self, offloads: Sequence[str]) -> None:
-        """Whether the software can offload any of what is asked. Raises UsageError where it can none."""
-        if not self.software.offloads and KEPT not in offloads:
+        """Whether the software can offload what is asked. Raises UsageError."""
+        asked = [name for name in offloads if name != KEPT]
+        if asked and not self.software.offloads:
             raise UsageError(
-                f"--offload-modules {offloads[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, "
+                f"--offload-modules {asked[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, "
                 "or leave it out"
             )
 
