@@ -176,7 +176,19 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
 
     loads = _scaled(_read(path), given.pop("tokens"))
     every, horizon, room = given.pop("every"), given.pop("horizon"), PlacementRoom(given.pop("spare"))
+    model_name = given["model_name"]
     prices = _prices(**given)
+    if prices.num_ranks > loads.num_experts:
+        raise UsageError(
+            f"{path} has {loads.num_experts} experts for {prices.num_ranks} ranks: expected at least as many experts as ranks: "
+            "take a smaller group (--shape), or record a model with more experts"
+        )
+    if model_name is not None and (experts := resolve_model(model_name).experts) != loads.num_experts:
+        echo(
+            f"note: {model_name} has {counted(experts, 'expert')}, and {path} {loads.num_experts}: the model says no more than how "
+            "large an expert is",
+            err=True,
+        )
     if layer >= loads.num_layers:
         raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
     found = []

@@ -366,7 +366,7 @@ def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
     echo(f"a step takes {rounded(trained.step_us / 1e3)} ms (median)")
     echo(f"dispatch: {ways} ({trained.reason})")
     if trained.migrations:
-        echo(f"experts moved {trained.migrations} times")
+        echo(f"experts moved {counted(trained.migrations, 'time')}")
     for spill in trained.spills:
         echo(
             f"experts spilled in {spill['spilled']} of {counted(spill['calls'], 'uneven call')}, "

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import GroupError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
@@ -155,7 +156,7 @@ class FoldedMapping:
     def __str__(self) -> str:
         attention = " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.attention_order.split("-"))
         moe = " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.moe_order.split("-"))
-        return f"{self.world_size} ranks: attention {attention}, MoE {moe}"
+        return f"{counted(self.world_size, 'rank')}: attention {attention}, MoE {moe}"
 
     def _strides(self, side: str) -> dict[str, int]:
         """How far apart neighbours on each axis of one side are."""

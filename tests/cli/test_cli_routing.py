@@ -58,7 +58,9 @@ def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
     assert ours["of_static"] < min(1.0, eplb["of_static"])
     assert (llep["migrations"], llep["busiest"] < static["busiest"]) == (0, True)
     assert "ranks, place" in picture.read_text()
-    assert "predicted, nothing was run" in call("routing", "replay", file, *PLACE).stdout
+    told = call("routing", "replay", file, *PLACE)
+    assert "predicted, nothing was run" in told.stdout
+    assert f"note: deepseekmoe-16b has 64 experts, and {file} 8: the model says no more" in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,7 @@ def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
         (("replay", "FILE"), "--cluster and --shape"),
         (("replay", "FILE", "-c", "h100-eos", "--shape", "1x4"), "--hidden and --width"),
         (("replay", "FILE", *PLACE, "--layer", "5"), "one of 0 to 1"),
+        (("replay", "FILE", *PLACE, "--shape", "2x8"), "8 experts for 16 ranks: expected at least as many experts as ranks"),
     ],
 )
 def test_misuse_is_told(file: str, arguments: tuple[str, ...], match: str) -> None:
