@@ -185,8 +185,8 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         )
     if model_name is not None and (experts := resolve_model(model_name).experts) != loads.num_experts:
         echo(
-            f"note: {model_name} has {counted(experts, 'expert')}, and {path} {loads.num_experts}: the model says no more than how "
-            "large an expert is",
+            f"note: {model_name} has {counted(experts, 'expert')}, and {path} {loads.num_experts}: the model says no more than "
+            "how large an expert is",
             err=True,
         )
     if layer >= loads.num_layers:

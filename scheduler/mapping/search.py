@@ -449,7 +449,10 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
         yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
     if space.pipeline_layout not in (AUTO_LAYOUT, EVEN_LAYOUT):
         chunks = len(parse_layout(space.pipeline_layout))
-        yield f"a layout of {counted(chunks, 'chunk')} is for pipelines with pp · vpp (dualpipev: 2 · pp) = {chunks}: change it, or the GPUs"
+        yield (
+            f"a layout of {counted(chunks, 'chunk')} is for pipelines with pp · vpp (dualpipev: 2 · pp) = {chunks}: change it, "
+            "or the GPUs"
+        )
     if space.pp and min(space.pp) > model.layers:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 

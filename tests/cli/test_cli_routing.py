@@ -71,7 +71,10 @@ def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
         (("replay", "FILE"), "--cluster and --shape"),
         (("replay", "FILE", "-c", "h100-eos", "--shape", "1x4"), "--hidden and --width"),
         (("replay", "FILE", *PLACE, "--layer", "5"), "one of 0 to 1"),
-        (("replay", "FILE", *PLACE, "--shape", "2x8"), "8 experts for 16 ranks: expected at least as many experts as ranks"),
+        (
+            ("replay", "FILE", *PLACE, "--shape", "2x8"),
+            "8 experts for 16 ranks: expected at least as many experts as ranks",
+        ),
     ],
 )
 def test_misuse_is_told(file: str, arguments: tuple[str, ...], match: str) -> None:
