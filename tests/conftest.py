@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     taken = set(first)
     others = [item for item in items if item not in taken]
     items.clear()
-    for worker in range(num_workers):
-        for each in (first, others):
-            items += each[len(each) * worker // num_workers : len(each) * (worker + 1) // num_workers]
+    # Shares are as large as pytest-xdist makes them: with one test more its worker would have trained before.
+    for left in range(num_workers, 0, -1):
+        share, ahead = (len(first) + len(others)) // left, -(-len(first) // left)
+        items += [*first[:ahead], *others[: share - ahead]]
+        del first[:ahead], others[: share - ahead]
