@@ -169,7 +169,7 @@ class _Layers:
         self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
 
     def predicted(self, way: str) -> LayerPrice:
-        """What a step is predicted to take, with what spilled in the latest one."""
+        """Predict a step, with what spilled in the latest one."""
         dispatcher = self.layers[way].dispatcher
         assert dispatcher.slots is not None  # as above
         decision, counts = dispatcher.spill_decision, self.load.counts
@@ -178,7 +178,7 @@ class _Layers:
         return self.prices.layer(self.load, dispatcher.slots.placement, spilled)
 
     def spilled(self) -> dict[str, str]:
-        """What spilled in the latest step, in words."""
+        """Describe, way by way, what spilled in the latest step."""
         decisions = {way: layer.dispatcher.spill_decision for way, layer in self.layers.items() if way in _SPILLING}
         return {
             way: "nothing spills: the load is even" if each is None else each.reason()

@@ -277,7 +277,7 @@ def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_token
 
 
 _spills: dict[tuple[str, tuple[int, ...], str], SpillStats] = {}
-"""By dispatcher, ranks and rule."""
+"""Counts of what spilled, by dispatcher, ranks and rule."""
 
 
 def count_spill(

@@ -23,7 +23,7 @@ __all__ = ["LaidOut", "LayerTimes", "balanced", "least_slowest_us", "move_layers
 
 _MOST_MOVES = 64
 _MOST_TAKERS = 4
-"""So many ranks, those with the least work, are tried for a layer of the slowest."""
+"""The number of ranks, those with the least work, that are tried for a layer of the slowest."""
 
 
 class LayerTimes(NamedTuple):

@@ -276,7 +276,7 @@ def rooms(
 def _of_ranks(
     model: ModelShape, setup: Setup, every: tuple[parameters.StageElements, ...]
 ) -> tuple[parameters.StageElements, ...]:
-    """What each pipeline rank holds, by what every kind of stage does."""
+    """The elements that each pipeline rank holds, taken from those of each kind of stage."""
     places = parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
     return tuple(
         every[place]._replace(stage=every[place].stage._replace(number=rank)) for rank, place in enumerate(places)
@@ -368,7 +368,7 @@ class _Counting:
         return found
 
     def layer_bytes(self, held: parameters.StageElements) -> tuple[float, float]:
-        """What one layer more of the stage takes, its activations as the mean of its chunks has them, and these of one
+        """The bytes of one layer more of the stage, its activations as the mean of its chunks has them, and these of one
         micro-batch."""
         under_way = in_flight(self.setup, held.stage.number, self.micro_batches)
         sizes = self.sizes
@@ -467,8 +467,8 @@ def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
 
 
 def _formats(software: Software, recipe: Recipe | None) -> tuple[float, float, float]:
-    """What is kept of an element that goes into a product, of one that goes into a gated activation function, and of attention's
-    output, where one copy is enough (0: it is not), in BF16 elements."""
+    """The sizes, in BF16 elements, that are kept of an element that goes into a product, of one that goes into a gated activation
+    function, and of attention's output, where one copy is enough (0: it is not)."""
     operand, output = (1.0, 0.0) if recipe is None else (recipe.copy_bytes() / _WEIGHT, recipe.output_bytes / _WEIGHT)
     return operand, 1 / _WEIGHT if software.keeps_fp8_activations else 1.0, output
 

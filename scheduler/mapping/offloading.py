@@ -19,8 +19,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, get_args
 
-from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.recomputation import modules_of
+from commlayer.scheduler.mapping.recomputation import joined_modules, modules_of
 
 __all__ = ["KEPT", "OFFLOADABLE", "Offload", "canonical_offload", "offloaded_modules", "unfit_offload"]
 
@@ -38,12 +37,7 @@ def offloaded_modules(offload: Offload) -> frozenset[str]:
     """The modules whose inputs leave the GPU. Raises UsageError for an unknown word."""
     if offload == KEPT:
         return frozenset()
-    found = offload.split("+")
-    if unknown := [word for word in found if word not in OFFLOADABLE]:
-        raise UsageError(
-            f"offload: expected {KEPT}, or some of {', '.join(OFFLOADABLE)} joined by +, got {unknown[0]!r}"
-        )
-    return frozenset(found)
+    return joined_modules("offload", offload, OFFLOADABLE, (KEPT,))
 
 
 def canonical_offload(offload: Offload) -> Offload:

@@ -27,6 +27,7 @@ __all__ = [
     "Module",
     "Recompute",
     "canonical",
+    "joined_modules",
     "modules_in",
     "modules_of",
     "recompute_order",
@@ -55,10 +56,15 @@ def modules_of(recompute: Recompute) -> frozenset[str]:
     """The modules that are computed again; empty for the three words. Raises UsageError for an unknown word."""
     if recompute in RECOMPUTE:
         return frozenset()
-    found = recompute.split("+")
-    if unknown := [word for word in found if word not in MODULES]:
+    return joined_modules("recompute", recompute, MODULES, RECOMPUTE)
+
+
+def joined_modules(field: str, words: str, modules: Collection[str], alone: Collection[str]) -> frozenset[str]:
+    """The modules that ``words`` joins by a plus. ``alone``: words that such a field takes by themselves. Raises UsageError."""
+    found = words.split("+")
+    if unknown := [word for word in found if word not in modules]:
         raise UsageError(
-            f"recompute: expected {', '.join(RECOMPUTE)}, or some of {', '.join(MODULES)} joined by +, got {unknown[0]!r}"
+            f"{field}: expected {', '.join(alone)}, or some of {', '.join(modules)} joined by +, got {unknown[0]!r}"
         )
     return frozenset(found)
 

@@ -232,7 +232,7 @@ class Estimator:
             yield note
 
     def _offload_notes(self, setup: Setup) -> Iterator[str]:
-        """What crosses to the host, and which of the modules that were named frees nothing."""
+        """The notes on offloading: what crosses to the host, and which of the modules that were named frees nothing."""
         if setup.offload == KEPT:
             return
         job, gpu = self._job(setup), self.cluster.gpu
@@ -474,7 +474,7 @@ class Estimator:
         return [] if chunks is None else [replace(setup, pipeline_layout=written(chunks))]
 
     def _weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
-        """Of each kind of layers what one takes of a rank at least, µs of a micro-batch, where passes are merged. ``single``: by
+        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes are merged. ``single``: by
         itself."""
         shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
         found = {}
@@ -742,9 +742,9 @@ class Estimator:
 
 
 _MOST_ROUNDS = 3
-"""So often is a layout changed that lacks memory: what a rank takes of a layer depends on which one it is."""
+"""The most changes of a layout that lacks memory: what a rank takes of a layer depends on which one it is."""
 _FASTER = 1e-3
-"""By what part another layout has to be faster than the even one."""
+"""The part by which another layout has to be faster than the even one."""
 _Value = TypeVar("_Value")
 _ORDER = (
     *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),

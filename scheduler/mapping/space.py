@@ -298,7 +298,7 @@ def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, in
 
 
 def _most_chunks(job: Job, space: Space) -> int:
-    """As many as there are layers, or in a layout that is spelt out."""
+    """The largest number of chunks: as many as there are layers, or as a layout has that is spelt out."""
     return (
         job.model.layers
         if space.pipeline_layout in (AUTO_LAYOUT, EVEN_LAYOUT)
