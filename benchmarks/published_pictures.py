@@ -88,6 +88,6 @@ def errors_figure(outcomes: Sequence[Outcome]) -> Figure:
             )
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("predicted over published throughput, less 1 (%)")
-    axes.legend(loc="best")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3)  # inside, its markers would read as rows
     figure.suptitle(f"Errors by kind of case; band: within {_BAND:.0%}", x=0.01, ha="left", fontweight="bold")
     return figure
