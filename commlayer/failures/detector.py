@@ -70,7 +70,7 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _NAP_S = 0.05
-_NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 2.0
+_NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
@@ -315,7 +315,7 @@ class FailureDetector:
         self._release()
 
     def fail(self, why: str, *, is_consequence: bool = False) -> None:
-        """Leave a job that is starting: say why, also to those that come later, for two seconds at most. Returns at once.
+        """Leave a job that is starting: say why, also to those that come later, for ten seconds at most. Returns at once.
 
         Who dials a rank that has let go of its port before it could say why takes it for the first that died.
         """
