@@ -20,8 +20,8 @@ __all__ = [
     "HALF_AN_HOUR",
     "be_absent",
     "check_holds",
-    "counted",
     "one_by_one",
+    "seen_calls",
     "start_with",
     "tell",
     "wait_until",
@@ -93,16 +93,16 @@ def start_with(timeout_s: float) -> None:
 
 
 @contextmanager
-def counted(owner: object, name: str) -> Iterator[list[str]]:
-    """Calls of ``owner.name`` inside."""
+def seen_calls(owner: object, name: str) -> Iterator[list[str]]:
+    """List the calls of ``owner.name`` inside: its name, once for each."""
     found: list[str] = []
     original: Callable[..., object] = getattr(owner, name)
 
-    def count(*args: object, **named: object) -> object:
+    def note(*args: object, **named: object) -> object:
         found.append(name)
         return original(*args, **named)
 
-    setattr(owner, name, count)
+    setattr(owner, name, note)
     try:
         yield found
     finally:

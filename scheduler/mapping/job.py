@@ -268,6 +268,11 @@ class Setup:
         laid = parse_layout(self.pipeline_layout)
         return any(laid[chunk].modules for chunk in self.chunks(stage))
 
+    def ends_at(self, stage: int) -> tuple[bool, bool, bool]:
+        """Whether a pipeline rank has the embedding, the head, and the modules of multi-token prediction: two ranks with the same
+        layers and the same ends send the same."""
+        return self.has_embedding(stage), self.has_head(stage), self.has_modules(stage)
+
     def chunk_of_modules(self, stage: int) -> int:
         """Which of a pipeline rank's chunks has the modules, where the rank has them (:meth:`has_modules`)."""
         own = self.chunks(stage)

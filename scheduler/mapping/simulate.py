@@ -517,9 +517,7 @@ class Estimator:
         layers = (setup.vpp, setup.pipeline_layout) if setup.zero > 1 else ()
         key = (
             "ends",
-            setup.has_embedding(stage.number),
-            setup.has_head(stage.number),
-            setup.has_modules(stage.number),
+            setup.ends_at(stage.number),
             *layers,
             *degrees,
             setup.schedule,
@@ -549,7 +547,7 @@ class Estimator:
             setup.zero,
             setup.copies,
         )
-        key = ("exposed", *degrees, stage.dense, stage.sparse, setup.has_modules(stage.number))
+        key = ("exposed", *degrees, stage.dense, stage.sparse, setup.ends_at(stage.number))
         least = _kept(self._known, key, lambda: least_exposed(self._builder(setup), setup, stage))
         total = 0.0
         for place, side in (("gradients", 1), ("parameters", 0)):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import counted, start_with
+from ranks import seen_calls, start_with
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_to_all_single as differentiable
@@ -151,7 +151,7 @@ def every_exchange(shape: str) -> None:
             simulated_device(StreamDelays(turn, LAGGING.chance))
             wanted = exchange(CPU, turn)
             before = planned()
-            with counted(backend_group, "everyones_numbers") as told:
+            with seen_calls(backend_group, "everyones_numbers") as told:
                 got = exchange(device, turn).cpu()
             assert torch.equal(got, wanted), (exchange.__name__, turn, got, wanted)
             assert len(told) == num_told, exchange.__name__
@@ -222,7 +222,7 @@ def over_levels() -> None:
         found = []
         for where in (CPU, device):
             x = filled(4, where, torch.float32).requires_grad_()
-            with counted(backend_group, "everyones_numbers") as told:
+            with seen_calls(backend_group, "everyones_numbers") as told:
                 out = group.all_to_all(x, sent, sent, most_rows=4, over=span)
                 (out * torch.arange(float(W), device=where)).sum().backward()
             assert not told
@@ -389,9 +389,9 @@ def captures() -> list[tuple[str, str, str]]:
         for name, plan, call in calls_of(device):
             call()
             with (
-                counted(QueueRunner, "until") as waits,
-                counted(backend_group, "everyones_numbers") as told,
-                counted(TorchMemory, "take") as taken,
+                seen_calls(QueueRunner, "until") as waits,
+                seen_calls(backend_group, "everyones_numbers") as told,
+                seen_calls(TorchMemory, "take") as taken,
             ):
                 call()
             is_free = not (waits or told or taken)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import counted
+from ranks import seen_calls
 from torch import nn
 
 import commlayer
@@ -57,7 +57,7 @@ def doubled(rows: torch.Tensor, counts: object, weights: torch.Tensor | None) ->
 def moved(dispatcher: TokenDispatcher, device: torch.device, seed: int, capacity: int | None) -> list[torch.Tensor]:
     """One call, forward and backward; on a device, how often the host waited, in preparing and after."""
     x, indices, weights = drawn(device, 3 * dist.get_rank() + 4, seed)
-    with counted(QueueRunner, "until") as waits, counted(backend_group, "everyones_numbers") as told:
+    with seen_calls(QueueRunner, "until") as waits, seen_calls(backend_group, "everyones_numbers") as told:
         handle = dispatcher.prepare(indices, capacity=capacity, like=x, weights=weights)
         num_waits = len(waits)
         out, _ = dispatcher.run(x, handle, doubled, weights)
@@ -84,7 +84,7 @@ def dispatches(kind: str) -> None:
         simulated_device(StreamDelays(seed, LAGGING.chance))
         wanted = moved(of, CPU, seed, capacity)
         before = planned_exchanges()
-        with counted(ChoiceCounts, "exchange") as exchanges:
+        with seen_calls(ChoiceCounts, "exchange") as exchanges:
             got = [each.cpu() for each in moved(of, device, seed, capacity)]
         assert len(exchanges) == 1
         assert planned_exchanges() > before
@@ -141,7 +141,7 @@ def trained(kind: str) -> None:
     before = planned_exchanges()
     for seed in range(2):
         simulated_device(StreamDelays(seed, 0.5))
-        with counted(ChoiceCounts, "exchange") as exchanges, counted(backend_group, "everyones_numbers") as told:
+        with seen_calls(ChoiceCounts, "exchange") as exchanges, seen_calls(backend_group, "everyones_numbers") as told:
             assert losses(kind, device, range(3)) == pytest.approx(on_cpu, rel=1e-5)
         assert len(exchanges) == 3
         assert not told

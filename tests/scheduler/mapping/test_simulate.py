@@ -253,6 +253,19 @@ def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: Pipeline
     assert every == sorted([*range(setup.num_chunks)] * setup.copies)
 
 
+def test_a_bound_is_that_of_the_ends_of_its_own_rank() -> None:
+    """With one layout the first rank has the head with dualpipev, and not with 1f1b: what one of them sends is no bound of the
+    other, whichever is asked for first."""
+    runs = replace(MEGATRON, overlaps_gradients=False, overlaps_parameters=False)
+    job = estimator("mixtral-8x22b").job
+    plain = Setup(gpus=64, ep=8, pp=2, vpp=2, pipeline_layout="Ett|tt|tt|ttL")
+    both = (plain, replace(plain, vpp=1, schedule="dualpipev"))
+    for setup, other in (both, both[::-1]):
+        used, fresh = (Estimator(job, EOS, runs, efficiency=0.8) for _ in range(2))
+        used.bound_us(other, 3)
+        assert used.bound_us(setup, 3) == fresh.bound_us(setup, 3) <= fresh.estimate(setup).step_us
+
+
 def test_what_goes_into_swiglu_may_be_kept_in_fp8() -> None:
     """Half of it: of each row both halves of the gated product, 2 bytes an element, and in a model without a gate nothing."""
     job, setup = estimator("mixtral-8x22b").job, Setup(gpus=64, tp=2, ep=8, pp=4)
