@@ -20,6 +20,7 @@ from commlayer.auditing.audit_words import (
     signed_us,
 )
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -31,7 +32,7 @@ __all__ = ["audit_command"]
 _MOST_ROWS, _MOST_GROUPS = 40, 16
 
 
-@click.command("audit")
+@click.command("audit", cls=Command)
 @click.argument("path", type=click.Path(path_type=Path, exists=True), metavar="PATH")
 @click.option("--output", "-o", type=REPORT, help="Write a page with pictures, in HTML.")
 @click.option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, STEP_FACTOR, in_order, json_option
 from commlayer.cli.place import Place, check_has_links, check_place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
@@ -40,7 +41,7 @@ _bench_options = in_order(
 )
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @place_options
 @_bench_options
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the result as JSON here.")

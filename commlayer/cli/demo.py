@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import OUTPUT_FOLDER, SHAPE, json_option
 from commlayer.cli.place import Place, check_has_links, place_of, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
@@ -23,7 +24,7 @@ _SIZES = (64 << 10, 1 << 20, 16 << 20)
 _MAX_CHUNKS = 8
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--shape", type=SHAPE, default="2x4", show_default=True, help="Nodes x ranks on each.")
 @click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
 @click.option("--intra", metavar="RATE", help="Rate of a node's loopback; 3200mbit gives MoNTA's ratio.  [unshaped]")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -20,7 +21,7 @@ from commlayer.profiles.files import write_file
 __all__ = ["diagnose_command"]
 
 
-@click.command("diagnose")
+@click.command("diagnose", cls=Command)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Draw what was found on a page (.html).")
 @click.option(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.doctor_checks import Finding, all_findings
 from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import cell_text, console, echo, print_json
@@ -16,7 +17,7 @@ __all__ = ["doctor"]
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "red")}
 
 
-@click.command()
+@click.command(cls=Command)
 @json_option
 def doctor(as_json: bool) -> None:
     """Check this machine and the environment.

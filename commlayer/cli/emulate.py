@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.emulated_device import describe_computation, describe_device
 from commlayer.cli.failure import without_field
 from commlayer.cli.option_types import COUNT, DELAY_US, NODE_RATE, PAIR_RATE, TIMEOUT_US, PairRate, RealNumber
@@ -27,7 +28,7 @@ _TIMED_OUT = 124
 _MODES = click.Choice(["auto", "netns", "loopback"])
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=Command, context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", default=2, show_default=True, type=COUNT, help="Number of nodes.")
 @click.option("--ranks-per-node", default=4, show_default=True, type=COUNT, help="Processes on each.")
 @click.option("--inter", metavar="RATE", help="Rate of a node's network interface, each direction: 400mbit, 50mbyte.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_setup, setup_options
 from commlayer.cli.mapping_output import (
     estimate_dict,
@@ -40,7 +41,7 @@ __all__ = ["estimate_command"]
 _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced alone"
 
 
-@click.command("estimate")
+@click.command("estimate", cls=Command)
 @job_options
 @setup_options
 @report_option

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import BYTES, OUTPUT_FILE, OUTPUT_FOLDER, PROFILE, SHAPE, json_option
 from commlayer.cli.tables import echo, print_json
 from commlayer.cli.traffic_options import group_traffic
@@ -32,7 +33,7 @@ _COLLECTIVE = click.option("--collective", default="", help="What a text of nccl
 _TOPOLOGY = click.option("--topology", type=SHAPE, help="Ranks of each node, such as 2x8, where the files do not say.")
 
 
-@click.command("import")
+@click.command("import", cls=Command)
 @_FILES
 @click.option("--output", "-o", type=OUTPUT_FILE, required=True, help="Where the profile goes.")
 @click.option("--name", help="The profile's name.  [the output's]")
@@ -97,7 +98,7 @@ def import_command(
         )
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @click.argument("profile_name", type=PROFILE, metavar="NAME|PATH")
 @click.option(
     "--format", "kind", type=click.Choice(["nccl-tests"]), default="nccl-tests", show_default=True, help="As what."
@@ -128,7 +129,7 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
     echo(f"{output}: {counted(len(found), 'file')} in the form of {kind}")
 
 
-@click.command("tuner")
+@click.command("tuner", cls=Command)
 @click.argument("sources", nargs=-1, required=True, metavar="PROFILE|FILES...")
 @click.option(
     "--format", "kind", type=click.Choice(["nccl", "ncclx"]), default="nccl", show_default=True, help="Whose table."

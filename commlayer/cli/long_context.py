@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import cluster_options, model_option, read_cluster
 from commlayer.cli.option_types import COUNT, PICTURE, in_order, json_option, report_option
 from commlayer.cli.output_files import draw, tell
@@ -58,7 +59,7 @@ _layout_options = in_order(
 )
 
 
-@click.command("long-context")
+@click.command("long-context", cls=Command)
 @model_option
 @cluster_options
 @_layout_options

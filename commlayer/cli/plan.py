@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, given_options, json_option
 from commlayer.cli.output_files import draw, write_chrome
 from commlayer.cli.plan_options import (
@@ -41,7 +42,7 @@ _BEST_COUNTS = 3
 """How many chunk counts of one strategy the table shows without --all."""
 
 
-@click.command()
+@click.command(cls=Command)
 @traffic_options
 @policy_options
 @click.option("--all", "show_all", is_flag=True, help="Show every chunk count, not the best of each strategy.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import (
     BYTES,
     OUTPUT_FILE,
@@ -50,7 +51,7 @@ _sweep_options = in_order(
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @place_options
 @_sweep_options
 @click.option(

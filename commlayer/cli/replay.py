@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import echo, print_json, print_table
 from commlayer.profiles.counted import counted
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("path", type=click.Path(path_type=Path, exists=True), metavar="FILE")
 @json_option
 @click.pass_context

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import (
     EXPORT,
     Request,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["search_command"]
 
 
-@click.command("search")
+@click.command("search", cls=Command)
 @job_options
 @space_options
 @click.option("--top", type=COUNT, default=10, show_default=True, help="How many mappings to show.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, json_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
@@ -24,7 +25,7 @@ __all__ = ["trace"]
 _MOST_RANKS = 16
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Where the merged trace goes.  [DIR/merged.json]")
 @click.option("--job", help="Which one, where DIR holds the files of several; the beginning of its name is enough.")

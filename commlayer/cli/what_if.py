@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
 from commlayer.cli.mapping_output import estimate_dict, job_dict
 from commlayer.cli.option_types import (
@@ -98,7 +99,7 @@ _variation_options = in_order(
 )
 
 
-@click.command("what-if")
+@click.command("what-if", cls=Command)
 @job_options
 @space_options
 @margin_option

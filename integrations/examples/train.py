@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import recorder, stats
+from commlayer.cli.commands import Command
 from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
 from commlayer.cli.option_types import RealNumber, in_order, json_option
 from commlayer.cli.place import is_first
@@ -146,7 +147,7 @@ def _placer(
 # The program
 
 
-class _Program(click.Command):
+class _Program(Command):
     """Turns errors into exit statuses, as ``commlayer`` does."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -285,6 +286,7 @@ _run_options = in_order(
         "--backend",
         default="commlayer",
         show_default=True,
+        type=click.Choice(["commlayer", "gloo"]),
         help="Of the default group. The mesh's are commlayer's anyway.",
     ),
     click.option(

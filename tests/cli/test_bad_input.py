@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from commlayer.cli.commands import Command, Group, is_repeatable
 from commlayer.cli.failure import as_typed
 from commlayer.cli.long_context import long_context
 from commlayer.cli.main import main
@@ -180,6 +184,36 @@ def test_errors_name_the_option_that_was_typed(message: str, typed: str) -> None
     assert as_typed(message, plan) == typed
     assert as_typed(message, None) == message
     assert as_typed(message, click.Group("group", commands={"plan": plan, "long": long_context})) == typed
+
+
+def all_commands(command: click.Command = main, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Walk the program: each command with the words that call it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        with click.Context(command) as context:
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from all_commands(found, *path, name)
+
+
+def test_an_option_of_one_value_is_refused_twice_by_every_command() -> None:
+    for path, command in all_commands():
+        assert isinstance(command, (Command, Group)), path
+        for option in command.params:
+            if isinstance(option, click.Option):
+                one, other = [option.opts[0], "4"], [option.opts[-1], "5"]
+                taken = [word for word in (*one, *other) if not option.is_flag or word.startswith("-")]
+                told = f"Option {option.get_error_hint(click.Context(command))} takes one value, and was given 2 times"
+                with nullcontext() if is_repeatable(option) else pytest.raises(click.UsageError, match=re.escape(told)):
+                    command.refuse_repeated(click.Context(command), taken)
+
+
+def test_the_last_of_two_values_does_not_win_silently() -> None:
+    told = refused("estimate", *JOB.split(), *DEGREES.split(), "--tp", "4")
+    assert "Option '--tp' takes one value, and was given 2 times: give it once." in told
+    assert run("search", *JOB.split(), "--tp", "1", "--tp", "2", "--ep", "8", "--pp", "2").exit_code == 0
+    assert run("profiles", "list", "--json", "--json").exit_code == 0
 
 
 def test_nothing_that_fits_is_said_after_the_table() -> None:
