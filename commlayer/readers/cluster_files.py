@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -13,12 +12,13 @@ import msgspec
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.profiles.known_names import closest, is_path
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Interference, read_profile
 from commlayer.profiles.strict_json import json_kind
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
-from commlayer.scheduler.mapping.clusters import closest, from_peaks, load, names
+from commlayer.scheduler.mapping.clusters import from_peaks, load, names
 
 __all__ = ["parse", "resolve"]
 
@@ -28,16 +28,12 @@ def resolve(name_or_path: str) -> Cluster:
 
     Raises UsageError: neither; or a file that is not a sound cluster.
     """
-    if name_or_path in names() or not (
-        "/" in name_or_path or name_or_path.endswith(".json") or os.path.exists(name_or_path)
-    ):
+    if name_or_path in names() or not is_path(name_or_path):
         return load(name_or_path)
     try:
         text = read_file(name_or_path).decode("utf-8")
     except FileNotFoundError as error:
-        raise UsageError(
-            f"{shortened(name_or_path)}: expected a cluster file, got no such file. Known are {', '.join(names())}"
-        ) from error
+        raise UsageError(f"{shortened(name_or_path)}: expected a cluster file, got no such file") from error
     except OSError as error:
         raise UsageError(
             f"{shortened(name_or_path)}: cannot read the cluster file: {error.strerror or error}"

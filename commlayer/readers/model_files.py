@@ -9,7 +9,6 @@ of its parameters. The parameters of every type that transformers has are exactl
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import msgspec
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.profiles.known_names import closest, closest_or_all, is_path
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import json_kind
 from commlayer.scheduler.mapping.catalog import MODELS
@@ -77,14 +77,12 @@ def resolve(name_or_path: str) -> ModelShape:
     """
     if name_or_path in MODELS:
         return MODELS[name_or_path]
-    if not os.path.exists(name_or_path):
-        close = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.5)
-        hint = f". Did you mean {close[0]}?" if close else ""
-        raise UsageError(
-            f"model: expected one of {', '.join(MODELS)}, or a file such as a Hugging Face config.json (or its folder), "
-            f"got {shortened(name_or_path)!r}, which is neither{hint}"
-        )
-    return read_model(name_or_path)
+    if is_path(name_or_path):
+        return read_model(name_or_path)
+    raise UsageError(
+        "model: expected the name of a known model or a file such as a Hugging Face config.json (or its folder), "
+        f"got {shortened(name_or_path)!r}{closest_or_all(name_or_path, MODELS)}"
+    )
 
 
 def read_model(path: str | Path) -> ModelShape:
@@ -99,9 +97,14 @@ def read_model(path: str | Path) -> ModelShape:
         file /= "config.json"
     try:
         text = read_file(file).decode("utf-8")
+    except FileNotFoundError as error:
+        hint = "" if file.suffix == ".json" else closest(file.name, MODELS)  # the name of a repository of models, say
+        raise UsageError(
+            f"{shortened(str(file))}: expected a model's JSON file, or a folder with a config.json, got no such file{hint}"
+        ) from error
     except OSError as error:
         raise UsageError(
-            f"{file}: expected a model's JSON file, or a folder with a config.json: {error.strerror}"
+            f"{shortened(str(file))}: expected a model's JSON file, or a folder with a config.json: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from functools import cache
 
 from commlayer.profiles.errors import ProfileNotFoundError
+from commlayer.profiles.known_names import closest, is_path
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Profile, parse_profile, read_profile
 
@@ -31,11 +31,9 @@ def load(name: str) -> Profile:
     from importlib.resources import files
 
     if name not in (known := names()):
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise ProfileNotFoundError(
-            f"expected the name of a shipped profile or the path of a profile file, got {shortened(name)!r}. "
-            f"{hint}`commlayer profiles list` shows all"
+            f"expected the name of a shipped profile or the path of a profile file, got {shortened(name)!r}"
+            f"{closest(name, known) or '.'} `commlayer profiles list` shows all"
         )
     return parse_profile((files(__name__) / f"{name}.json").read_bytes(), f"catalog/{name}.json")
 
@@ -50,6 +48,6 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
         ProfileError: a file that is not a sound profile.
     """
     wanted = os.fspath(name_or_path)
-    if wanted not in names() and ("/" in wanted or wanted.endswith(".json") or os.path.exists(wanted)):
+    if wanted not in names() and is_path(wanted):
         return read_profile(wanted)
     return load(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.known_names import closest_or_all
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape
 
 __all__ = ["MODELS", "load", "names"]
@@ -233,5 +234,5 @@ def names() -> list[str]:
 def load(name: str) -> ModelShape:
     """Look a model up by its name. Raises UsageError for one that the catalog lacks, with those that it has."""
     if name not in MODELS:
-        raise UsageError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+        raise UsageError(f"model: expected the name of a known model, got {name!r}{closest_or_all(name, MODELS)}")
     return MODELS[name]

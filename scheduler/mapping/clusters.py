@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from functools import cache
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.known_names import closest_or_all
 from commlayer.profiles.links import Peaks
 from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 
-__all__ = ["closest", "fitted", "from_peaks", "load", "names"]
+__all__ = ["fitted", "from_peaks", "load", "names"]
 
 _ASSUMED = "peaks as given, efficiencies as declared for H100 clusters (docs/clusters.md)"
 
@@ -99,8 +98,8 @@ def load(name: str) -> Cluster:
         return _monta()
     if name not in _KNOWN:
         raise UsageError(
-            f"cluster: expected one of {', '.join(names())}, or the path of a cluster file, got {shortened(name)!r}"
-            f"{closest(name, names())}"
+            f"cluster: expected the name of a known cluster or the path of a cluster file, got {shortened(name)!r}"
+            f"{closest_or_all(name, names())}"
         )
     gpu, domain, inter, intra, source = _KNOWN[name]
     cluster = from_peaks(name, hardware.GPUS[gpu], domain, inter, intra, source=source)
@@ -138,12 +137,3 @@ def fitted(cluster: Cluster, gpus: int) -> tuple[Cluster, str]:
         )
     note = f"{used} of each {domain} GPUs on NVLink are used, in {gpus // used} such domains: {domain} does not divide {gpus}"
     return cluster.replace(domain=used), note
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: what may have been meant; "" where nothing is close."""
-    names = list(known)
-    # What begins so comes first: h100 is h100-eos, though h800 looks more like it.
-    begun = [each for each in names if name and each.startswith(name)]
-    close = (begun or difflib.get_close_matches(name, names, n=2, cutoff=0.5))[:2]
-    return f". Did you mean {' or '.join(close)}?" if close else ""

@@ -465,7 +465,7 @@ def test_values_between_two_limits(
         (("--vary", "inter-gbps", "--values", "fast"), "--values of inter-gbps: 'fast' is not a valid number"),
         (("--vary", "top-k", "--values", "1.5"), "--values of top-k: '1.5' is not a valid integer"),
         (("--vary", "precision", "--from", "1", "--to", "2"), "--values"),
-        (("--vary", "gpu", "--values", "h200,h900"), "--values of gpu: cluster: expected one of a100"),
+        (("--vary", "gpu", "--values", "h200,h900"), "--values of gpu: cluster: expected the name of a known"),
     ],
 )
 def test_what_if_refuses_values_that_are_none(options: tuple[str, ...], message: str) -> None:

@@ -293,10 +293,26 @@ def test_names_and_loads_every_model() -> None:
         assert catalog.load(name) is resolve(name)
         assert catalog.load(name).name == name
         assert catalog.load(name).source
-    with pytest.raises(UsageError, match=r"expected one of mixtral-8x7b, .*got 'mixtral'"):
-        catalog.load("mixtral")
-    with pytest.raises(UsageError, match=r"minimax-m2, or a file such as .*got 'no/such/model'"):
-        resolve("no/such/model")
+    close = r"got 'mixtral'\. Did you mean mixtral-8x7b, mixtral-8x22b or mixtral-8x22b-g8t8\?$"
+    for find in (catalog.load, resolve):
+        with pytest.raises(UsageError, match=f"expected the name of a known model.*{close}"):
+            find("mixtral")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("no-such.json", r"^no-such\.json: expected a model's JSON file, .* got no such file$"),
+        ("./no-such", r"^\./no-such: expected a model's JSON file, .* got no such file$"),
+        ("mistralai/Mixtral-8x7B", r"^mistralai/Mixtral-8x7B: .* got no such file\. Did you mean mixtral-8x7b\?$"),
+        ("Kimi-K3", r"^model: expected the name of a known model or a file .* got 'Kimi-K3'\. Did you mean kimi-k2\?$"),
+        ("xyz", r"^model: .* got 'xyz'\. Known are mixtral-8x7b, .*, minimax-m2$"),
+    ],
+)
+def test_what_is_no_model_is_said_first(typed: str, message: str) -> None:
+    """Of a path, that there is no such file; of a name, which ones are close, and all of them only where none is."""
+    with pytest.raises(UsageError, match=message):
+        resolve(typed)
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.names() if catalog.load(name).published])
@@ -470,7 +486,7 @@ def test_refuses_what_it_does_not_understand_and_names_file_and_field(
 
 
 def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"config\.json: expected a model's JSON file, .*No such file"):
+    with pytest.raises(UsageError, match=r"config\.json: expected a model's JSON file, .*got no such file"):
         resolve(str(tmp_path))
     (tmp_path / "model.json").write_bytes(b"\xff{}")
     with pytest.raises(UsageError, match=r"model\.json: expected UTF-8 text, got byte 0xff at 0"):

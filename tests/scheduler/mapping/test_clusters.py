@@ -522,7 +522,7 @@ def test_files_that_are_refused(tmp_path: Path, changes: dict[str, object], mess
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"expected a cluster file, got no such file\. Known are a100"):
+    with pytest.raises(UsageError, match=r"expected a cluster file, got no such file$"):
         resolve(str(tmp_path / "none.json"))
     for text, message in (("{", "line 1, column 2: expected JSON"), ("[]", "expected a JSON object with a cluster")):
         with pytest.raises(UsageError, match=message):
