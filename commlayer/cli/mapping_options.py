@@ -175,7 +175,7 @@ job_options = in_order(
     click.option(
         "--capacity-factor",
         type=RealNumber(min=0.01, max=1000),
-        help="Rows of an expert over its fair share.  [dropless]",
+        help="Rows of every expert over its fair share, filled up or dropped.  [dropless]",
     ),
     click.option("--imbalance", type=RealNumber(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
     click.option(
@@ -353,6 +353,8 @@ def read_request(given: dict[str, Any]) -> Request:
     model, modules = resolve_model(given.pop("model_name")), given.pop("mtp")
     if given["routing"] is not None and given["imbalance"] != 1:
         raise UsageError("--imbalance follows from --routing: give one of them")
+    if given["capacity_factor"] is not None:
+        _refuse_uneven([option for option in ("imbalance", "routing") if given[option] not in (None, 1)])
     job = Job(
         model=model if modules is None else replace(model, mtp_layers=modules),
         gpus=given.pop("gpus"),
@@ -365,6 +367,15 @@ def read_request(given: dict[str, Any]) -> Request:
     cluster = read_cluster(given, job)
     name, changed = given.pop("software_name"), _software_changes(given, job)
     return Request(job, cluster, changed(software(name)), changed, given.pop("efficiency"))
+
+
+def _refuse_uneven(options: Sequence[str]) -> None:
+    """Raise UsageError for options that say how uneven routing is, beside --capacity-factor."""
+    if options:
+        raise UsageError(
+            f"--{options[0]}: with --capacity-factor every expert has as many rows, filled up or dropped, however uneven routing "
+            "is: leave out one of them"
+        )
 
 
 def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], Software]:

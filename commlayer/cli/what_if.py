@@ -134,6 +134,10 @@ def what_if_command(
     kind, pair = _NAMES[given["vary"]], given["pair"]
     _refuse_replaced(kind, given_options(ctx))
     request, space = read_request(given), read_space(given)
+    if kind == "skew" and request.job.capacity_factor is not None:
+        raise UsageError(
+            "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"
+        )
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     precisions = [str(value) for value in variation.values] if kind == "precision" else space.precision
     recompute = space.recompute if kind != "gpu" else ()

@@ -37,13 +37,14 @@ class Job:
     Attributes:
         global_batch: sequences a step, of all GPUs together.
         sequence: tokens in each.
-        capacity_factor: experts take capacity_factor · tokens · top_k / experts rows each; None: every choice (dropless).
+        capacity_factor: experts have capacity_factor · tokens · top_k / experts rows each, filled up or dropped, so that neither
+            ``imbalance`` nor ``loads`` can be given beside it; None: every choice (dropless).
         imbalance: rows of the busiest rank of an expert group over their mean, at least 1; 1.0: routing is even.
             (:mod:`commlayer.scheduler.mapping.imbalance` has it from a distribution of experts' loads.)
         loads: experts' popularity; in place of ``imbalance``, which then follows from ep.
 
     Raises:
-        UsageError: a number out of its range.
+        UsageError: a number out of its range; uneven routing beside a capacity.
     """
 
     model: ModelShape
@@ -60,6 +61,12 @@ class Job:
             raise UsageError(f"capacity_factor: expected a positive number or None, got {self.capacity_factor!r}")
         if not 1 <= self.imbalance < math.inf:
             raise UsageError(f"imbalance: expected at least 1 (the busiest rank over the mean), got {self.imbalance!r}")
+        if self.capacity_factor is not None and (self.imbalance > 1 or self.loads is not None):
+            given = "imbalance" if self.loads is None else "loads"
+            raise UsageError(
+                f"{given}: with capacity_factor={self.capacity_factor:g} every expert has as many rows, filled up or dropped, "
+                f"however uneven routing is: leave out one of them"
+            )
 
     @property
     def tokens(self) -> int:

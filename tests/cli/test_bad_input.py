@@ -21,7 +21,8 @@ from commlayer.cli.option_types import COUNT, DELAY_US, RATE_GBPS, TIMEOUT_US
 from commlayer.cli.plan import plan
 
 JOB = "-m mixtral-8x7b -c h100-eos -g 16 --global-batch 32 --sequence 4096"
-DEGREES = "--tp 2 --ep 8 --pp 2 --recompute full"
+MAPPING = "--tp 2 --ep 8 --pp 2"
+DEGREES = f"{MAPPING} --recompute full"
 PROFILE = "-p emulated-2x4 --collective all_reduce --bytes 1MiB"
 
 
@@ -56,6 +57,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"estimate {JOB} --domain 100000000000", "'--domain': 100000000000 is more than 1,000,000,000"),
         (f"estimate {JOB} --mtp 100000", "mtp_layers: expected at most layers=32"),
         (f"estimate {JOB} --imbalance 1e9", "--imbalance 1e+09: expected at most 4, the experts of mixtral-8x7b over"),
+        (
+            f"estimate {JOB} --ep 2 --imbalance 2 --capacity-factor 1",
+            "--imbalance: with --capacity-factor every expert has",
+        ),
+        (f"search {JOB} --capacity-factor 1 --routing empty", "--routing: with --capacity-factor every expert has"),
+        (
+            f"what-if {JOB} --capacity-factor 1 --vary skew --values 0,1",
+            "--capacity-factor: every expert has as many rows then",
+        ),
         (f"estimate {JOB} --ep 2 --imbalance 3", "--imbalance 3: expected at most ep=2"),
         (f"search {JOB} --ep 1 --ep 2 --imbalance 3", "--imbalance 3: expected at most ep=2"),
         (
@@ -78,11 +88,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"what-if {JOB} --vary gpus --from 8 --to 16 --points 3", "--points says at how many places"),
         ("emulate --memory 1tbyte -- true", "--memory and --scale are of the accelerator whose rate --compute gives"),
         (
-            f"estimate {JOB} {DEGREES} --recompute mlp",
+            f"estimate {JOB} {MAPPING} --recompute mlp",
             "--recompute mlp of mixtral-8x7b: mlp is of layers without experts",
         ),
         (
-            f"estimate {JOB} {DEGREES} --precision fp8 --recompute moe_act",
+            f"estimate {JOB} {MAPPING} --precision fp8 --recompute moe_act",
             "--recompute moe_act of mixtral-8x7b: precision fp8 is fp8-delayed on H100",
         ),
         (
@@ -93,7 +103,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"plan {PROFILE} --group 2x2 --siblings 7", "--siblings 7: expected at most 2"),
         (f"plan {PROFILE} --siblings 2", "--siblings 2: expected at most 1"),
         ("profiles show nope", "got 'nope'. `commlayer profiles list` shows all"),
-        ("profiles show emulated-2x44", "Did you mean emulated-2x4 or"),
+        ("profiles show emulated-2x44", "Did you mean emulated-2x4, emulated-"),
         ("emulate --inter foo -- true", "--inter: expected a rate with its unit, got 'foo'"),
         # values of what-if
         (

@@ -386,6 +386,7 @@ def test_capacity_and_imbalance() -> None:
     setup = Setup(gpus=4, ep=4)
     assert dispatched_rows(job, setup) == 26  # 10 tokens of two choices
     assert dispatched_rows(job, Setup(gpus=4, etp=4)) == 20  # no rank has other experts than the others
+    job = replace(job, imbalance=1.0)
     assert dispatched_rows(replace(job, capacity_factor=1.25), setup) == 8 * 4  # ceil(1.25 · 20 / 8)
     assert dispatched_rows(replace(job, capacity_factor=2.0), setup) == 8 * 5
     names = [each.name for each in layer_forward(replace(job, capacity_factor=2.0), setup, MEGATRON)]

@@ -14,6 +14,7 @@ from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parameters, volumes
 from commlayer.scheduler.mapping.hardware import GPUS
+from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
@@ -448,18 +449,28 @@ def test_activations_of_a_stage_by_hand() -> None:
     assert found.activations - dropped.activations == pytest.approx(2 * tokens * row * 8 * 4)
     busy = memory.estimate(dataclasses.replace(job, imbalance=1.5), setup)
     assert busy.activations - found.activations == pytest.approx(2 * tokens * row * 8 * 4)
-    # The capacity is what is reserved, whatever the routing.
-    assert memory.estimate(dataclasses.replace(job, imbalance=1.5, capacity_factor=0.5), setup) == dropped
 
 
-@pytest.mark.parametrize(("capacity_factor", "imbalance"), [(None, 1.0), (None, 1.7), (1.25, 1.7)])
+def test_a_capacity_leaves_no_routing_uneven() -> None:
+    """Every expert's rows are filled up or dropped to as many: an imbalance beside it would change nothing, silently."""
+    model = catalog.load("mixtral-8x7b")
+    ways: list[dict[str, Any]] = [{"imbalance": 1.5}, {"loads": Loads.zipf(model.experts, 1.0)}]
+    for uneven in ways:
+        with pytest.raises(
+            UsageError, match=f"{next(iter(uneven))}: with capacity_factor=1.25 every expert has as many"
+        ):
+            _job(model, 8, capacity_factor=1.25, **uneven)
+        assert _job(model, 8, **uneven).capacity_factor is None
+
+
+@pytest.mark.parametrize(("capacity_factor", "imbalance"), [(None, 1.0), (None, 1.7), (1.25, 1.0)])
 def test_rows_are_those_of_the_step_time(capacity_factor: float | None, imbalance: float) -> None:
     model = catalog.load("mixtral-8x7b")
     setup = _setup(tp=2, ep=2, etp=4, dp=4)
     job = _job(model, 8, capacity_factor=capacity_factor, imbalance=imbalance)
     full, zero = (memory.kept_elements(model, recompute, "tensor", 2, 4).row for recompute in ("none", "full"))
     assert zero == 0
-    alone = dataclasses.replace(job, capacity_factor=1e-9)
+    alone = _job(model, 8, capacity_factor=1e-9)
     difference = memory.estimate(job, setup).activations - memory.estimate(alone, setup).activations
     assert difference == pytest.approx(2 * expert_rows(job, setup) * full * model.layers)
 
