@@ -137,7 +137,10 @@ PIPELINE_LAYOUT = _PipelineLayout()
 _LAYOUT_HELP = "Layers of each chunk, such as 'Et*3|(tt|)*29m|L'; auto: the fastest that fits."
 _RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
 OFFLOADING = _Modules("offloading", (KEPT,), canonical_offload)
-_OFFLOAD_HELP = f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}."
+_OFFLOAD_HELP = (
+    f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}; with --software "
+    f"{' or '.join(name for name, each in SOFTWARE.items() if each.offloads)}."
+)
 
 model_option = click.option(
     "--model",

@@ -254,7 +254,7 @@ def _marks(crossing: Crossover) -> list[tuple[float, str]]:
     return marks
 
 
-_COLUMNS = ["way", "value", "~mapping", ">step ms", ">tokens/s", ">MFU", ">exposed", "~"]
+_COLUMNS = ["way", "value", "~mapping", ">step ms", ">tokens/s", ">MFU", ">exposed"]
 
 
 def _rows(found: dict[str, WhatIf]) -> list[list[str]]:
@@ -268,20 +268,30 @@ def _written(value: float | int | str) -> str:
 def _cells(way: str, point: WhatIfPoint) -> list[str]:
     value, estimate = _written(point.value), point.estimate
     if estimate is None:
-        return [way, value, "–", "–", "–", "–", "–", point.note]
-    return [way, value, *speed_cells(estimate), f"{exposed_share(estimate):.1%}", ""]
+        return [way, value, *"–––––"]
+    return [way, value, *speed_cells(estimate), f"{exposed_share(estimate):.1%}"]
 
 
 def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str]:
     sentences = []
     for name, each in found.items():
         lead = f"{name}: " if name else ""
+        sentences += [f"{lead}{words}" for words in _not_estimated(each)]
         if each.setup is not None:
             sentences.append(f"{lead}{each.setup} at every value")
         if (change := _change(each)) and crossing is None:
             sentences.append(f"{lead}{change}")
         sentences += [f"{lead}{words}" for words in _trust(each)]
     return [*sentences, str(crossing)] if crossing else sentences
+
+
+def _not_estimated(each: WhatIf) -> list[str]:
+    """Say why values have no estimate: each reason once."""
+    values: dict[str, list[str]] = {}
+    for point in each.points:
+        if point.estimate is None:
+            values.setdefault(point.note, []).append(_written(point.value))
+    return [f"no estimate at {', '.join(where)}: {note}" for note, where in values.items()]
 
 
 def _trust(each: WhatIf) -> list[str]:
@@ -328,7 +338,7 @@ def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None
     echo(job_words(request.job, request.cluster.name, software))
     echo(f"varied: {_LABELS[first.variation.kind]}\n")
     rows, same = _short_rows(found)
-    kept = [index for index in range(len(_COLUMNS)) if index not in (0, 7) or any(row[index] for row in rows)]
+    kept = [index for index in range(len(_COLUMNS)) if index or any(row[0] for row in rows)]
     spare = [kept.index(_COLUMNS.index(name)) for name in (">exposed", ">tokens/s")]
     print_table([_COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows], spare=spare)
     if same:

@@ -300,6 +300,8 @@ def test_modules_are_offloaded_by_name() -> None:
     assert "activations in the host's memory" in table
     refused = call("what-if", *JOB, "--vary", "gpus", "--values", "16", *_AWAY, status=2)
     assert "commlayer keeps activations on the GPU: add --software megatron" in refused.output
+    help_lines = " ".join(call("estimate", "--help").stdout.split())
+    assert "expert_fc1, moe_act; with --software megatron or megatron+commlayer." in help_lines
     assert "add core_attn" in call("estimate", *given, "--offload-modules", "attn_proj", status=2).output
 
 
@@ -439,7 +441,13 @@ def test_what_if_says_why_a_value_has_no_mapping() -> None:
     assert few["estimate"] is None
     assert "4 GPUs" in few["note"]
     assert enough["estimate"]["fits"]
-    assert "4 GPUs" in call("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16").stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        table, below = call("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16,5").stdout.split("\n\n")[-2:]
+    assert max(map(len, table.splitlines()[2:])) <= 80
+    assert all(re.search(rf"^{value} +–", table, re.MULTILINE) for value in (4, 5))
+    assert re.search(r"^no estimate at 4: no mapping of mixtral-8x7b onto 4 GPUs", below, re.MULTILINE)
+    assert re.search(r"^no estimate at 5: ", below, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
