@@ -1,13 +1,19 @@
 """The heaviest collective that stayed flat in a job's first step, and why: one line, when the first optimizer has made its step.
 
 Every trainer steps one of torch's optimizers, and torch tells whoever asks of all of them; a trainer's own loop it tells nobody.
+
+By broadcasts trainers give all ranks the same parameters before any step, with as many bytes as a step has. No call says of
+itself whether it is of the start, so broadcasts are left out of the first step, and looked at in the second, where none of the
+start are left: one that is the heaviest there has a line of its own.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -16,52 +22,77 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import printable
 from commlayer.units import format_bytes
 
-__all__ = ["heaviest_flat", "tell_after_first_step"]
+__all__ = ["tell_after_first_step"]
 
 _HEAVY_BYTES = 1 << 20
 """The bytes of a collective in one step below which no plan of it would show in the step's time."""
 
 _AT_START = "broadcast"
-"""The collective by which trainers give all ranks the same parameters, before any step: with as many bytes as a step has."""
+"""The collective that trainers call before any step too."""
+
+
+class _FirstStep(NamedTuple):
+    """The optimizer that stepped first, and what had stayed flat by then, by the ledger and the collective.
+
+    A job may have several optimizers: its second step is over when the same one has stepped again.
+    """
+
+    optimizer: weakref.ref[Optimizer]
+    moved: dict[tuple[Ledger, str], StayedFlat]
+
 
 _hook: RemovableHandle | None = None
-_is_told = False
+_first: _FirstStep | None = None
+_is_over = False
 
 
 def tell_after_first_step(*, is_new_job: bool = True) -> None:
-    """Have :func:`heaviest_flat` printed on stderr when an optimizer has made its first step; once for each job of a process.
+    """Have the heaviest collective between nodes that stayed flat printed on stderr when an optimizer has made its first step.
+
+    One more line comes after the second step, where the heaviest there is a broadcast. Both come once for each job of a process.
 
     ``is_new_job``: whether what has been told before was another job's.
     """
-    global _hook, _is_told
-    _is_told = _is_told and not is_new_job
+    global _hook, _first, _is_over
+    if is_new_job:
+        _first, _is_over = None, False
     if _hook is None:  # and never removed: torch goes through its hooks while it calls them
-        _hook = register_optimizer_step_post_hook(_tell)
+        _hook = register_optimizer_step_post_hook(_after_step)
 
 
-def _tell(*_: Any) -> None:
-    global _is_told
-    if _is_told:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    global _first, _is_over
+    if _is_over:
         return
-    _is_told = True
-    words = heaviest_flat()
-    if words:
-        print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)
+    if _first is None:
+        _first = _FirstStep(weakref.ref(optimizer), _stayed_flat())
+        _tell("first", {key: flat for key, flat in _first.moved.items() if flat.collective != _AT_START})
+    elif _first.optimizer() in (optimizer, None):
+        _is_over = True
+        since = {key: _since(flat, _first.moved.get(key)) for key, flat in _stayed_flat().items()}
+        _tell("second", since, only=_AT_START)
 
 
-def heaviest_flat() -> str:
-    """Say which collective between nodes moved the most bytes by now in the backend's own calls, and why; "" where none moved
-    a mebibyte. Broadcasts are left out: they are of a job's start."""
-    every = [(flat, ledger) for ledger in open_ledgers() for flat in ledger.stayed_flat()]
-    found = [(flat, ledger) for flat, ledger in every if flat.collective != _AT_START]
-    flat, ledger = max(found, key=lambda each: each[0].logical_bytes, default=(None, None))
-    if flat is None or ledger is None or flat.logical_bytes < _HEAVY_BYTES:
-        return ""
-    return _words(flat, ledger)
+def _stayed_flat() -> dict[tuple[Ledger, str], StayedFlat]:
+    """List what stayed flat between nodes by now, by its ledger and collective."""
+    return {(ledger, flat.collective): flat for ledger in open_ledgers() for flat in ledger.stayed_flat()}
 
 
-def _words(flat: StayedFlat, ledger: Ledger) -> str:
-    return (
-        f"in the first step {flat.collective} {ledger.where} stayed flat ({counted(flat.calls, 'call')}, "
+def _since(now: StayedFlat, before: StayedFlat | None) -> StayedFlat:
+    """Return what came after ``before``."""
+    if before is None:
+        return now
+    return now._replace(calls=now.calls - before.calls, logical_bytes=now.logical_bytes - before.logical_bytes)
+
+
+def _tell(step: str, moved: dict[tuple[Ledger, str], StayedFlat], only: str | None = None) -> None:
+    """Print which collective moved the most bytes in a step, and why; nothing where none moved a mebibyte, or where it is not the
+    ``only`` one that is left to tell."""
+    (ledger, collective), flat = max(moved.items(), key=lambda each: each[1].logical_bytes, default=((None, ""), None))
+    if flat is None or ledger is None or flat.logical_bytes < _HEAVY_BYTES or only not in (None, collective):
+        return
+    words = (
+        f"in the {step} step {collective} {ledger.where} stayed flat ({counted(flat.calls, 'call')}, "
         f"{format_bytes(flat.logical_bytes)} in all): {flat.why}"
     )
+    print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)

@@ -310,7 +310,7 @@ def test_names_and_loads_every_model() -> None:
     ],
 )
 def test_what_is_no_model_is_said_first(typed: str, message: str) -> None:
-    """Of a path, that there is no such file; of a name, which ones are close, and all of them only where none is."""
+    """A path is told that there is no such file; a name gets the close ones, and all of them only where none is close."""
     with pytest.raises(UsageError, match=message):
         resolve(typed)
 
