@@ -1,4 +1,4 @@
-"""A line at the end of a job's first step: which heavy collective stayed flat, and why; one more for a broadcast of every step."""
+"""A line at the end of a job's first step: which heavy collective stayed flat, and why; another for a broadcast of every step."""
 
 from __future__ import annotations
 
