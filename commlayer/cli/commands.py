@@ -9,6 +9,8 @@ import click
 
 __all__ = ["Command", "Group", "is_repeatable"]
 
+_WHOLE = 1000
+
 
 class _OnceEach(click.Command):
     """A command whose options are given once each, but for flags and for those that collect values."""
@@ -38,6 +40,16 @@ class Group(_OnceEach, click.Group):
     """A group of commands, whose own are of :class:`Command`."""
 
     command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their first sentences whole: click cuts them where a line ends."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                rows.append((name, command.get_short_help_str(limit=_WHOLE)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def is_repeatable(option: click.Option) -> bool:

@@ -39,7 +39,7 @@ _CLUSTER = {
     "emulate": _Entry("commlayer.cli.emulate", "emulate", "Run any program on an emulated multi-node cluster."),
 }
 _OFFLINE = {
-    "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
+    "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move a collective, and say why."),
     "profiles": _Entry(
         "commlayer.cli.profiles", "profiles", "List, show, validate, compare, merge, import and export profiles."
     ),
@@ -79,7 +79,8 @@ Exit status: 0 done, 1 the surroundings failed, 2 wrong usage or a bad file,
 3 a bug of ours. A traceback: --traceback, or COMMLAYER_DEBUG=detail.
 
 \b
-Shell completion, also of names of profiles, models and clusters (zsh and fish likewise):
+Shell completion, also of names of profiles, models and clusters
+(zsh and fish likewise):
   eval "$(_COMMLAYER_COMPLETE=bash_source commlayer)"
 """
 

@@ -148,7 +148,7 @@ model_option = click.option(
     "model_name",
     type=NameOrPath("model", catalog.names),
     required=True,
-    help="Or a Hugging Face config.json.",
+    help="Such as mixtral-8x22b; or a Hugging Face config.json.",
 )
 cluster_options = in_order(
     click.option(
@@ -157,7 +157,7 @@ cluster_options = in_order(
         "cluster_name",
         type=NameOrPath("cluster", clusters.names),
         required=True,
-        help="Or a measured profile, with --gpu.",
+        help="Such as h100-eos; or a measured profile, with --gpu.",
     ),
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
     click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
@@ -231,13 +231,27 @@ job_options = in_order(
 )
 """Add the options of the job, its cluster and its software, which :func:`read_request` reads."""
 
+_SPACE = Space()
+
+
+def _searched(name: str) -> str:
+    """Write what a search looks at unless it is told otherwise."""
+    values = getattr(_SPACE, name.replace("-", "_"))
+    return "any" if values is None else ", ".join(map(str, values))
+
+
 space_options = in_order(
-    *(click.option(f"--{name}", type=COUNT, multiple=True, help=f"{text}  [any]") for name, text in _DEGREES.items()),
     *(
-        click.option(f"--{name}", type=click.Choice(values), multiple=True, help=text)
+        click.option(f"--{name}", type=COUNT, multiple=True, help=f"{text}  [{_searched(name)}]")
+        for name, text in _DEGREES.items()
+    ),
+    *(
+        click.option(f"--{name}", type=click.Choice(values), multiple=True, help=f"{text}  [{_searched(name)}]")
         for name, (values, text) in _WORDS.items()
     ),
-    click.option("--recompute", type=RECOMPUTATION, multiple=True, help=_RECOMPUTE_HELP),
+    click.option(
+        "--recompute", type=RECOMPUTATION, multiple=True, help=f"{_RECOMPUTE_HELP}  [{_searched('recompute')}]"
+    ),
     click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
     click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=AUTO_LAYOUT, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Only mappings whose experts' groups are free of attention's.  [both]"),

@@ -219,6 +219,15 @@ def test_an_option_of_one_value_is_refused_twice_by_every_command() -> None:
                     command.refuse_repeated(click.Context(command), taken)
 
 
+def test_help_cuts_no_sentence_short_and_says_what_a_search_looks_at() -> None:
+    for path, command in all_commands():
+        if isinstance(command, Group):
+            assert "..." not in run(*path, "--help").stdout.partition("ommands")[2], path
+    told = " ".join(run("search", "--help").stdout.split())
+    for words in ("of a micro-batch. [1, 2, 4, 8]", "products. [bf16]", "shards. [1]", "[none, selective, full]"):
+        assert words in told
+
+
 def test_the_last_of_two_values_does_not_win_silently() -> None:
     told = refused("estimate", *JOB.split(), *DEGREES.split(), "--tp", "4")
     assert "Option '--tp' takes one value, and was given 2 times: give it once." in told
