@@ -6,7 +6,7 @@ The arrows between rooms are a contract of import-linter's (tests/test_layers.py
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import grimp
@@ -116,3 +116,32 @@ def test_the_check_of_tests_folders_can_fail(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert strange_folders(tmp_path, {"commlayer/cli/", "profiles/"}) == {"sausages/"}
+
+
+# Names of modules
+
+_NAMED_AFTER = ("commlayer/cli/", "benchmarks/")
+"""Modules that carry the name of a command, or of what is measured: the same word, for the same thing, as the module that does it."""
+
+
+def ambiguous(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Names that several modules have, with their paths, where not all but one are named after the one."""
+    found: dict[str, list[str]] = {}
+    for path in modules:
+        found.setdefault(path.rpartition("/")[2], []).append(path)
+    return {
+        name: paths
+        for name, paths in found.items()
+        if name != "__init__.py" and sum(not path.startswith(_NAMED_AFTER) for path in paths) > 1
+    }
+
+
+def test_a_module_s_name_means_one_thing() -> None:
+    folders = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks", "tests")
+    found = {each.resolve().relative_to(ROOT).as_posix() for name in folders for each in (ROOT / name).rglob("*.py")}
+    assert set(ambiguous(sorted(found))) == {"errors.py"}  # one exports what the other defines
+
+
+def test_the_check_of_names_can_fail() -> None:
+    twice = ["commlayer/emulation/ranks.py", "tests/ranks.py"]
+    assert ambiguous([*twice, "commlayer/cli/plan.py", "scheduler/plan.py"]) == {"ranks.py": twice}

@@ -323,7 +323,7 @@ def test_nothing_but_the_emulator_reads_pickles() -> None:
     found = {str(path.relative_to(ROOT)) for path in modules if running(path.read_text(encoding="utf-8"))}
     writes = "commlayer/diagnosis/flight_recorder.py"  # for torch's own analyzer, which reads nothing else
     assert "pickle.load" not in (ROOT / writes).read_text(encoding="utf-8")
-    assert found == {"commlayer/emulation/rank_process.py", "commlayer/emulation/ranks.py", writes}
+    assert found == {"commlayer/emulation/rank_process.py", "commlayer/emulation/forked_ranks.py", writes}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from commlayer.emulation.forked_ranks import RankJob
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, timed_out_error
 from commlayer.emulation.output import OutputStream, drain
 from commlayer.emulation.rank_process import RankProcess, launch, masked_signals
-from commlayer.emulation.ranks import RankJob
 
 __all__ = ["RunResult", "run_jobs"]
 

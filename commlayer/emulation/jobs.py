@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from commlayer.emulation.accelerators.device import Accelerator
 from commlayer.emulation.accelerators.starting import DEVICE, REPORTS, STARTUP_FOLDER, computing
+from commlayer.emulation.forked_ranks import RankJob
 from commlayer.emulation.namespaces import RankSpaces, node_address
 from commlayer.emulation.output import RankOutput
-from commlayer.emulation.ranks import RankJob
 from commlayer.profiles.errors import ClusterError
 
 __all__ = ["ClusterLayout", "make_jobs", "pick_port"]

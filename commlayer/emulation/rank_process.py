@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from commlayer.emulation import syscalls
-from commlayer.emulation.outcomes import RankFailure, RankOutcome, signal_name
-from commlayer.emulation.ranks import (
+from commlayer.emulation.forked_ranks import (
     FRAME_HEADER,
     FRAME_RESULT,
     STACKS_SIGNAL,
@@ -26,6 +25,7 @@ from commlayer.emulation.ranks import (
     flush_stdio,
     rank_main,
 )
+from commlayer.emulation.outcomes import RankFailure, RankOutcome, signal_name
 
 __all__ = ["RankProcess", "launch", "masked_signals"]
 

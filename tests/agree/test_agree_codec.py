@@ -243,7 +243,7 @@ FORBIDDEN_NAMES = {
     "_object_to_tensor",
     "_tensor_to_object",
 }
-ALLOWED = {"commlayer/emulation/rank_process.py", "commlayer/emulation/ranks.py"}
+ALLOWED = {"commlayer/emulation/rank_process.py", "commlayer/emulation/forked_ranks.py"}
 """One process tree of one user: see their docstrings."""
 WRITES = {"commlayer/diagnosis/flight_recorder.py"}
 """Writes a pickle, for torch's own analyzer takes no other format; and reads none."""
