@@ -121,7 +121,7 @@ def test_the_check_of_tests_folders_can_fail(tmp_path: Path) -> None:
 # Names of modules
 
 _NAMED_AFTER = ("commlayer/cli/", "benchmarks/")
-"""Modules that carry the name of a command, or of what is measured: the same word for the same thing as the module that does it."""
+"""Modules with the name of a command, or of what is measured: the same word for the same thing as the module that does it."""
 
 
 def ambiguous(modules: Iterable[str]) -> dict[str, list[str]]:
