@@ -110,6 +110,15 @@ def _ahead(chunks: int) -> LegOrder:
     return LegOrder(((DISPATCH, 0), (EXPERTS, chunks), (COMBINE, chunks)))
 
 
+@lru_cache
+def _all_ahead(chunks: int, link: Resource) -> Plan:
+    """The order of one pass in so many chunks, all of which are on their way before the first is computed; of no size of its own.
+
+    Kept, as dispatches of every layer and step ask for it: in what proportion chunks share the rows, and of how many, changes
+    their steps' times, but not their order."""
+    return pipeline(Traffic(chunks, 2, link=link, collective="all_to_all_v", nodes=(2,)), (1,) * chunks, ahead=chunks)
+
+
 def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:
     """The timeline of a :func:`pipeline`; each function takes a chunk's bytes."""
     times = {Op.ALL_TO_ALL: exchange_us, Op.COMPUTE: experts_us}
@@ -127,7 +136,7 @@ def choose_slices(
     tolerance: float = 0.03,
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
     """The slices with the fewest chunks predicted within ``tolerance`` of the fastest (of those, the fastest); and the µs of
-    each, forward and backward.
+    each, forward and backward, or of one chunk alone, where more could not hide enough.
 
     Where there is a gradient all chunks are on their way before the first is computed, in both passes. The backward pass sends as
     much and computes twice: for each product one for its input and one for its weight. ``puts_off``: those for weights are made
@@ -137,7 +146,7 @@ def choose_slices(
 
     def pass_us(slices: Sequence[int], products: int, num_later: int = 0) -> float:
         """``num_later``: of how many chunks, the last ones, one product is made behind all others."""
-        plan, first_later = plans[len(slices)], len(slices) - num_later
+        plan, first_later = _all_ahead(len(slices), traffic.link), len(slices) - num_later
         sizes = [traffic.logical_bytes * part / sum(slices) for part in slices]
         exchanges, experts = [exchange_us(size) for size in sizes], [experts_us(size) for size in sizes]
 
@@ -151,9 +160,14 @@ def choose_slices(
         computed = max(end for step, (_, end) in zip(plan.steps, spans, strict=True) if step.op is Op.COMPUTE)
         return max(Timeline(plan, tuple(spans)).total_us, computed + (later_us if num_later else 0.0))
 
-    # In what proportion chunks share the rows changes their steps' times, but not their order: a plan for each number of them.
-    plans = {chunks: pipeline(traffic, (1,) * chunks, ahead=chunks) for chunks in {len(slices) for slices in allowed}}
     num_later = LATER_CHUNKS if puts_off else 0
+    whole = (sum(allowed[0]),)
+    if whole in allowed:  # the shorter of exchanges and products can be hidden at most: where that is too little, ask no further
+        exchanged_us, worked_us = 2 * exchange_us(traffic.logical_bytes), experts_us(traffic.logical_bytes)
+        whole_us = pass_us(whole, 1) + pass_us(whole, 2, num_later)
+        hidden_us = min(exchanged_us, worked_us) + min(exchanged_us, 2 * worked_us)
+        if whole_us <= (whole_us - hidden_us) * (1 + tolerance):
+            return whole, {whole: whole_us}
     priced = {slices: pass_us(slices, 1) + pass_us(slices[::-1], 2, num_later) for slices in allowed}
     best_us = min(priced.values())
     near = [slices for slices, time_us in priced.items() if time_us <= best_us * (1 + tolerance)]

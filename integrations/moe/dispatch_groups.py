@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.levels import Levels
@@ -14,7 +15,7 @@ from commlayer.profiles.errors import GroupError, UsageError
 __all__ = ["ExpertGrid", "WireGroups"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ExpertGrid:
     """EP × ETP ranks, and the E experts over EP. ``levels``: of the EP group, where tokens may go in two of them. ``guests``: how
     many each EP rank has behind its own for one call; they are counted among the E."""
@@ -34,7 +35,7 @@ class ExpertGrid:
         """
         return 2 * self.ep.size if self.etp.size == 1 else 0
 
-    @property
+    @cached_property
     def experts(self) -> tuple[int, ...]:
         """The number of experts of each EP rank, guests too; the first ones one more of their own where these do not divide."""
         own = even_rows(self.num_experts - sum(self.guests), self.ep.size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -96,7 +97,7 @@ class DispatchHandle:
     use: Use = field(default_factory=Use)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ChoiceCounts:
     """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert.
     ``on_levels``: rows on rails and inside nodes, where tokens may go in two levels. ``neighbours``, of each of those ranks: how
@@ -141,7 +142,7 @@ class ChoiceCounts:
         neighbours = tuple(map(neighbours_of, everyone[:, HEAD.index("neighbours")].tolist()))
         return cls(grid, offer.indices, offer.capacity, tokens, counts, needs_gradient, on_levels, neighbours)
 
-    @property
+    @cached_property
     def most_rows(self) -> int:
         """The most rows that any rank sends or receives over EP: what all ranks know alike."""
         return self._most(self.counts.sum(2))
@@ -151,7 +152,7 @@ class ChoiceCounts:
         received = _by_rank(counts.sum(0), self.grid.experts)
         return int(torch.maximum(counts.sum(2).max(), received.max()))
 
-    @property
+    @cached_property
     def most_rows_of_nodes(self) -> int:
         """The same number, if what crosses the links of the fullest node were its ranks' in equal shares: where one rank is
         hot, its node's link is not so full. Of groups with two levels.
@@ -170,7 +171,7 @@ class ChoiceCounts:
         """The most rows that the experts of any rank work on."""
         return max(self.gathered_rows)
 
-    @property
+    @cached_property
     def gathered_rows(self) -> tuple[int, ...]:
         """Add up, for each EP rank, the rows of all its ETP ranks together."""
         return tuple(_by_rank(self.counts.sum((0, 1, 2)), self.grid.experts).tolist())
@@ -257,4 +258,6 @@ def _gather_indices(grid: ExpertGrid, indices: torch.Tensor, tokens: Sequence[in
 
 def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     """[…, E] → [EP, …]: the sums over each rank's experts."""
+    if len(set(experts)) == 1:  # one call of torch, where it would be one for each rank
+        return counts.unflatten(-1, (len(experts), experts[0])).sum(-1).movedim(-1, 0)
     return torch.stack([part.sum(-1) for part in counts.split(list(experts), -1)])

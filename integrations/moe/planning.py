@@ -26,7 +26,7 @@ from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.kept import Kept
-from commlayer.scheduler.overlap import choose_slices
+from commlayer.scheduler.overlap import ExpertTimes, choose_slices
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import LEAST_GAIN
 from commlayer.scheduler.traffic import Traffic
@@ -88,6 +88,8 @@ class DispatchPlanner:
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         self._neighbours: tuple[tuple[int, int], ...] = ((0, 0),) * grid.all.size
         self._decided = Kept[tuple[Any, ...], DispatchDecision](_MOST_KEPT)
+        self._sliced = Kept[tuple[Any, ...], tuple[tuple[int, ...], dict[tuple[int, ...], float]]](_MOST_KEPT)
+        self._slowest = Kept[tuple[Any, ...], float | None](_MOST_KEPT)
 
     def decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the tokens.
@@ -161,7 +163,15 @@ class DispatchPlanner:
     def _choose_slices(
         self, layout: ChoiceCounts, like: torch.Tensor, experts: Experts
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
-        times = self._measured.experts(experts, layout.most_expert_rows, like)
+        times, delays = self._measured.experts(experts, layout.most_expert_rows, like), puts_off(experts, like)
+        sizes = _rounded(layout.most_rows), _rounded(layout.most_expert_rows)
+        key = (*sizes, times, _rows_of(like), like.is_cpu, delays, self._neighbours)
+        found = self._sliced.get(key)
+        return self._sliced.add(key, self._simulated(layout, like, times, delays)) if found is None else found
+
+    def _simulated(
+        self, layout: ChoiceCounts, like: torch.Tensor, times: ExpertTimes, delays: bool
+    ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
         size, ep_size = layout.most_rows * _row_bytes(like), self._grid.ep.size
         rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
@@ -173,7 +183,7 @@ class DispatchPlanner:
             lambda part: self._exchange_us(part, _rows_of(like)) or 0.0,
             lambda part: times.at(part * rows_per_byte),
             posting_us=posting_us,
-            puts_off=puts_off(experts, like),
+            puts_off=delays,
         )
 
     def _choose_kind(self, layout: ChoiceCounts, like: torch.Tensor | None) -> tuple[str, dict[str, float], str]:
@@ -247,7 +257,7 @@ class DispatchPlanner:
         """One way in two levels: over the rails, and inside the nodes, of rows that all ranks know how many there are."""
         grid, row_bytes = self._grid, _row_bytes(like)
         found = [
-            grid.ep.predicted_us("all_to_all_v", rows.whole * row_bytes, over=span)
+            grid.ep.predicted_us("all_to_all_v", _rounded(rows.whole * row_bytes, 6), over=span)
             for rows, span in zip(on_levels, (Span.RAIL, Span.NODE), strict=True)
         ]
         times = _all_known(found)
@@ -277,6 +287,15 @@ class DispatchPlanner:
         other neighbours, and all ranks must find the same."""
         if group.size == 1:
             return 0.0
+        size = _rounded(num_bytes, 6)
+        key = (group, axis, collective, size, rows_of, self._neighbours)
+        if key not in self._slowest:
+            self._slowest.add(key, self._asked_us(group, axis, collective, size, rows_of))
+        return self._slowest[key]
+
+    def _asked_us(
+        self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None
+    ) -> float | None:
         told = [each[axis] for each in self._neighbours]
         kinds = sorted(set(zip(self._everyones_shapes()[axis], told, strict=True)))
         times = _all_known(
@@ -313,9 +332,9 @@ def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
     )
 
 
-def _rounded(count: int) -> int:
-    """Up to five leading bits: counts that are rounded alike differ by less than a sixteenth."""
-    bits = max(0, count.bit_length() - 5)
+def _rounded(count: int, leading_bits: int = 5) -> int:
+    """Up to so many leading bits: with five, counts that are rounded alike differ by less than a sixteenth."""
+    bits = max(0, count.bit_length() - leading_bits)
     return -(-count >> bits) << bits
 
 
