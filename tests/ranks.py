@@ -4,7 +4,7 @@ calls were made, and what a stream that is held must do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -90,6 +90,26 @@ def start_with(timeout_s: float) -> None:
     tell("has come")
     wait_until("has come", dist.get_world_size())
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+
+def group_with(timeout_s: float, ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """Make a group of these ranks, of all where none are given, and give it this timeout once all of them have made it: as in
+    `start_with`, it is no limit of how long a busy machine takes to connect them."""
+    group: Any = dist.new_group(ranks, timeout=timedelta(seconds=max(timeout_s, 60.0)), **options)
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        tell(made := f"has made {group.group_name}")
+        wait_until(made, group.size())
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def meet(victim: int) -> None:
+    """Let all ranks come to the calls in which one dies. The victim waits until nobody is in the barrier any more: a death
+    right behind a barrier may reach others in it."""
+    dist.barrier()
+    tell("past the barrier")
+    if dist.get_rank() == victim:
+        wait_until("past the barrier", dist.get_world_size())
 
 
 @contextmanager

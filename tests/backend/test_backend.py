@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, group_with, tell, wait_until
 from torch._C._distributed_c10d import HashStore, PrefixStore, set_debug_level_from_env
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -263,7 +263,7 @@ def test_a_timeout_names_who_and_what(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank, _, _ = start()
         dist.all_reduce(torch.ones(1))
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=2), group_desc="experts")
+        group = group_with(2.0, [0, 1], group_desc="experts")
         if rank == 1:
             be_absent(1)
             return ""
@@ -388,7 +388,7 @@ def test_abort_frees_those_who_wait(emulated_cluster: ClusterFactory) -> None:
 def test_monitored_barrier(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank, _, _ = start()
-        dist.monitored_barrier(timeout=timedelta(seconds=10))
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
         groups = [dist.new_group()]
         if rank == 1:
             be_absent(1)
@@ -449,8 +449,9 @@ def test_detail_names_the_rank_that_does_not_come(emulated_cluster: ClusterFacto
     def job() -> str:
         rank, _, _ = start(TORCH_DISTRIBUTED_DEBUG="DETAIL")
         set_debug_level_from_env()
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(3), group=group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         if rank == 1:
             be_absent(1)
             return ""
@@ -466,10 +467,10 @@ def test_detail_names_the_rank_that_does_not_come(emulated_cluster: ClusterFacto
 
 def test_detail_says_that_a_call_was_refused_on_the_other_rank(emulated_cluster: ClusterFactory) -> None:
     def job() -> list[str]:
-        rank, size, _ = start(timeout_s=20, COMMLAYER_DEBUG="detail")
+        rank, size, _ = start(timeout_s=60, COMMLAYER_DEBUG="detail")
         x, texts = torch.ones(size), []
         for collective in (dist.all_gather_single, dist.all_to_all_single):
-            group = dist.new_group(timeout=timedelta(seconds=2))
+            group = group_with(2.0)
             right = torch.empty(size * size if collective is dist.all_gather_single else size)
             if rank == 1:
                 with pytest.raises(TensorError) as refused:

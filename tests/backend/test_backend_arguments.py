@@ -742,7 +742,7 @@ def test_refused_splits_are_told_to_ranks_that_compare(emulated_cluster: Cluster
         with pytest.raises((TensorError, CommlayerError)) as caught:
             dist.all_to_all_single(torch.empty(2), x, [1, 1], splits)
         if dist.get_rank():  # as long as the other waits
-            dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=10))
+            dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=60))
         else:
             dist.distributed_c10d._get_default_store().set("told", "")
         return str(caught.value)

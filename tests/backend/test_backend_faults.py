@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, start_with, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, meet, start_with, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer
@@ -101,14 +101,6 @@ def until_an_error(call: Any, patience_s: float = 60.0) -> tuple[str, str]:
     except RuntimeError as error:
         return type(error).__name__, str(error)
     raise AssertionError("a rank was killed, and nobody noticed")
-
-
-def meet(victim: int) -> None:
-    """Let all ranks come to the calls in which one dies. The victim waits until nobody is in the barrier any more."""
-    dist.barrier()
-    tell("past the barrier")
-    if dist.get_rank() == victim:
-        wait_until("past the barrier", dist.get_world_size())
 
 
 def die_in(seconds: float) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import be_absent, tell
 
 from commlayer.backend.patches import answer_to
 from commlayer.measure import calibrate
@@ -44,7 +45,7 @@ def test_groups_that_connect_on_several_threads_do_not_wait_for_each_other(emula
             work.wait()
         assert all(torch.equal(x, torch.full((COUNT,), 4.0)) for x in tensors)
 
-    emulated_cluster(2, 2).run(job, timeout_s=40.0)
+    emulated_cluster(2, 2).run(job)
 
 
 def test_operators_that_ask_gloo_themselves_do_not_meet_what_is_queued(emulated_cluster: ClusterFactory) -> None:
@@ -63,7 +64,7 @@ def test_operators_that_ask_gloo_themselves_do_not_meet_what_is_queued(emulated_
             assert torch.equal(out, torch.arange(4.0).repeat_interleave(100))
             assert all(x[0] == 4 for x in tensors)
 
-    emulated_cluster(2, 2).run(job, timeout_s=40.0)
+    emulated_cluster(2, 2).run(job)
 
 
 def test_torchs_timeout_of_a_group_reaches_planned_calls(emulated_cluster: ClusterFactory) -> None:
@@ -73,11 +74,13 @@ def test_torchs_timeout_of_a_group_reaches_planned_calls(emulated_cluster: Clust
         dist.all_reduce(x)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
         if rank == 3:
+            be_absent(3)  # its end, not the timeout, might be what the others hear of first
             return
         with pytest.raises(CollectiveTimeoutError, match="within 1 s"):
             dist.all_reduce(x)
+        tell("done")
 
-    emulated_cluster(2, 2).run(job, timeout_s=25.0)
+    emulated_cluster(2, 2).run(job)
 
 
 def test_overlapping_splits_find_each_other(emulated_cluster: ClusterFactory) -> None:

@@ -74,7 +74,7 @@ def test_a_rank_asks_the_store_little_more_than_torch_does(emulated_cluster: Clu
         dist.barrier()
         return found
 
-    for found in emulated_cluster(1, ranks).run(job, timeout_s=60.0):
+    for found in emulated_cluster(1, ranks).run(job):
         torchs, links = found["torch"][0], math.ceil(math.log2(ranks))
         assert torchs == 2 * ranks + 1  # an address, and for each a wait and a get
         assert found["group"][0] <= torchs + 1  # and one arrival
@@ -106,7 +106,7 @@ def test_a_rank_that_differs_is_named_on_all(emulated_cluster: ClusterFactory, c
             os.environ["COMMLAYER_REDUCTION"] = "ordered"
         return outcome()
 
-    for kind, text in emulated_cluster(2, 4).run(job, timeout_s=60.0):
+    for kind, text in emulated_cluster(2, 4).run(job):
         assert kind == "DisagreementError", text
         assert "ranks disagree on COMMLAYER_REDUCTION" in text
         assert f"rank {culprit} has ordered" in text
@@ -153,7 +153,7 @@ def test_a_rank_that_never_agrees_is_named_on_all(
         (tmp_path / os.environ["RANK"]).touch()
         return found
 
-    for rank, (kind, text) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
+    for rank, (kind, text) in enumerate(emulated_cluster(2, 4).run(job)):
         if rank != culprit:
             assert kind == "CollectiveTimeoutError", text
             assert text.startswith(f"rank {culprit} did not answer within"), text

@@ -8,17 +8,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, start_with, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, group_with, start_with, tell, wait_until
 
 import commlayer.backend.create
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
+from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
 from commlayer.diagnosis.log_files import log_name, read_logs
 from commlayer.testing.plugin import ClusterFactory
@@ -30,14 +30,17 @@ TIMEOUT_S = 2.0
 
 
 def start(folder: Path, timeout_s: float = TIMEOUT_S) -> int:
+    """On a rank. Others answer in their time: on a busy machine that may be more than a job should lose with it."""
     torch.set_num_threads(1)
+    inquiry._STORE_S = inquiry._GATHER_S = inquiry._LINGER_S = 20.0
+    inquiry._RESULT_S = 40.0
     os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_DIAGNOSE_DIR=str(folder))
     start_with(timeout_s)
     return dist.get_rank()
 
 
 def group_of(*ranks: int, name: str) -> Any:
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=TIMEOUT_S), group_desc=name)
+    return group_with(TIMEOUT_S, list(ranks), group_desc=name)
 
 
 def texts(
@@ -48,16 +51,18 @@ def texts(
 
     def job() -> str:
         os.environ.update(environment)
-        rank = start(folder)
+        rank, text = start(folder), ""
         try:
             program(rank)
         except RuntimeError as error:
-            return str(error)
-        return ""
+            text = str(error)
+        tell("over")  # rank 0 has the store, in which others still look for what was found
+        wait_until("over", dist.get_world_size())
+        return text
 
     cluster = emulated_cluster(nodes=2, ranks_per_node=ranks // 2)
     with printed(folder.parent / f"{folder.name}.stderr") as lines:
-        outcomes = cluster.run(job, check=False, grace_s=30.0, timeout_s=60.0)
+        outcomes = cluster.run(job, check=False, grace_s=30.0)
     errors = [str(outcome.value) for outcome in outcomes if outcome.failure is None]
     said = "".join(lines)
     if "has printed all of it" in "".join(errors):

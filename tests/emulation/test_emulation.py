@@ -268,10 +268,17 @@ def test_a_result_that_cannot_be_pickled_is_the_ranks_failure(either_cluster: Em
     ],
 )
 def test_a_dead_rank_is_reported_and_the_others_have_their_grace(
-    emulated_cluster: ClusterFactory, end: Callable[[], object], exitcode: int, by_signal: int, words: str
+    emulated_cluster: ClusterFactory,
+    tmp_path: Path,
+    end: Callable[[], object],
+    exitcode: int,
+    by_signal: int,
+    words: str,
 ) -> None:
     def die_or_wait() -> None:
+        (tmp_path / str(rank())).touch()
         if rank() == 1:
+            assert wait_until(lambda: len(os.listdir(tmp_path)) == 4)
             end()
         time.sleep(0.2 if rank() == 0 else 60)
 
@@ -313,7 +320,7 @@ def test_a_timeout_names_who_still_ran_and_where(either_cluster: EmulatedCluster
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"(?s)2 of 4 ranks still ran.*rank 1, 3.*in hang_here") as caught:
-        either_cluster.run(hang_here, timeout_s=2.0)  # of which the others need some milliseconds
+        either_cluster.run(hang_here, timeout_s=5.0)  # of which the others need some milliseconds
     assert time.monotonic() - start < 30
     assert isinstance(caught.value, RanksTimedOutError)
     assert caught.value.results == [0, None, 2, None]

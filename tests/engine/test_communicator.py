@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DTYPES, HALF_AN_HOUR, be_absent, tell
+from ranks import DTYPES, HALF_AN_HOUR, be_absent, meet, tell
 
 from commlayer import Communicator, discover_topology
 from commlayer.emulation import EmulatedCluster, RanksFailedError
@@ -450,7 +450,7 @@ def test_a_death_while_calls_are_compared_is_named_by_all(emulated_cluster: Clus
         communicator, _, _ = start(timeout_s=HALF_AN_HOUR)
         x = torch.zeros(2, 64, dtype=torch.uint8)
         communicator.all_to_all(x)
-        dist.barrier()
+        meet(5)
         if dist.get_rank() == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return raised(lambda: communicator.all_to_all(x))
@@ -466,6 +466,7 @@ def test_a_death_while_calls_are_compared_is_named_by_all(emulated_cluster: Clus
 def test_a_rank_that_never_calls_ends_in_a_timeout_that_names_it(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[str, str]:
         communicator, _, _ = start(timeout_s=3.0)
+        dist.barrier()  # whoever has started calls; its time is not another's start
         if dist.get_rank() == 2:
             be_absent(3)
             return "absent", ""
@@ -658,7 +659,7 @@ def test_of_more_than_two_ranks_in_one_call_the_dead_one_is_named(emulated_clust
         communicator, _, _ = start(timeout_s=HALF_AN_HOUR)
         x = torch.zeros(4, 100, dtype=torch.uint8)
         communicator.all_to_all(x)
-        dist.barrier()
+        meet(2)
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return raised(lambda: communicator.all_to_all(x))

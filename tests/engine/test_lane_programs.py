@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell
+from ranks import HALF_AN_HOUR, be_absent, group_with, tell
 from torch._C._distributed_c10d import AllreduceOptions
 
 import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
@@ -40,7 +40,7 @@ def start(timeout_s: float = 30.0, **environment: str) -> int:
 
 
 def group_on(lane: str, timeout_s: float = 30.0) -> Any:
-    group: Any = dist.new_group(backend="commlayer", timeout=timedelta(seconds=timeout_s))
+    group = group_with(timeout_s, backend="commlayer")
     group.use_lane(lane)
     return group
 

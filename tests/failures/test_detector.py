@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import meet
 from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
@@ -366,7 +367,7 @@ def test_every_rank_hears_how_another_ended(emulated_cluster: ClusterFactory, wa
     def job() -> tuple[list[Any], list[Any]]:
         rank = start()
         detector = detector_of(rank)
-        dist.barrier()
+        meet(0)
         if rank == 0:
             if way == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -409,7 +410,7 @@ def test_a_child_that_outlives_a_rank_does_not_hide_its_death(emulated_cluster: 
             under_way, begun = os.pipe()
             multiprocessing.get_context("fork").Process(target=outlive, args=(begun,)).start()
             os.read(under_way, 1)
-        dist.barrier()
+        meet(1)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         assert await_news(detector), "the child holds the connections"
@@ -484,7 +485,7 @@ def test_a_stranger_is_sent_away(emulated_cluster: ClusterFactory) -> None:
                     stranger.settimeout(60.0)
                     assert stranger.recv(1) == b""
             assert not detector.gone
-        dist.barrier()
+        meet(2)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         assert await_news(detector)

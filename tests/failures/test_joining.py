@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -181,18 +182,27 @@ def test_a_rank_that_has_said_where_it_listens_and_dies_is_named(emulated_cluste
 
 
 @pytest.mark.cluster
-def test_a_death_ends_the_wait_for_a_rank_that_has_not_come(emulated_cluster: ClusterFactory) -> None:
+def test_a_death_ends_the_wait_for_a_rank_that_has_not_come(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
     """Rank 0 waits for rank 2, which never comes, when rank 1 dies."""
 
     def job() -> tuple[str, str]:
         rank = int(os.environ["RANK"])
+
+        def stay_away(*_: Any) -> None:
+            while not heard.exists():
+                time.sleep(0.01)
+            os._exit(0)
+
         if rank == 2:  # it has come to the store, where rank 0 waits for all to come
-            FailureDetector._say_where = lambda *_: time.sleep(HALF_AN_HOUR)  # type: ignore[method-assign]
+            FailureDetector._say_where = stay_away  # type: ignore[method-assign, assignment]
         if rank == 1:
             FailureDetector._card_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
-        return outcome()
+        found = outcome()
+        heard.touch()
+        return found
 
-    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=20.0)
+    heard = tmp_path / "heard"
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=60.0)
     assert outcomes[0].value is not None, outcomes[0].failure
     kind, text = outcomes[0].value
     assert kind == "PeerError", text

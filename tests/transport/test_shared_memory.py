@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, meet, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -475,7 +475,7 @@ def test_nothing_is_left_behind(emulated_cluster: ClusterFactory) -> None:
         after = descriptors()
         del group
         gone = descriptors()
-        dist.barrier()
+        meet(1)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return empty, early, late, after, gone
@@ -598,7 +598,7 @@ def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFact
         chosen = group.choices.plan("all_reduce", x.numel() * 4)
         assert chosen is not None
         group.run(chosen, x, x)
-        dist.barrier()
+        meet(1)
         if dist.get_rank() == 1:
             if is_killed:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from queue import Queue
 from typing import Any, cast
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from ranks import group_with, start_with
 from torch import nn
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
@@ -672,15 +672,15 @@ def test_what_a_stage_returns_is_checked_before_it_is_sent(emulated_cluster: Clu
 
     def job() -> str:
         torch.set_num_threads(1)
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
-        pp = GroupCommunicator(dist.new_group(backend="commlayer", timeout=timedelta(seconds=5)), "pp")
+        start_with(5.0)
+        pp = GroupCommunicator(group_with(5.0, backend="commlayer"), "pp")
         try:
             run_pipeline(lambda m, x: torch.ones(3, 8, dtype=torch.bfloat16), pp, [(3, 8)] * 2, schedule=schedule)
         except (TensorError, PeerError, CollectiveTimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=15.0)
+    outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=30.0)
     assert "stage 0 of 2, micro-batch 0: expected activations of shape [3, 8], torch.float32" in outcomes[0].value
     assert outcomes[1].value
 
