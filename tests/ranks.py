@@ -107,9 +107,14 @@ def meet(victim: int) -> None:
     """Let all ranks come to the calls in which one dies. The victim waits until nobody is in the barrier any more: a death
     right behind a barrier may reach others in it."""
     dist.barrier()
-    tell("past the barrier")
+    await_others(victim)
+
+
+def await_others(victim: int) -> None:
+    """Have the victim wait until all ranks are done with what came before: its death would end that too. Others go on at once."""
+    tell("is done with what came before")
     if dist.get_rank() == victim:
-        wait_until("past the barrier", dist.get_world_size())
+        wait_until("is done with what came before", dist.get_world_size())
 
 
 @contextmanager

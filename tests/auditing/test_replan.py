@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import await_others
 
 import commlayer
 from commlayer.emulation import request_shape
@@ -277,6 +278,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
         group = start()
         check_sum()
         appoint(group, "measure", 1.0, 3)
+        await_others(5)
         if dist.get_rank() == 5:
             if moment == "before the call":
                 os.kill(os.getpid(), signal.SIGKILL)

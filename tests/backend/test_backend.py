@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, group_with, tell, wait_until
+from ranks import HALF_AN_HOUR, be_absent, group_with, meet, tell, wait_until
 from torch._C._distributed_c10d import HashStore, PrefixStore, set_debug_level_from_env
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -305,7 +305,7 @@ def test_timeouts_of_one_call_and_of_a_group(emulated_cluster: ClusterFactory) -
 def test_a_dead_rank_is_named(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank, _, _ = start()
-        dist.barrier()
+        meet(1)
         if rank == 1:
             os._exit(7)
         try:
@@ -315,7 +315,7 @@ def test_a_dead_rank_is_named(emulated_cluster: ClusterFactory) -> None:
         return "no error"
 
     cluster = emulated_cluster(nodes=1, ranks_per_node=3)
-    outcomes = cluster.run(job, timeout_s=60, check=False, grace_s=30)
+    outcomes = cluster.run(job, check=False, grace_s=30)
     for rank in (0, 2):
         assert f"rank {rank}, group 0 (default_pg), all_reduce #2" in outcomes[rank].value
         assert "rank 1" in outcomes[rank].value

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from ranks import await_others
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -199,13 +200,14 @@ def test_a_failure_inside_ddps_backward_is_an_error(emulated_cluster: ClusterFac
         model = DistributedDataParallel(nn.Linear(8, 4))
         train(model, 2)
         loss = model(batch(9)).sum()
+        await_others(1)
         if dist.get_rank() == 1:
             os._exit(3)
         with pytest.raises(RuntimeError, match="rank 1 died: its process has ended") as error:
             loss.backward()
         return str(error.value)
 
-    outcomes = emulated_cluster(nodes=1, ranks_per_node=2).run(job, timeout_s=60, check=False, grace_s=20)
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=2).run(job, check=False, grace_s=30)
     assert "all_reduce #" in outcomes[0].value
 
 

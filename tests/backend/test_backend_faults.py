@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, meet, start_with, tell, wait_until
+from ranks import HALF_AN_HOUR, await_others, be_absent, meet, start_with, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer
@@ -60,6 +60,7 @@ def test_a_rank_killed_at_any_stage_is_named_by_all_others(emulated_cluster: Clu
         x = torch.ones(COUNT)
         dist.all_reduce(x)
         assert plans_run("all_reduce") == {"hierarchical"}
+        await_others(VICTIM)
         if rank == VICTIM:
             post = GlooCall.post
 

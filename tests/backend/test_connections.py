@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import await_others
 
 import commlayer
 from commlayer import GroupOptions
@@ -175,6 +176,7 @@ def one_dies() -> float:
     group = group_of("wide", plan="flat_direct", connections=4)
     x = torch.ones(1 << 20)
     dist.all_reduce(x, group=group)
+    await_others(2)
     if rank == 2:
         os._exit(0)
     began = time.monotonic()

@@ -407,7 +407,7 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
         communicator, _, _ = start(timeout_s=HALF_AN_HOUR)
         x = torch.zeros(2, size // 2, dtype=torch.uint8)
         communicator.all_to_all(x)
-        dist.barrier()
+        meet(5)
         if dist.get_rank() == 5:
             transport = communicator._runner.transport
             original = transport.start

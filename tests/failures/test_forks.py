@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR
+from ranks import HALF_AN_HOUR, await_others
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 from torch.utils.data import DataLoader, Dataset
 
@@ -247,6 +247,7 @@ def test_a_dead_parent_is_seen_although_its_child_lives_on(emulated_cluster: Clu
         dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
         x = torch.ones(40_000)
         dist.all_reduce(x)
+        await_others(1)
         if dist.get_rank() == 1:
             read, write = os.pipe()
             if os.fork() == 0:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import await_others
 from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.collectives import GroupCommunicator
@@ -127,6 +128,7 @@ def test_a_rank_that_does_not_come_is_named(emulated_cluster: ClusterFactory) ->
         rank = start("none")
         group: Any = dist.group.WORLD
         dist.all_reduce(torch.ones(1))
+        await_others(1)
         if rank == 1:
             os._exit(9)
         with pytest.raises(PeerError) as caught:

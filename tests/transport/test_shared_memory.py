@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import HALF_AN_HOUR, be_absent, meet, tell, wait_until
+from ranks import HALF_AN_HOUR, await_others, be_absent, meet, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -423,6 +423,7 @@ def test_breaking_connections_wakes_up_near_and_far_ranks(emulated_cluster: Clus
 
     def job() -> tuple[str, str]:
         group = start([[0, 1, 2], [3]])
+        await_others(1)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if dist.get_rank() == 0:
