@@ -212,7 +212,7 @@ def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: C
         dist.destroy_process_group()
         return seen
 
-    found = emulated_cluster(2, 2).run(job, timeout_s=100)
+    found = emulated_cluster(2, 2).run(job)
     assert found == [[["learnt-0.json"], ["learnt-0.json"], [], ["learnt-0.json"]]] * 4
     learnt = read_profile(folder / "learnt-0.json")
     assert learnt.environment["learnt.from"] == profile_2x2().fingerprint

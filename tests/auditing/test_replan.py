@@ -125,7 +125,7 @@ def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: Clu
         after = group._planned.choices.plan("all_gather", 1 << 21)
         return before.name if before else "flat", after.name if after else "flat"
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert len(set(found)) == 1
     assert not found[0][0].startswith("flat")
     assert found[0][1].startswith("flat")  # or flat_direct: on one level
@@ -149,7 +149,7 @@ def test_calls_in_flight_keep_their_plans_and_calls_ahead_get_the_new_ones(emula
             assert torch.equal(row, ramp * n + n * (n - 1) // 2)
         return sorted({row["plan"] for row in commlayer.audit()["groups"][0]["calls"]})
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert all(plans == found[0] for plans in found)
     assert len(found[0]) > 1
 
@@ -165,7 +165,7 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
         choices = group._planned.choices
         return choices._corrections.spent_us, sorted(str(key) for key in choices._corrections._factors)
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert len({str(each) for each in found}) == 1
     assert found[0][0] > 0
     assert len(found[0][1]) >= 3  # strategies, whatever they are priced at
@@ -187,7 +187,7 @@ def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulate
             check_sum()
         return is_tried, suspected, watch._rates.fabric
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert len(set(found)) == 1
     assert not found[0][0]
     assert found[0][1] == found[0][2] < 0.5
@@ -215,7 +215,7 @@ def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_clus
             assert group._planned.choices is first
         return found
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert found == [[True, False, True, False, False]] * 8
 
 
@@ -232,7 +232,7 @@ def test_predictions_stay_when_plans_change(emulated_cluster: ClusterFactory) ->
         check_sum()
         return group._planned.choices is not first, before == group.predicted_us("all_gather", 1 << 20)
 
-    assert emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0) == [(True, True)] * 8
+    assert emulated_cluster(2, 4, mode="loopback").run(job) == [(True, True)] * 8
 
 
 def test_links_are_timed_beside_messages_of_the_program(emulated_cluster: ClusterFactory) -> None:
@@ -254,7 +254,7 @@ def test_links_are_timed_beside_messages_of_the_program(emulated_cluster: Cluste
         received.wait()
         return bool((theirs == peer).all()) and bool(measured)
 
-    assert emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0) == [True] * 8
+    assert emulated_cluster(2, 4, mode="loopback").run(job) == [True] * 8
 
 
 @pytest.mark.parametrize("replan", ["off", "audit"])
@@ -267,7 +267,7 @@ def test_plans_stay_where_that_is_asked_for(emulated_cluster: ClusterFactory, re
         dist.barrier()
         return calls, [event["what"] for found in commlayer.audit()["groups"] for event in found["events"]]
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert {calls for calls, _ in found} == {41}
     assert bool(found[0][1]) == (replan == "audit")
 
@@ -291,7 +291,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
             return str(error)
         return "no error"
 
-    outcomes = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0, grace_s=30.0, check=False)
+    outcomes = emulated_cluster(2, 4, mode="loopback").run(job, grace_s=30.0, check=False)
     said = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 5]
     assert all(text and "rank 5" in text for text in said), said
 
@@ -312,7 +312,7 @@ def test_the_audit_says_what_was_promised_and_measured(emulated_cluster: Cluster
         assert commlayer.audit()["groups"][0]["calls"] == found["groups"][0]["calls"]
         return found
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     for rank, audit in enumerate(found):
         assert audit["rank"] == rank
         (group,) = audit["groups"]
@@ -350,5 +350,5 @@ def test_exchanges_that_go_straight_to_gloo_come_to_the_same_appointment(emulate
                 changed = number
         return changed, group._order.watch._appointments.calls
 
-    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert set(found) == {(4, 9)}

@@ -350,7 +350,7 @@ class Noting:
 
 
 def test_all_ranks_compare_the_same_calls(emulated_cluster: ClusterFactory) -> None:
-    found = emulated_cluster(2, 2, mode="loopback").run(sampled_alike, 4, timeout_s=60.0)
+    found = emulated_cluster(2, 2, mode="loopback").run(sampled_alike, 4)
     assert all(each == found[0] for each in found)
     assert 8 <= len(found[0]) <= 16
 
@@ -378,7 +378,7 @@ def queued_behind_a_difference() -> list[str]:
 
 def test_calls_that_are_queued_behind_a_difference_go_flat(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
     cluster = emulated_cluster(2, 2, mode="loopback")
-    said = cluster.run(queued_behind_a_difference, timeout_s=60.0)
+    said = cluster.run(queued_behind_a_difference)
     assert [len(each) for each in said] == [1, 0, 0, 0]
 
 
@@ -392,5 +392,5 @@ def with_other_settings() -> str:
 
 
 def test_ranks_with_other_numbers_are_told_so(emulated_cluster: ClusterFactory) -> None:
-    found = emulated_cluster(1, 2, mode="loopback").run(with_other_settings, timeout_s=60.0)
+    found = emulated_cluster(1, 2, mode="loopback").run(with_other_settings)
     assert all("COMMLAYER_SHADOW" in each for each in found)

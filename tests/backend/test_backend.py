@@ -51,7 +51,7 @@ def start(timeout_s: float = 30.0, **environment: Any) -> tuple[int, int, Any]:
 
 
 def run(cluster: ClusterFactory, job: Callable[..., Any], *args: Any, nodes: int = 2, ranks: int = 2) -> list[Any]:
-    return cluster(nodes=nodes, ranks_per_node=ranks).run(job, *args, timeout_s=60)
+    return cluster(nodes=nodes, ranks_per_node=ranks).run(job, *args)
 
 
 def calls_of(collective: str, group: int = 0) -> dict[str, int]:

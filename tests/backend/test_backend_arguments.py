@@ -640,7 +640,7 @@ def test_every_form_that_gloo_takes_is_taken_with_the_same_bits(emulated_cluster
                     return tally, wrong  # ranks are not in step any more
         return tally, wrong
 
-    for tally, wrong in emulated_cluster(2, 2).run(job, timeout_s=60):
+    for tally, wrong in emulated_cluster(2, 2).run(job):
         assert not wrong, "\n".join(wrong)
         assert sum(tally.values()) == sum(FEW.get(call, CASES) for call in VERBS)
         taken = {name for (name, how), count in tally.items() if how == "taken" and count >= 3}
@@ -704,7 +704,7 @@ def test_mistakes_are_refused_before_anything_is_sent(emulated_cluster: ClusterF
         dist.all_reduce(x)
         assert x.tolist() == [SIZE] * 3
 
-    emulated_cluster(2, 2).run(job, timeout_s=60)
+    emulated_cluster(2, 2).run(job)
 
 
 @pytest.mark.cluster
@@ -730,7 +730,7 @@ def test_splits_come_in_every_form(emulated_cluster: ClusterFactory, plan: str) 
                 with pytest.raises(TensorError, match=rf"rank {rank}.*put_split_sizes must be"):
                     dist.all_to_all_single(torch.empty(sum(received)), x, *splits)
 
-    emulated_cluster(2, 2).run(job, timeout_s=60)
+    emulated_cluster(2, 2).run(job)
 
 
 @pytest.mark.cluster
@@ -747,7 +747,7 @@ def test_refused_splits_are_told_to_ranks_that_compare(emulated_cluster: Cluster
             dist.distributed_c10d._get_default_store().set("told", "")
         return str(caught.value)
 
-    waited, refused = emulated_cluster(1, 2).run(job, timeout_s=60)
+    waited, refused = emulated_cluster(1, 2).run(job)
     assert "input_split_sizes must be whole numbers" in refused
     assert "rank 1 (its call #1 was refused there: all_to_all: TensorError: " in waited
 
@@ -776,7 +776,7 @@ def test_an_average_of_parameters(emulated_cluster: ClusterFactory, plan: str) -
             assert weight.requires_grad
             assert leaf.requires_grad
 
-    emulated_cluster(2, 2).run(job, timeout_s=60)
+    emulated_cluster(2, 2).run(job)
 
 
 ODD = [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.int64]
@@ -820,7 +820,7 @@ def test_tensors_of_one_element_have_any_stride(emulated_cluster: ClusterFactory
                 group._reduce_scatter_base(x, torch.ones(SIZE, dtype=dtype)).wait()
                 assert int(x.real) == (1 if dtype is torch.bool else SIZE)
 
-    emulated_cluster(2, 2).run(job, timeout_s=60)
+    emulated_cluster(2, 2).run(job)
 
 
 def thirds(dtype: torch.dtype, value: int, count: int = 1) -> torch.Tensor:

@@ -108,9 +108,9 @@ def three_ways(
         return numbers, [row["collective"] for row in rows if row["plan"] != "flat"]
 
     emulated = cluster(nodes=nodes, ranks_per_node=ranks_per_node)
-    expected = emulated.run(on, "gloo", None, timeout_s=100)
-    flat = emulated.run(on, "commlayer", None, timeout_s=100)
-    plans = None if planned is None else emulated.run(on, "commlayer", "hierarchical", timeout_s=100)
+    expected = emulated.run(on, "gloo", None)
+    flat = emulated.run(on, "commlayer", None)
+    plans = None if planned is None else emulated.run(on, "commlayer", "hierarchical")
     for rank in range(nodes * ranks_per_node):
         assert expected[rank][0]
         assert flat[rank][1] == []
@@ -186,7 +186,7 @@ def test_power_sgd_with_several_buckets(emulated_cluster: ClusterFactory) -> Non
         train(model, steps=8)
         return weights(model)
 
-    first, *others = emulated_cluster(nodes=2, ranks_per_node=2).run(job, timeout_s=60)
+    first, *others = emulated_cluster(nodes=2, ranks_per_node=2).run(job)
     assert all(weights_there == first for weights_there in others)
 
 
@@ -376,7 +376,7 @@ def test_the_profiler_shows_collectives_and_plans(emulated_cluster: ClusterFacto
             dist.all_reduce(torch.ones(4096), async_op=True).wait()
         return [event.name for event in profiler.events() if event.name.startswith("commlayer:")]
 
-    for names in emulated_cluster(nodes=2, ranks_per_node=2).run(job, timeout_s=60):
+    for names in emulated_cluster(nodes=2, ranks_per_node=2).run(job):
         assert names == ["commlayer:all_reduce hierarchical", "commlayer:barrier flat", "commlayer:all_reduce (queued)"]
 
 

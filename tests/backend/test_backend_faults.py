@@ -276,7 +276,7 @@ def test_a_cut_link_ends_in_a_timeout_that_names_who_waits_for_whom(emulated_clu
         assert isinstance(caught.value, (CollectiveTimeoutError, PeerError))
         return str(caught.value)
 
-    for rank, text in enumerate(cluster.run(job, timeout_s=60.0)):
+    for rank, text in enumerate(cluster.run(job)):
         assert f"rank {rank}" in text
         assert "all_reduce" in text
         assert "hierarchical" in text
@@ -335,7 +335,7 @@ def test_different_collectives_without_debug_are_an_error_and_no_hang(
             return str(error)
         return "no error"
 
-    outcomes = emulated_cluster(2, 2).run(job, check=False, grace_s=30.0, timeout_s=60.0)
+    outcomes = emulated_cluster(2, 2).run(job, check=False, grace_s=30.0)
     told = [outcome.value for outcome in outcomes if outcome.failure is None]
     assert told, "Gloo ended every process"
     for text in told:
@@ -370,7 +370,7 @@ def test_planned_calls_that_differ_in_more_than_sizes_are_named(
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    found = emulated_cluster(*shape).run(job, timeout_s=60.0)
+    found = emulated_cluster(*shape).run(job)
     calls = {
         "dtype": ("all_reduce(float32, sum)", "all_reduce(int32, sum)"),
         "op": ("all_reduce(float32, sum)", "all_reduce(float32, max)"),

@@ -62,7 +62,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def run(cluster: ClusterFactory, job: Callable[[], Any], nodes: int = 2, ranks_per_node: int = 2) -> list[Any]:
-    return cluster(nodes=nodes, ranks_per_node=ranks_per_node).run(job, timeout_s=60)
+    return cluster(nodes=nodes, ranks_per_node=ranks_per_node).run(job)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (1, 3), (1, 1)])

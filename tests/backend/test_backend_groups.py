@@ -98,7 +98,7 @@ def test_overlapping_splits_find_each_other(emulated_cluster: ClusterFactory) ->
                 total += x[0].item()
         return total
 
-    assert emulated_cluster(2, 2).run(job, timeout_s=60) == [2.0, 4.0, 4.0, 2.0]
+    assert emulated_cluster(2, 2).run(job) == [2.0, 4.0, 4.0, 2.0]
 
 
 def test_parts_of_a_job_probe_by_themselves(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_parts_of_a_job_probe_by_themselves(emulated_cluster: ClusterFactory, tm
         assert x[0] == 4
         return sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
 
-    assert emulated_cluster(2, 2).run(job, timeout_s=60.0)[0] == ["1x2", "2x2"]
+    assert emulated_cluster(2, 2).run(job)[0] == ["1x2", "2x2"]
 
 
 def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_user_without_a_home_only_keeps_nothing(emulated_cluster: ClusterFacto
         dist.all_reduce(x)
         assert x[0] == 2
 
-    emulated_cluster(1, 2).run(job, timeout_s=40.0)
+    emulated_cluster(1, 2).run(job)
 
 
 def test_ranks_that_differ_in_what_makes_groups_are_told(emulated_cluster: ClusterFactory) -> None:

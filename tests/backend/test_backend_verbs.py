@@ -108,7 +108,7 @@ def test_a_forwarded_call_enters_two_functions_of_the_backend(emulated_cluster: 
         dist.destroy_process_group()
         return found
 
-    (found,) = emulated_cluster(nodes=1, ranks_per_node=1).run(job, timeout_s=60)
+    (found,) = emulated_cluster(nodes=1, ranks_per_node=1).run(job)
     assert found["reduce_scatter"]["backend"] == 2  # it is Gloo's all_reduce, and something beside
     for name in ("all_reduce", "broadcast", "all_gather", "all_to_all"):
         # Beside: the note in the ring of calls, and wait() of the Work, by torch.distributed.

@@ -68,7 +68,7 @@ def several_connections() -> None:
 
 
 def test_parts_of_messages_come_together_over_several_connections(emulated_cluster: Clusters) -> None:
-    emulated_cluster(2, 2).run(several_connections, timeout_s=60)
+    emulated_cluster(2, 2).run(several_connections)
 
 
 def tried() -> None:
@@ -102,7 +102,7 @@ def tried() -> None:
 
 
 def test_plans_take_turns_until_one_is_kept(emulated_cluster: Clusters) -> None:
-    emulated_cluster(3, 1).run(tried, timeout_s=60)
+    emulated_cluster(3, 1).run(tried)
 
 
 def without_four(where: str) -> tuple[dict[str, int], list[str]]:
@@ -141,7 +141,7 @@ def without_four(where: str) -> tuple[dict[str, int], list[str]]:
 
 @pytest.mark.parametrize("where", ["shortage", "connecting"])
 def test_connections_that_cannot_be_made_leave_the_contest(emulated_cluster: Clusters, where: str) -> None:
-    found = emulated_cluster(2, 1).run(without_four, where, timeout_s=60)
+    found = emulated_cluster(2, 1).run(without_four, where)
     for rank, (ran, warned) in enumerate(found):
         assert set(ran) == {"flat_direct", "flat_direct∥2"}
         assert len(warned) == 1, "told once, whatever the contest"
@@ -160,7 +160,7 @@ def one_too_many() -> str:
 
 
 def test_a_number_of_connections_that_was_named_is_not_replaced(emulated_cluster: Clusters) -> None:
-    for said in emulated_cluster(3, 1).run(one_too_many, timeout_s=60):  # where a ring contends too
+    for said in emulated_cluster(3, 1).run(one_too_many):  # where a ring contends too
         assert "3 connections between two ranks cannot be made: no descriptors: name fewer connections" in said
 
 

@@ -195,7 +195,7 @@ def test_where_a_rank_cannot_begin_to_measure_the_others_hear_of_it(
 ) -> None:
     """They are told: nobody waits for the timeout of a minute, and none takes it for a rank that is late."""
     monkeypatch.setenv("COMMLAYER_CACHE", str(tmp_path))
-    for sums, planned in emulated_cluster(1, 2).run(unready, 1, timeout_s=40):
+    for sums, planned in emulated_cluster(1, 2).run(unready, 1):
         assert sums == [2.0, 2.0]
         assert not planned
     assert "rank 1 left with RuntimeError: no device left for it" in capfd.readouterr().err

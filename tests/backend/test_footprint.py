@@ -65,7 +65,7 @@ def test_a_group_takes_two_threads_and_a_connection_to_each_rank_twice(emulated_
         return after[0] - before[0], after[1] - before[1]
 
     gloo, shared_memory = 2 * 3, 1 + 1 + 1  # two meshes; a neighbour, the memory, the poll
-    for threads, descriptors in emulated_cluster(2, 2).run(job, timeout_s=90.0):
+    for threads, descriptors in emulated_cluster(2, 2).run(job):
         assert threads == 2 * _MORE  # Gloo's own, of those two meshes
         assert descriptors == (gloo + shared_memory) * _MORE
 
@@ -79,7 +79,7 @@ def test_python_threads_do_not_grow_with_groups(emulated_cluster: ClusterFactory
         assert len(few + many) == 2 + _MORE
         return before, threading.active_count()
 
-    for before, after in emulated_cluster(2, 2).run(job, timeout_s=90.0):
+    for before, after in emulated_cluster(2, 2).run(job):
         assert after <= before + 1  # one that is just giving its group back
 
 
@@ -109,4 +109,4 @@ def test_messages_of_any_tag_do_not_meet_those_of_plans(emulated_cluster: Cluste
         sent.wait()
         assert any_source.item() == 1.0
 
-    emulated_cluster(2, 2).run(job, timeout_s=60.0)
+    emulated_cluster(2, 2).run(job)

@@ -189,7 +189,7 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
             ("all_gather", "hierarchical"),
         }
 
-    emulated_cluster(2, 2).run(job, timeout_s=40)
+    emulated_cluster(2, 2).run(job)
 
 
 def in_int8(device: torch.device, given: torch.Tensor) -> None:
@@ -272,7 +272,7 @@ def test_a_dim_of_a_mesh_has_its_own(emulated_cluster: ClusterFactory) -> None:
         assert part.lane == "cp"
         dist.all_reduce(torch.ones(1), group=part)  # no rank ends while another connects
 
-    emulated_cluster(2, 2).run(job, timeout_s=40)
+    emulated_cluster(2, 2).run(job)
 
 
 @pytest.mark.cluster
@@ -284,7 +284,7 @@ def test_ranks_must_give_the_same(emulated_cluster: ClusterFactory) -> None:
             dist.new_group(pg_options=options)
         return str(refused.value)
 
-    for words in emulated_cluster(2, 2).run(job, timeout_s=40):
+    for words in emulated_cluster(2, 2).run(job):
         assert "ranks disagree on pg_options of the group" in words
         assert "(plan): rank 0 has nothing, rank 2 has 'flat'" in words
 
@@ -314,4 +314,4 @@ def test_what_are_no_options_is_refused_by_name(emulated_cluster: ClusterFactory
         with pytest.raises(UsageError, match=r"must be a commlayer\.GroupOptions"):
             dist.new_group(pg_options={"lane": "ep"})
 
-    emulated_cluster(1, 2).run(job, timeout_s=40)
+    emulated_cluster(1, 2).run(job)

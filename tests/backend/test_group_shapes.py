@@ -70,7 +70,7 @@ def test_collectives_of_parts_of_nodes_are_planned_from_a_price(
             *(str(plan and plan.name) for plan in found),
         ]
 
-    for size, plans in emulated_cluster(2, 4).run(job, timeout_s=60.0):
+    for size, plans in emulated_cluster(2, 4).run(job):
         assert not [reason for reason in plans if "expected a curve" in reason]
         assert size == 2 or plans[-2].startswith(("hierarchical", "pipelined", "flat_direct"))
 
@@ -87,7 +87,7 @@ def test_plans_that_contend_are_tried_and_every_rank_takes_the_same(emulated_clu
         plan = choices.plan("reduce_scatter", 4 * COUNT * 4)
         return spent, choices._corrections.spent_us, plan.name if plan else "flat"
 
-    found = emulated_cluster(2, 4).run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4).run(job)
     for ranks in (found[0::2], found[1::2]):  # of one group
         assert len(set(ranks)) == 1
         assert 0 < ranks[0][0] == ranks[0][1]  # once
@@ -102,7 +102,7 @@ def test_a_forced_plan_and_trials_that_are_off_run_nothing_first(emulated_cluste
         assert plan.strategy is Strategy.HIERARCHICAL
         return [group._planned.choices._corrections.spent_us]
 
-    assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[0.0]] * 8
+    assert emulated_cluster(2, 4).run(job) == [[0.0]] * 8
 
 
 def test_ranks_that_disagree_on_trials_hear_of_it(emulated_cluster: ClusterFactory) -> None:
@@ -115,4 +115,4 @@ def test_ranks_that_disagree_on_trials_hear_of_it(emulated_cluster: ClusterFacto
             return str(error)
         return ""
 
-    assert all("COMMLAYER_TRIALS" in text for text in emulated_cluster(1, 2).run(job, timeout_s=60.0))
+    assert all("COMMLAYER_TRIALS" in text for text in emulated_cluster(1, 2).run(job))

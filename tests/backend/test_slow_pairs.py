@@ -80,7 +80,7 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
         found = {choices.plan(name, 4 * 10_007 * choices.size) for name in COLLECTIVES}
         return {each.name if each else "flat" for each in found}
 
-    found = emulated_cluster(4, 2).run(job, timeout_s=100.0)
+    found = emulated_cluster(4, 2).run(job)
     assert found[groups[0][0]] == {"ring×3"}
 
 

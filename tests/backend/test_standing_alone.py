@@ -52,7 +52,7 @@ def test_its_communicator_on_cuda_is_no_part_of_the_jobs(
             make_group(name="one", rank=0, global_ranks=[0], options=GroupOptions(plan="flat"), **given)
         return bool(found.value.args[0])
 
-    assert emulated_cluster(1, 1).run(job, timeout_s=30) == [False]
+    assert emulated_cluster(1, 1).run(job) == [False]
 
 
 @pytest.mark.cluster

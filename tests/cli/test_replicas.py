@@ -45,7 +45,7 @@ def test_each_replica_is_reported_by_itself(emulated_cluster: ClusterFactory, tm
         close_audit_report()
 
     for variable, name in (("COMMLAYER_REPLICA", "blue"), ("REPLICA_GROUP_ID", "7")):
-        emulated_cluster(2, 1).run(lambda variable=variable, name=name: job(variable, name), timeout_s=60)
+        emulated_cluster(2, 1).run(lambda variable=variable, name=name: job(variable, name))
     names = ["blue", "replica-7"]
     for command, folder in (("audit", "audit"), ("trace", "trace"), ("diagnose", "calls")):
         assert sorted(each.name for each in folders[folder].iterdir()) == names

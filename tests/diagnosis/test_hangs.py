@@ -212,7 +212,7 @@ def test_a_signal_finds_a_rank_that_waits_in_gloo(emulated_cluster: ClusterFacto
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    found = emulated_cluster(1, 2).run(job, timeout_s=90.0)
+    found = emulated_cluster(1, 2).run(job)
     assert found[1] == [log_name(0), log_name(1)]
     logs = read_logs(tmp_path)
     assert {log.reason for log in logs} == {"signal", "asked"}

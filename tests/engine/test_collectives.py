@@ -50,7 +50,7 @@ def started_against_plain() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_is_started_gives_what_is_called(emulated_cluster: ClusterFactory, ranks: int) -> None:
-    emulated_cluster(1, ranks).run(started_against_plain, timeout_s=60)
+    emulated_cluster(1, ranks).run(started_against_plain)
 
 
 LOG: list[str] = []
@@ -101,7 +101,7 @@ def test_the_backward_pass_waits_where_rows_were_held(
     emulated_cluster: ClusterFactory, is_held: bool, is_checked: bool, expected: list[str]
 ) -> None:
     """Anomaly detection reads what a function returns, so that it must be there."""
-    for log, gradient in emulated_cluster(1, 2).run(order, is_held, is_checked, timeout_s=60):
+    for log, gradient in emulated_cluster(1, 2).run(order, is_held, is_checked):
         assert log == expected
         assert torch.equal(gradient, torch.full((2, 2), 4.0))
 
@@ -123,7 +123,7 @@ def held_twice() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_held_is_sent_once(emulated_cluster: ClusterFactory, ranks: int) -> None:
-    emulated_cluster(1, ranks).run(held_twice, timeout_s=60)
+    emulated_cluster(1, ranks).run(held_twice)
 
 
 def twice_differentiated() -> None:
@@ -140,7 +140,7 @@ def twice_differentiated() -> None:
 
 
 def test_a_second_derivative_is_right_or_refused(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(twice_differentiated, timeout_s=60)
+    emulated_cluster(1, 2).run(twice_differentiated)
 
 
 def freed_and_written_over() -> None:
@@ -170,4 +170,4 @@ class Overwriting(torch.autograd.Function):
 
 
 def test_gradients_under_way_are_kept(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(freed_and_written_over, timeout_s=60)
+    emulated_cluster(1, 2).run(freed_and_written_over)

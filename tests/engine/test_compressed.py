@@ -324,7 +324,7 @@ def refusals() -> None:
 
 
 def test_refusals(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(refusals, timeout_s=60)
+    emulated_cluster(1, 2).run(refusals)
 
 
 def one_dtype_is_different() -> str:
@@ -336,7 +336,7 @@ def one_dtype_is_different() -> str:
 
 
 def test_ranks_that_differ_in_dtype_hear_of_it(emulated_cluster: ClusterFactory) -> None:
-    texts = emulated_cluster(1, 3).run(one_dtype_is_different, timeout_s=60)
+    texts = emulated_cluster(1, 3).run(one_dtype_is_different)
     for text in texts:
         assert re.search(r"rank 0 has .*float32.*, rank 1 has .*bfloat16", text)
         assert "rank 2" not in text
@@ -386,7 +386,7 @@ def test_a_rank_that_does_not_agree_is_named_with_what_was_to_be_agreed(
     emulated_cluster: ClusterFactory, wait: str, purpose: str, *, dies: bool
 ) -> None:
     cluster = emulated_cluster(1, 2, mode="loopback")
-    text = cluster.run(partial(one_rank_does_not_come, wait, dies=dies), check=False, grace_s=40, timeout_s=60)[0].value
+    text = cluster.run(partial(one_rank_does_not_come, wait, dies=dies), check=False, grace_s=40)[0].value
     assert text.startswith(f"{'PeerError' if dies else 'CollectiveTimeoutError'}: rank 0"), text
     assert purpose in text
     assert "rank 1 " in text
@@ -405,7 +405,7 @@ def one_rank_has_nan(policy: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("policy", [{}, {"error_budget": 0.5, "sample_every": 1}], ids=["plain", "sampled"])
 def test_nan_ends_the_call_on_all_ranks(emulated_cluster: ClusterFactory, policy: dict[str, Any]) -> None:
-    texts = emulated_cluster(1, 3).run(one_rank_has_nan, policy, timeout_s=60)
+    texts = emulated_cluster(1, 3).run(one_rank_has_nan, policy)
     assert texts[1].startswith("NonFiniteError")
     assert all("NonFiniteError" in text for text in texts)  # the others read why
 
@@ -426,7 +426,7 @@ def nan_in_the_flat_form() -> None:
 
 
 def test_nan_is_refused_by_all_where_calls_are_flat(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(nan_in_the_flat_form, timeout_s=60)
+    emulated_cluster(1, 2).run(nan_in_the_flat_form)
 
 
 def nan_passes() -> None:
@@ -443,7 +443,7 @@ def nan_passes() -> None:
 
 
 def test_nan_and_infinity_pass_where_the_policy_says_so(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3).run(nan_passes, timeout_s=60)
+    emulated_cluster(1, 3).run(nan_passes)
 
 
 def budget_is_kept() -> tuple[list[str], int]:
@@ -471,7 +471,7 @@ class _nothing:  # noqa: N801  a context
 
 
 def test_a_format_beyond_its_budget_is_left_by_all_at_once(emulated_cluster: ClusterFactory) -> None:
-    found = emulated_cluster(1, 3).run(budget_is_kept, timeout_s=60)
+    found = emulated_cluster(1, 3).run(budget_is_kept)
     assert all(each == found[0] for each in found)
     assert 5 < found[0][1] < 40
     assert found[0][0] == ["native", "bf16"]

@@ -184,7 +184,7 @@ def test_the_files_of_a_job_and_what_is_said_of_them(emulated_cluster: ClusterFa
             work.wait()
         dist.destroy_process_group()
 
-    emulated_cluster(2, 2).run(job, timeout_s=60)
+    emulated_cluster(2, 2).run(job)
     result = CliRunner().invoke(main, ["trace", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -206,7 +206,7 @@ def test_a_second_default_group_is_a_second_job(emulated_cluster: ClusterFactory
                 dist.all_reduce(torch.ones(8))
             dist.destroy_process_group()
 
-    emulated_cluster(1, 2).run(job, timeout_s=60)
+    emulated_cluster(1, 2).run(job)
     names = ["rank-00000.json", "rank-00000-2.json", "rank-00001.json", "rank-00001-2.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     result = CliRunner().invoke(main, ["trace", str(tmp_path)])
@@ -259,7 +259,7 @@ def test_ranks_that_record_and_ranks_that_do_not_open_together(
         end(second, groups.size, with_others=True)
         return was_opened, was_opened_again, found.job, found.path.name
 
-    found = emulated_cluster(1, 2).run(job, timeout_s=60)
+    found = emulated_cluster(1, 2).run(job)
     assert [each[:2] for each in found] == [(True, True)] * 2
     assert len({each[2] for each in found}) == 1
     assert [each[3] for each in found] == ["rank-00000-2.json", "rank-00001-2.json"]
@@ -282,7 +282,7 @@ def test_only_the_group_that_opened_a_recorder_ends_it(emulated_cluster: Cluster
         end(second, groups.size, with_others=True)  # the program was first
         return [*opened, is_again]
 
-    assert emulated_cluster(1, 2).run(job, timeout_s=60) == [[True, False, True]] * 2
+    assert emulated_cluster(1, 2).run(job) == [[True, False, True]] * 2
     assert names(tmp_path) == ["rank-00000-2.json", "rank-00000.json", "rank-00001-2.json", "rank-00001.json"]
     for path in tmp_path.iterdir():
         readings = json.loads(path.read_text())["commlayer"]["readings"]
@@ -303,7 +303,7 @@ def test_a_recorder_of_a_default_group_that_is_gone_is_not_kept(
         end(second, groups.size, with_others=True)
         return [was_opened, was_opened_again]
 
-    assert emulated_cluster(1, 2).run(job, timeout_s=60) == [[True, True]] * 2
+    assert emulated_cluster(1, 2).run(job) == [[True, True]] * 2
     assert len(names(tmp_path)) == 4
 
 
@@ -321,4 +321,4 @@ def test_clocks_are_compared_by_rank_in_whatever_order_a_group_has_them(
         end(gloo, groups.size, with_others=True)
         return gathered, found.path.name
 
-    assert emulated_cluster(1, 3).run(job, timeout_s=60) == [([0, 1, 2], f"rank-{rank:05d}.json") for rank in range(3)]
+    assert emulated_cluster(1, 3).run(job) == [([0, 1, 2], f"rank-{rank:05d}.json") for rank in range(3)]

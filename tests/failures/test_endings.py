@@ -303,7 +303,7 @@ def test_a_model_that_is_freed_right_after_its_group(emulated_cluster: ClusterFa
             del model
         cycles.end()
 
-    emulated_cluster(1, 2).run(job, timeout_s=60)
+    emulated_cluster(1, 2).run(job)
 
 
 def test_many_burials_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

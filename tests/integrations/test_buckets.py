@@ -157,7 +157,7 @@ def test_sums(
 ) -> None:
     nodes = 2 if world >= 4 else 1
     cluster = emulated_cluster(nodes, world // nodes, mode="loopback")
-    cluster.run(sums, degrees, bucket_bytes, micro_batches, same_bits, timeout_s=60)
+    cluster.run(sums, degrees, bucket_bytes, micro_batches, same_bits)
 
 
 def hierarchical() -> set[str]:
@@ -179,7 +179,7 @@ def hierarchical() -> set[str]:
 
 
 def test_between_nodes_they_go_by_the_plan(emulated_cluster: ClusterFactory) -> None:
-    for plans in emulated_cluster(2, 2, mode="loopback").run(hierarchical, timeout_s=60):
+    for plans in emulated_cluster(2, 2, mode="loopback").run(hierarchical):
         assert "hierarchical" in plans
 
 
@@ -229,7 +229,7 @@ def overlapped(shares: bool) -> list[str]:
 def test_they_start_while_earlier_layers_compute(emulated_cluster: ClusterFactory, shares: bool) -> None:
     # Largest 36 elements: the last layer's bias with nothing (its weight has 42), its weight, the middle layer, the first one.
     layers = ["layer 2", "sum of 7", "sum of 42", "layer 1", "sum of 36", "layer 0", "sum of 25", "finish"]
-    for seen in emulated_cluster(1, 2, mode="loopback").run(overlapped, shares, timeout_s=60):
+    for seen in emulated_cluster(1, 2, mode="loopback").run(overlapped, shares):
         if shares:
             assert seen[3:] == ["finish", "sum of 7", "sum of 42", "sum of 36", "sum of 25"]
         else:
@@ -263,7 +263,7 @@ def uneven(wire: str | None) -> None:
 
 @pytest.mark.parametrize("wire", [None, "bf16!", "fp8_e4m3!"])
 def test_ranks_with_other_gradients(emulated_cluster: ClusterFactory, wire: str | None) -> None:
-    emulated_cluster(1, 3, mode="loopback").run(uneven, wire, timeout_s=60)
+    emulated_cluster(1, 3, mode="loopback").run(uneven, wire)
 
 
 def exchanges_in_the_backward_pass() -> None:
@@ -285,7 +285,7 @@ def exchanges_in_the_backward_pass() -> None:
 
 
 def test_a_rank_that_is_late_holds_nobody_up_in_the_backward_pass(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 4, mode="loopback").run(exchanges_in_the_backward_pass, timeout_s=60)
+    emulated_cluster(1, 4, mode="loopback").run(exchanges_in_the_backward_pass)
 
 
 def order_over_groups(is_one: bool, wire: str | None) -> list[int]:
@@ -320,12 +320,12 @@ def order_over_groups(is_one: bool, wire: str | None) -> list[int]:
 @pytest.mark.parametrize("wire", [None, "bf16!"])
 def test_on_one_device_all_groups_have_one_order(emulated_cluster: ClusterFactory, wire: str | None) -> None:
     cluster = emulated_cluster(1, 4, mode="loopback")
-    for seen in cluster.run(order_over_groups, True, wire, timeout_s=60):
+    for seen in cluster.run(order_over_groups, True, wire):
         assert seen == [2048, 512, 1024, 256]  # the last registered first
 
 
 def test_on_the_cpu_groups_do_not_wait_for_each_other(emulated_cluster: ClusterFactory) -> None:
-    even, odd, *_ = emulated_cluster(1, 4, mode="loopback").run(order_over_groups, False, None, timeout_s=60)
+    even, odd, *_ = emulated_cluster(1, 4, mode="loopback").run(order_over_groups, False, None)
     assert even == [512, 256, 2048, 1024]
     assert odd == [2048, 1024, 512, 256]
 
@@ -366,7 +366,7 @@ def compressed() -> dict[str, int]:
 
 
 def test_wire_formats(emulated_cluster: ClusterFactory) -> None:
-    for found in emulated_cluster(1, 2, mode="loopback").run(compressed, timeout_s=60):
+    for found in emulated_cluster(1, 2, mode="loopback").run(compressed):
         assert found == {"bf16": 2, "fp8": 2}
 
 
@@ -380,7 +380,7 @@ def formats_differ() -> None:
 
 
 def test_ranks_that_were_given_different_formats_hear_of_it(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2, mode="loopback").run(formats_differ, timeout_s=60)
+    emulated_cluster(1, 2, mode="loopback").run(formats_differ)
 
 
 # Steps that go wrong, and other uses
@@ -416,7 +416,7 @@ def a_failed_step() -> None:
 
 
 def test_a_step_that_failed_leaves_nothing_behind(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3, mode="loopback").run(a_failed_step, timeout_s=60)
+    emulated_cluster(1, 3, mode="loopback").run(a_failed_step)
 
 
 def one_gives_up(where: str, wire: str | None) -> None:
@@ -460,7 +460,7 @@ def one_gives_up(where: str, wire: str | None) -> None:
 def test_nobody_steps_by_what_another_rank_gave_up(
     emulated_cluster: ClusterFactory, where: str, wire: str | None
 ) -> None:
-    emulated_cluster(1, 2, mode="loopback").run(one_gives_up, where, wire, timeout_s=60)
+    emulated_cluster(1, 2, mode="loopback").run(one_gives_up, where, wire)
 
 
 def other_uses() -> None:
@@ -520,7 +520,7 @@ def other_uses() -> None:
 
 
 def test_other_uses(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2, mode="loopback").run(other_uses, timeout_s=60)
+    emulated_cluster(1, 2, mode="loopback").run(other_uses)
 
 
 def test_fit_compares_what_the_constructor_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +592,7 @@ def in_a_model(degrees: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("degrees", [{"ep": 4}, {"tp": 2, "cp": 2, "ep": 2}, {"pp": 2, "ep": 2}])
 def test_in_a_model(emulated_cluster: ClusterFactory, degrees: dict[str, int]) -> None:
-    emulated_cluster(2, 2, mode="loopback").run(in_a_model, degrees, timeout_s=90)
+    emulated_cluster(2, 2, mode="loopback").run(in_a_model, degrees)
 
 
 def a_model_goes_on() -> None:
@@ -625,7 +625,7 @@ def a_model_goes_on() -> None:
 
 
 def test_a_model_goes_on(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2, mode="loopback").run(a_model_goes_on, timeout_s=90)
+    emulated_cluster(1, 2, mode="loopback").run(a_model_goes_on)
 
 
 def test_a_model_takes_other_buckets_when_its_configuration_changes() -> None:
@@ -668,7 +668,7 @@ def lanes_of_trainers() -> list[str]:
 
 
 def test_gradients_of_trainers_are_on_lane_dp(emulated_cluster: ClusterFactory) -> None:
-    for found in emulated_cluster(1, 2, mode="loopback").run(lanes_of_trainers, timeout_s=60):
+    for found in emulated_cluster(1, 2, mode="loopback").run(lanes_of_trainers):
         assert found == ["dp", "dp", ""]  # a group that is given stays as it is
 
 
@@ -687,7 +687,7 @@ def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Pat
     (program,) = re.findall(r"^```python\n(# train_overlap.py\n.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     path = tmp_path / "train_overlap.py"
     path.write_text(program, "utf-8")
-    printed = emulated_cluster(2, 2, mode="loopback").run(the_program_of_the_page, path, timeout_s=60)[0]
+    printed = emulated_cluster(2, 2, mode="loopback").run(the_program_of_the_page, path)[0]
     assert len(re.findall(r"gradient \d", printed)) == 3
 
 

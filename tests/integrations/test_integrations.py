@@ -321,7 +321,7 @@ def test_all_ranks_for_one_are_fewer_for_another(emulated_cluster: ClusterFactor
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
         return dist.get_process_group_ranks(planned_group(alone if dist.get_rank() else None))
 
-    assert emulated_cluster(2, 1).run(job, timeout_s=60) == [[0, 1], [1]]
+    assert emulated_cluster(2, 1).run(job) == [[0, 1], [1]]
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout(emulated_cluster: ClusterFactory) -> None:
@@ -340,7 +340,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout(emu
         finally:
             store.set("over", "")
 
-    emulated_cluster(2, 1).run(job, timeout_s=60)
+    emulated_cluster(2, 1).run(job)
 
 
 def test_a_group_of_others_is_refused(emulated_cluster: ClusterFactory) -> None:

@@ -55,7 +55,7 @@ def test_a_collection_tells_its_groups(emulated_cluster: ClusterFactory) -> None
         assert made["tp"].siblings == 2
         return told, bool(made["expt_dp"].predicted_us("all_reduce", 1 << 20) == before)
 
-    for rank, (told, is_same) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
+    for rank, (told, is_same) in enumerate(emulated_cluster(2, 4).run(job)):
         also = {"mp": 1} if rank in (0, 4) else {}
         assert told == {"tp": 2, "dp": 2, "dp_cp": 2, "ep": 1, "expt_dp": 4} | also
         assert is_same  # four siblings is what their shape makes up
@@ -76,7 +76,7 @@ def test_ranks_that_disagree_hear_of_it(emulated_cluster: ClusterFactory) -> Non
             tell_megatron_neighbours(swapped)
         return str(caught.value)
 
-    found = emulated_cluster(2, 4).run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4).run(job)
     assert len(set(found)) == 1
     assert "axis 'dp': rank 1 knows a group of the ranks [1, 3, 5, 7], rank 3 of no group" in found[0]
 
@@ -97,7 +97,7 @@ def test_what_is_no_group_is_refused(emulated_cluster: ClusterFactory) -> None:
         ):
             tell_megatron_neighbours()
 
-    emulated_cluster(1, 2).run(job, timeout_s=60.0)
+    emulated_cluster(1, 2).run(job)
     with pytest.raises(GroupError, match="init_process_group"):
         tell_megatron_neighbours({})
 
@@ -128,7 +128,7 @@ def test_megatrons_own_groups(emulated_cluster: ClusterFactory) -> None:
         parallel_state.destroy_model_parallel()
         return told
 
-    for told in emulated_cluster(2, 4).run(job, timeout_s=90.0):
+    for told in emulated_cluster(2, 4).run(job):
         assert {axis: told[axis] for axis in ("tp", "dp", "dp_cp", "ep", "expt_dp")} == {
             "tp": 2,
             "dp": 2,

@@ -48,7 +48,7 @@ def test_groups_on_one_node_are_counted(emulated_cluster: ClusterFactory) -> Non
         assert x[0] == 2
         return seen
 
-    assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[0, 4, 1]] * 8
+    assert emulated_cluster(2, 4).run(job) == [[0, 4, 1]] * 8
 
 
 def test_meshes_tell_their_dimensions(emulated_cluster: ClusterFactory) -> None:
@@ -61,7 +61,7 @@ def test_meshes_tell_their_dimensions(emulated_cluster: ClusterFactory) -> None:
             seen += [siblings(folded.group("dp")), siblings(folded.group("ep"))]
         return seen
 
-    assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[2, 2, 2, 2]] * 8
+    assert emulated_cluster(2, 4).run(job) == [[2, 2, 2, 2]] * 8
 
 
 def test_what_was_kept_before_follows(emulated_cluster: ClusterFactory) -> None:
@@ -86,7 +86,7 @@ def test_what_was_kept_before_follows(emulated_cluster: ClusterFactory) -> None:
         assert dispatcher.decision is not None
         return [*decided, dict(dispatcher.decision.kinds_us)], rates
 
-    found = emulated_cluster(2, 4).run(job, timeout_s=60.0)
+    found = emulated_cluster(2, 4).run(job)
     for decided, _ in found:
         assert decided == found[0][0]
     unsaid, some, again, all_alone = (each["all_to_all"] for each in found[0][0])
@@ -113,7 +113,7 @@ def test_ranks_that_say_different_numbers_hear_who_did(emulated_cluster: Cluster
         assert x[0] == 8
         return str(caught.value), siblings(group)
 
-    for rank, (message, kept) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
+    for rank, (message, kept) in enumerate(emulated_cluster(2, 4).run(job)):
         assert kept == 2
         if debug == "off":
             assert f"rank {rank}" in message
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named(emulated_cluster: ClusterFactory) ->
             group.use_siblings(1)
         return str(caught.value)
 
-    outcomes = emulated_cluster(1, 3).run(job, timeout_s=60.0, check=False, grace_s=30.0)
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=30.0)
     for outcome in (outcomes[0], outcomes[2]):
         assert "use_siblings #2" in outcome.value
         assert "rank 1 died" in outcome.value
@@ -163,4 +163,4 @@ def test_lists_that_cannot_be_are_refused(emulated_cluster: ClusterFactory) -> N
         with pytest.raises(GroupError, match="needs a group of backend commlayer"):
             use_neighbours(other, [[0, 1]])
 
-    emulated_cluster(1, 2).run(job, timeout_s=60.0)
+    emulated_cluster(1, 2).run(job)

@@ -95,7 +95,7 @@ def equals_the_unsharded() -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
 def test_natively_as_the_unsharded_optimizer(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
-    emulated_cluster(nodes, ranks).run(equals_the_unsharded, timeout_s=60)
+    emulated_cluster(nodes, ranks).run(equals_the_unsharded)
 
 
 def trains_alone() -> None:
@@ -112,7 +112,7 @@ def trains_alone() -> None:
 
 
 def test_a_group_of_one(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(trains_alone, timeout_s=60)
+    emulated_cluster(1, 2).run(trains_alone)
 
 
 # In wire formats
@@ -152,7 +152,7 @@ def parameters_in_fp8(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parameters_in_fp8(emulated_cluster: ClusterFactory, dtype: torch.dtype) -> None:
-    emulated_cluster(2, 2).run(parameters_in_fp8, dtype, timeout_s=60)
+    emulated_cluster(2, 2).run(parameters_in_fp8, dtype)
 
 
 def bytes_of_a_step(dtype: torch.dtype, parameter_wire: str, wire: Any) -> dict[str, int]:
@@ -177,7 +177,7 @@ def test_half_the_bytes(emulated_cluster: ClusterFactory) -> None:
     cluster = emulated_cluster(1, 2)
 
     def bytes_of(*args: Any) -> dict[str, int]:
-        first, second = cluster.run(bytes_of_a_step, *args, timeout_s=60)
+        first, second = cluster.run(bytes_of_a_step, *args)
         assert first == second
         return first
 
@@ -214,7 +214,7 @@ def gradients_in_bf16(wire: Any) -> None:
 
 @pytest.mark.parametrize("wire", ["bf16!", WirePolicy((WireFormat.BF16,), in_place=True)], ids=["bf16", "in place"])
 def test_gradients_in_bf16(emulated_cluster: ClusterFactory, wire: Any) -> None:
-    emulated_cluster(1, 3).run(gradients_in_bf16, wire, timeout_s=60)
+    emulated_cluster(1, 3).run(gradients_in_bf16, wire)
 
 
 def training_converges(dtype: torch.dtype) -> list[list[float]]:
@@ -240,7 +240,7 @@ def training_converges(dtype: torch.dtype) -> list[list[float]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_with_parameters_in_fp8(emulated_cluster: ClusterFactory, dtype: torch.dtype) -> None:
-    for native, fp8 in emulated_cluster(1, 2).run(training_converges, dtype, timeout_s=60):
+    for native, fp8 in emulated_cluster(1, 2).run(training_converges, dtype):
         assert native[-1] < native[0] / 4
         assert fp8[-1] < native[0] / 4
 
@@ -274,7 +274,7 @@ def state_is_kept() -> None:
 
 
 def test_state(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(state_is_kept, timeout_s=60)
+    emulated_cluster(1, 2).run(state_is_kept)
 
 
 def refusals() -> None:
@@ -294,4 +294,4 @@ def refusals() -> None:
 
 
 def test_refusals(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(refusals, timeout_s=60)
+    emulated_cluster(1, 2).run(refusals)

@@ -186,7 +186,7 @@ def ddp_rounds_once(wire: Any, unit: float) -> dict[str, int]:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
 def test_ddp_in_bf16(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
-    for found in emulated_cluster(nodes, ranks).run(ddp_rounds_once, "bf16!", 2.0**-8, timeout_s=60):
+    for found in emulated_cluster(nodes, ranks).run(ddp_rounds_once, "bf16!", 2.0**-8):
         assert found["all_reduce"] > 1, "one bucket a step would not test buckets"
 
 
@@ -207,7 +207,7 @@ def ddp_in_fp8() -> None:
 
 
 def test_ddp_in_fp8(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3).run(ddp_in_fp8, timeout_s=60)
+    emulated_cluster(1, 3).run(ddp_in_fp8)
 
 
 def ddp_by_environment(value: str | None) -> dict[str, int]:
@@ -229,8 +229,8 @@ def ddp_by_environment(value: str | None) -> dict[str, int]:
 
 def test_ddp_by_the_environment(emulated_cluster: ClusterFactory) -> None:
     cluster = emulated_cluster(1, 2)
-    assert cluster.run(ddp_by_environment, "dp=bf16!", timeout_s=60) == [{"all_reduce": 1}] * 2
-    assert cluster.run(ddp_by_environment, None, timeout_s=60) == [{}] * 2
+    assert cluster.run(ddp_by_environment, "dp=bf16!") == [{"all_reduce": 1}] * 2
+    assert cluster.run(ddp_by_environment, None) == [{}] * 2
 
 
 def without_a_profile() -> list[str]:
@@ -248,7 +248,7 @@ def without_a_profile() -> list[str]:
 
 
 def test_without_a_profile_bf16_stays_native_and_says_so_once(emulated_cluster: ClusterFactory) -> None:
-    for texts in emulated_cluster(1, 2).run(without_a_profile, timeout_s=60):
+    for texts in emulated_cluster(1, 2).run(without_a_profile):
         assert len(texts) == 1
         assert "bf16 is allowed, but there is no profile" in texts[0]
 
@@ -281,7 +281,7 @@ def training_goes_on() -> tuple[list[str], float]:
 
 
 def test_training_goes_on_after_the_governor_stepped_back(emulated_cluster: ClusterFactory) -> None:
-    for formats, error in emulated_cluster(1, 3).run(training_goes_on, timeout_s=60):
+    for formats, error in emulated_cluster(1, 3).run(training_goes_on):
         assert formats == ["bf16"]
         assert 0 < error < 2.0**-8
 
@@ -310,7 +310,7 @@ def fsdp_rounds_once(wire: Any) -> dict[str, int]:
 @pytest.mark.parametrize("wire", ["bf16!", WirePolicy((BF16,), in_place=True)], ids=["bf16", "in place"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
 def test_fsdp_in_bf16(emulated_cluster: ClusterFactory, wire: Any, nodes: int, ranks: int) -> None:
-    for found in emulated_cluster(nodes, ranks).run(fsdp_rounds_once, wire, timeout_s=60):
+    for found in emulated_cluster(nodes, ranks).run(fsdp_rounds_once, wire):
         assert found["reduce_scatter"] > 1
         assert "all_gather" not in found
 
@@ -326,7 +326,7 @@ def hsdp_rounds_once() -> None:
 
 
 def test_hsdp_in_bf16(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(2, 2).run(hsdp_rounds_once, timeout_s=60)
+    emulated_cluster(2, 2).run(hsdp_rounds_once)
 
 
 def parameters_in(wire: str, dtype: torch.dtype) -> dict[str, int]:
@@ -356,7 +356,7 @@ def parameters_in(wire: str, dtype: torch.dtype) -> dict[str, int]:
     ("wire", "dtype"), [("fp8_e4m3!", torch.bfloat16), ("fp8_e4m3!", torch.float32), ("bf16!", torch.float32)]
 )
 def test_fsdp_parameters(emulated_cluster: ClusterFactory, wire: str, dtype: torch.dtype) -> None:
-    for found in emulated_cluster(2, 2).run(parameters_in, wire, dtype, timeout_s=60):
+    for found in emulated_cluster(2, 2).run(parameters_in, wire, dtype):
         assert found["all_gather"] >= 3
         assert "reduce_scatter" not in found
 
@@ -385,7 +385,7 @@ def gathers_where_input_and_output_share_memory(plan: str, elements: int) -> Non
 def test_parameters_are_gathered_in_place(emulated_cluster: ClusterFactory, plan: str) -> None:
     cluster = emulated_cluster(2, 2)
     for elements in (64 * 1024, 3001):
-        cluster.run(gathers_where_input_and_output_share_memory, plan, elements, timeout_s=60)
+        cluster.run(gathers_where_input_and_output_share_memory, plan, elements)
 
 
 def fsdp_refusals() -> None:
@@ -414,7 +414,7 @@ def fsdp_refusals() -> None:
 
 
 def test_refusals(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(fsdp_refusals, timeout_s=60)
+    emulated_cluster(1, 2).run(fsdp_refusals)
 
 
 # Gradients on a mesh
@@ -443,7 +443,7 @@ def mesh_gradients() -> None:
 
 
 def test_gradients_on_a_mesh(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(2, 2).run(mesh_gradients, timeout_s=60)
+    emulated_cluster(2, 2).run(mesh_gradients)
 
 
 # Parallel layers
@@ -493,7 +493,7 @@ def linear_layers(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(256,), (131, 3), (2, 2)], ids=str)
 def test_linear_layers(emulated_cluster: ClusterFactory, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    for found in emulated_cluster(1, 3).run(linear_layers, dtype, shape, timeout_s=60):
+    for found in emulated_cluster(1, 3).run(linear_layers, dtype, shape):
         # forward: gathered, and scattered; backward: the other way round
         assert found == {"all_gather": 2, "reduce_scatter": 2}
 
@@ -516,7 +516,7 @@ def scales_are_per_token() -> None:
 
 
 def test_scales_are_per_token(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(scales_are_per_token, timeout_s=60)
+    emulated_cluster(1, 2).run(scales_are_per_token)
 
 
 def attention_in_fp8(kind: Any, is_by_environment: bool) -> dict[str, int]:
@@ -545,13 +545,13 @@ def attention_in_fp8(kind: Any, is_by_environment: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["ulysses", "tensor"])
 def test_attention(emulated_cluster: ClusterFactory, kind: str) -> None:
-    for found in emulated_cluster(1, 4).run(attention_in_fp8, kind, False, timeout_s=60):
+    for found in emulated_cluster(1, 4).run(attention_in_fp8, kind, False):
         expected = {"all_to_all_v": 4} if kind == "ulysses" else {"all_gather": 2, "reduce_scatter": 2}
         assert found == expected
 
 
 def test_attention_by_the_environment(emulated_cluster: ClusterFactory) -> None:
-    for found in emulated_cluster(1, 4).run(attention_in_fp8, "ulysses", True, timeout_s=60):
+    for found in emulated_cluster(1, 4).run(attention_in_fp8, "ulysses", True):
         assert found == {"all_to_all_v": 4, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -578,8 +578,8 @@ def test_a_model_trains(emulated_cluster: ClusterFactory) -> None:
     cluster = emulated_cluster(2, 2)
     wire, gradient_wire = tensor_parallel_wire("fp8_e4m3!")
     wires = LaneWires(ep="fp8_e4m3!", tp=wire, tp_gradient=gradient_wire, dp="bf16!")
-    native = cluster.run(a_model_trains, None, timeout_s=90)
-    for (losses, found), (expected, none) in zip(cluster.run(a_model_trains, wires, timeout_s=90), native, strict=True):
+    native = cluster.run(a_model_trains, None)
+    for (losses, found), (expected, none) in zip(cluster.run(a_model_trains, wires), native, strict=True):
         assert none == {}
         assert {"all_gather", "reduce_scatter", "all_to_all_v", "all_reduce bf16"} <= set(found)
         assert losses != expected
@@ -607,7 +607,7 @@ def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Pat
     (program,) = re.findall(r"^```python\n(# train_compressed.py\n.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     path = tmp_path / "train_compressed.py"
     path.write_text(program, "utf-8")
-    printed, found = emulated_cluster(2, 2).run(the_program_of_the_page, path, timeout_s=60)[0]
+    printed, found = emulated_cluster(2, 2).run(the_program_of_the_page, path)[0]
     assert len(re.findall(r"loss \d", printed)) == 3
     assert found["all_reduce"] >= 3
 
@@ -631,4 +631,4 @@ def formats_differ() -> None:
 
 
 def test_ranks_that_were_given_different_formats_hear_of_it(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(formats_differ, timeout_s=60)
+    emulated_cluster(1, 2).run(formats_differ)

@@ -447,7 +447,7 @@ def test_a_profile_that_cannot_be_read_is_an_error_on_all_ranks(
             dist.init_process_group("commlayer")
         return str(caught.value)
 
-    for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job, timeout_s=60.0):
+    for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job):
         assert len(text) < 600
         assert "xxx" in text or "fifo.json: cannot read the profile: expected a regular file, got a FIFO" in text
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 def run_all(cluster: Any, run: Run) -> list[Trained]:
     load()
-    return cluster.run(train, run, timeout_s=100)  # type: ignore[no-any-return]
+    return cluster.run(train, run)  # type: ignore[no-any-return]
 
 
 @pytest.mark.trainers
@@ -66,7 +66,7 @@ def test_replicated_tokens_go_by_a_communicator(
 def test_the_exchanges_of_auto_ep_are_planned(emulated_cluster: ClusterFactory) -> None:
     load()
     run = Run("commlayer", environment=(("COMMLAYER_PLAN", "hierarchical"),))
-    for found in emulated_cluster(2, 2).run(exchange_as_auto_ep, run, timeout_s=60):
+    for found in emulated_cluster(2, 2).run(exchange_as_auto_ep, run):
         calls = [call for group in found["groups"] for call in group["calls"] if call["collective"] == "all_to_all"]
         assert [(call["plan"], call["calls"]) for call in calls] == [("hierarchical", 5)]
 

@@ -85,7 +85,7 @@ def run_on_two_nodes(
     import_what_is_imported(program)
     path = tmp_path / name
     path.write_text(program, encoding="utf-8")
-    results = emulated_cluster(2, 2).run(perform, path, environment, [], timeout_s=60)
+    results = emulated_cluster(2, 2).run(perform, path, environment, [])
     printed, moved = results[0]
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses, f"{name} printed no loss: {printed!r}"

@@ -20,7 +20,7 @@ def on_two_nodes(run: Run) -> list[Trained]:
     """The results of each of 2 x 2 ranks."""
     _ = transformers().MixtralForCausalLM, transformers().Qwen3MoeForCausalLM  # before the fork: once, not in each rank
     with EmulatedCluster(nodes=2, ranks_per_node=2) as cluster:
-        return cluster.run(train, run, timeout_s=60)
+        return cluster.run(train, run)
 
 
 @cache

@@ -98,7 +98,7 @@ def every_call() -> None:
 
 def test_every_call_of_torchfts_groups_is_there() -> None:
     with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
-        cluster.run(every_call, timeout_s=60)
+        cluster.run(every_call)
 
 
 def plans(trained: Trained) -> set[str]:

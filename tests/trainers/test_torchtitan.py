@@ -34,7 +34,7 @@ def torchtitan() -> None:
 
 def on_two_nodes(run: Run, ranks_per_node: int = 2) -> list[Trained]:
     with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node) as cluster:
-        return cluster.run(train, run, timeout_s=100)
+        return cluster.run(train, run)
 
 
 def stock_of(run: Run) -> Run:

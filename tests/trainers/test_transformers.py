@@ -122,7 +122,7 @@ def loop(model: Any, batch: int, steps: int) -> tuple[list[float], set[str]]:
 def run(job: Job, ranks_per_node: int = 2) -> list[list[Trained]]:
     """The results of each variant, of each rank."""
     with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node) as cluster:
-        return list(zip(*cluster.run(train, job, timeout_s=100), strict=True))  # type: ignore[arg-type]
+        return list(zip(*cluster.run(train, job), strict=True))  # type: ignore[arg-type]
 
 
 FEW = 6

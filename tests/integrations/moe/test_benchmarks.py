@@ -118,7 +118,7 @@ def plain_against_ours(ep: int) -> list[str]:
 @pytest.mark.cluster
 @pytest.mark.parametrize("ep", [4, 2])
 def test_the_plain_layer_gives_what_ours_gives(ep: int, emulated_cluster: ClusterFactory) -> None:
-    assert emulated_cluster(2, 2).run(plain_against_ours, ep, timeout_s=100) == [[]] * 4
+    assert emulated_cluster(2, 2).run(plain_against_ours, ep) == [[]] * 4
 
 
 def test_the_document_says_what_failed_and_what_was_not_run() -> None:

@@ -77,7 +77,7 @@ def test_outputs_go_back_in_the_tokens_dtype(
     emulated_cluster: ClusterFactory, autocast_ranks: Sequence[int], is_stepwise: bool
 ) -> None:
     """Whatever dtype each rank's experts return: Gloo takes a shorter message for a longer one, and leaves the rest as it was."""
-    errors = emulated_cluster(1, 2).run(one_autocast, autocast_ranks, is_stepwise, timeout_s=60)
+    errors = emulated_cluster(1, 2).run(one_autocast, autocast_ranks, is_stepwise)
     assert max(errors) < 0.1  # BF16's
 
 
@@ -97,7 +97,7 @@ def inference(dispatch: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("dispatch", ["all_to_all", "all_gather", "auto"])
 def test_inference_mode(emulated_cluster: ClusterFactory, dispatch: str) -> None:
-    assert emulated_cluster(1, 2).run(inference, dispatch, timeout_s=60) == [(True, True)] * 2
+    assert emulated_cluster(1, 2).run(inference, dispatch) == [(True, True)] * 2
 
 
 def compiled() -> bool:
@@ -156,7 +156,7 @@ def one_refuses(what: str) -> tuple[str, str]:
     ],
 )
 def test_what_one_rank_refuses_all_hear_of(emulated_cluster: ClusterFactory, what: str, reason: str) -> None:
-    found = emulated_cluster(1, 2).run(one_refuses, what, timeout_s=60)
+    found = emulated_cluster(1, 2).run(one_refuses, what)
     (other, then), (own, then_own) = found
     assert own.startswith("TensorError")
     assert re.search(reason, own)
@@ -177,7 +177,7 @@ def one_of_four_refuses() -> tuple[str, str]:
 
 
 def test_a_wider_balance_group_hears_of_a_refusal(emulated_cluster: ClusterFactory) -> None:
-    found = emulated_cluster(2, 2).run(one_of_four_refuses, timeout_s=60)
+    found = emulated_cluster(2, 2).run(one_of_four_refuses)
     assert [said for said, _ in found] == ["DisagreementError", "TensorError", "DisagreementError", "DisagreementError"]
     assert {then for _, then in found} == {"went well"}
 
@@ -192,7 +192,7 @@ def other_experts() -> str:
 
 
 def test_another_number_of_experts(emulated_cluster: ClusterFactory) -> None:
-    for said in emulated_cluster(1, 2).run(other_experts, timeout_s=60):
+    for said in emulated_cluster(1, 2).run(other_experts):
         assert said.startswith("DisagreementError: ranks disagree on the number of experts: rank 0 says 2, rank 1 3")
 
 
@@ -208,7 +208,7 @@ def no_tensor() -> str:
 
 
 def test_indices_that_are_no_tensor(emulated_cluster: ClusterFactory) -> None:
-    assert emulated_cluster(1, 2).run(no_tensor, timeout_s=60)[0] == DisagreementError.__name__
+    assert emulated_cluster(1, 2).run(no_tensor)[0] == DisagreementError.__name__
 
 
 def weights_on_one_rank() -> bool:
@@ -225,7 +225,7 @@ def weights_on_one_rank() -> bool:
 
 
 def test_weights_that_need_a_gradient_on_one_rank(emulated_cluster: ClusterFactory) -> None:
-    assert all(emulated_cluster(1, 2).run(weights_on_one_rank, timeout_s=60))
+    assert all(emulated_cluster(1, 2).run(weights_on_one_rank))
 
 
 # One process

@@ -217,7 +217,7 @@ def test_between_ranks(
     emulated_cluster: ClusterFactory, num_stages: int, sizes: list[int], dtype: torch.dtype, tolerance: float
 ) -> None:
     losses, gradients = expected(num_stages, sizes)
-    ranks = emulated_cluster(1, num_stages, mode="loopback").run(between_ranks, sizes, dtype, timeout_s=60)
+    ranks = emulated_cluster(1, num_stages, mode="loopback").run(between_ranks, sizes, dtype)
     for rank, found in enumerate(ranks):
         for mine, gradient in found.values():
             torch.testing.assert_close(gradient.double(), gradients[rank], rtol=tolerance, atol=tolerance)
@@ -247,7 +247,7 @@ def large_messages() -> None:
 
 
 def test_large_messages(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3, mode="loopback").run(large_messages, timeout_s=60)
+    emulated_cluster(1, 3, mode="loopback").run(large_messages)
 
 
 def a_stage_raises() -> None:
@@ -263,7 +263,7 @@ def a_stage_raises() -> None:
 
 
 def test_a_stage_that_raises_stops_its_neighbours(emulated_cluster: ClusterFactory) -> None:
-    outcomes = emulated_cluster(1, 3, mode="loopback").run(a_stage_raises, timeout_s=60, grace_s=30.0, check=False)
+    outcomes = emulated_cluster(1, 3, mode="loopback").run(a_stage_raises, grace_s=30.0, check=False)
     raised = [outcome.failure for outcome in outcomes]
     for failure, kind in zip(raised, ("PeerError", "ValueError", "PeerError"), strict=True):
         assert failure is not None
@@ -486,7 +486,7 @@ def unused_input(schedule: Schedule) -> torch.Tensor:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_that_uses_no_input(emulated_cluster: ClusterFactory, schedule: Schedule) -> None:
-    first, last = emulated_cluster(1, 2, mode="loopback").run(unused_input, schedule, timeout_s=60)
+    first, last = emulated_cluster(1, 2, mode="loopback").run(unused_input, schedule)
     assert first.tolist() == [0.0, 0.0]
     assert last.tolist() == [4.0, 4.0]
 
@@ -521,7 +521,7 @@ def with_buckets(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_buckets(emulated_cluster: ClusterFactory, schedule: Schedule) -> None:
-    emulated_cluster(2, 2, mode="loopback").run(with_buckets, schedule, timeout_s=60)
+    emulated_cluster(2, 2, mode="loopback").run(with_buckets, schedule)
 
 
 def model_of(degrees: dict[str, int] | None, schedule: Schedule) -> tuple[float, dict[str, torch.Tensor]]:
@@ -598,7 +598,7 @@ def two_at_a_time(degrees: dict[str, int], separate: tuple[str, ...]) -> None:
 def test_a_model_two_micro_batches_at_a_time(
     emulated_cluster: ClusterFactory, degrees: dict[str, int], separate: tuple[str, ...]
 ) -> None:
-    emulated_cluster(2, 2, mode="loopback").run(two_at_a_time, degrees, separate, timeout_s=90)
+    emulated_cluster(2, 2, mode="loopback").run(two_at_a_time, degrees, separate)
 
 
 # Keys and values, which leave before there are queries
@@ -630,7 +630,7 @@ def keys_leave_first(kind: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["ulysses", "tensor"])
 def test_keys_leave_before_there_are_queries(emulated_cluster: ClusterFactory, kind: str) -> None:
-    for seen in emulated_cluster(1, 2, mode="loopback").run(keys_leave_first, kind, timeout_s=60):
+    for seen in emulated_cluster(1, 2, mode="loopback").run(keys_leave_first, kind):
         assert seen == ["k", "v", "gather", "q", "out"]
 
 
@@ -663,7 +663,7 @@ def early_and_late(uses: list[int] | None, num_heads: int) -> None:
 
 @pytest.mark.parametrize(("uses", "num_heads"), [(None, 2), ([1, 2], 0), ([], 0)])
 def test_early_and_late(emulated_cluster: ClusterFactory, uses: list[int] | None, num_heads: int) -> None:
-    emulated_cluster(1, 3, mode="loopback").run(early_and_late, uses, num_heads, timeout_s=60)
+    emulated_cluster(1, 3, mode="loopback").run(early_and_late, uses, num_heads)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

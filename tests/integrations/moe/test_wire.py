@@ -90,7 +90,7 @@ def test_fp8_tokens_stay_close(
     options: dict[str, Any],
 ) -> None:
     cluster = emulated_cluster(nodes, ranks)
-    cluster.run(against_native, nodes * ranks, etp, tokens, options, timeout_s=60)
+    cluster.run(against_native, nodes * ranks, etp, tokens, options)
 
 
 def rows_arrive_rounded() -> list[str]:
@@ -123,7 +123,7 @@ def rows_arrive_rounded() -> list[str]:
 
 
 def test_rows_inside_a_node_are_native(emulated_cluster: ClusterFactory) -> None:
-    for plans in emulated_cluster(2, 2).run(rows_arrive_rounded, timeout_s=60):
+    for plans in emulated_cluster(2, 2).run(rows_arrive_rounded):
         assert "flat_direct×3/fp8_e4m3" in plans
 
 
@@ -143,7 +143,7 @@ def a_token_is_nan() -> str:
 
 
 def test_nan_is_not_hidden(emulated_cluster: ClusterFactory) -> None:
-    for text in emulated_cluster(1, 2).run(a_token_is_nan, check=False, grace_s=30.0, timeout_s=60):
+    for text in emulated_cluster(1, 2).run(a_token_is_nan, check=False, grace_s=30.0):
         assert "NonFiniteError" in str(text.value) or "NaN" in str(text.value)
 
 
@@ -165,7 +165,7 @@ def recomputed() -> None:
 
 
 def test_recomputation_sends_the_same_rows(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(recomputed, timeout_s=60)
+    emulated_cluster(1, 2).run(recomputed)
 
 
 def formats_differ() -> str:
@@ -179,7 +179,7 @@ def formats_differ() -> str:
 
 
 def test_ranks_that_differ_in_formats_hear_of_it_with_the_counts(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 2).run(formats_differ, timeout_s=60)
+    emulated_cluster(1, 2).run(formats_differ)
 
 
 def nothing_comes_to_one_rank() -> None:
@@ -197,4 +197,4 @@ def nothing_comes_to_one_rank() -> None:
 
 
 def test_a_rank_that_has_nothing_at_all(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3).run(nothing_comes_to_one_rank, timeout_s=60)
+    emulated_cluster(1, 3).run(nothing_comes_to_one_rank)
