@@ -162,7 +162,9 @@ def choose_slices(
 
     num_later = LATER_CHUNKS if puts_off else 0
     whole = (sum(allowed[0]),)
-    if whole in allowed:  # the shorter of exchanges and products can be hidden at most: where that is too little, ask no further
+    if (
+        whole in allowed
+    ):  # the shorter of exchanges and products can be hidden at most: where that is too little, ask no further
         exchanged_us, worked_us = 2 * exchange_us(traffic.logical_bytes), experts_us(traffic.logical_bytes)
         whole_us = pass_us(whole, 1) + pass_us(whole, 2, num_later)
         hidden_us = min(exchanged_us, worked_us) + min(exchanged_us, 2 * worked_us)
