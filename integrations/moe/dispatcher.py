@@ -89,6 +89,7 @@ class TokenDispatcher:
     Attributes:
         decision: of the latest :meth:`prepare`.
         spill_decision: of the latest one whose load was uneven, where experts may spill.
+        spiller: what decides that; None: rows stay.
         weights_travel: as given.
 
     Raises:
@@ -126,11 +127,11 @@ class TokenDispatcher:
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
         self._count = torch.compiler.disable(partial(count_dispatch, used_by, self.grid.all.ranks))
         wanted = Spilling.of(spilling)
-        self._spiller = None if wanted is None else ExpertSpiller(self.grid, slots, wanted)
+        self.spiller = None if wanted is None else ExpertSpiller(self.grid, slots, wanted)
         self.spill_decision: SpillDecision | None = None
         self._used_by = used_by
         self._setup = (
-            0 if self._spiller is None else self._spiller.number,
+            0 if self.spiller is None else self.spiller.number,
             number_of_wire(self.ways.wire),
             ("auto", *DISPATCH_KINDS).index(kind),
             weights_travel,
@@ -185,7 +186,7 @@ class TokenDispatcher:
         for seen in self._watching:
             seen(layout, self.slots)
         lent: LentExperts | None = None
-        if self._spiller is not None:
+        if self.spiller is not None:
             layout, lent = self._spill(layout, experts)
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
@@ -206,9 +207,9 @@ class TokenDispatcher:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it decides by numbers, and talks to others
     def _spill(self, layout: ChoiceCounts, experts: Experts | None) -> tuple[ChoiceCounts, LentExperts | None]:
         """Change a call's choices to what spills, and find what this rank lends and is lent; or leave all as it is."""
-        assert self._spiller is not None
+        assert self.spiller is not None
         assert isinstance(experts, GroupedExperts)  # or the offer was refused
-        layout, lent, decision = self._spiller.spill(layout, experts)
+        layout, lent, decision = self.spiller.spill(layout, experts)
         if decision is None:
             return layout, lent
         self.spill_decision = decision
@@ -239,7 +240,7 @@ class TokenDispatcher:
         )  # they are looked at with the indices: the host waits once
         self._check_weights(weights, *indices.shape[:2], is_sound=on_device)
         is_elsewhere = like is not None and not like.is_cpu
-        trained = () if self._spiller is None else _trained(experts, capacity)
+        trained = () if self.spiller is None else (self.spiller.is_on, *_trained(experts, capacity))
         way = (*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere, *trained)
         if self.slots is not None:
             indices = self.slots.slots_of(indices)
@@ -336,7 +337,7 @@ class TokenDispatcher:
         :meth:`run`).
         """
         self._check(x, None, handle)
-        if self._spiller is not None:
+        if self.spiller is not None:
             raise UsageError("dispatch: where experts may spill, their weights go along with tokens: use run()")
         chunk = self._only(handle)
         handle.use.dispatched += 1

@@ -4,6 +4,9 @@ A *round* begins every so many steps. Ranks sum up the loads that they have seen
 from them and searches, on a thread of its own, while training goes on; then it announces what it found, and all ranks begin to
 send (:mod:`~commlayer.integrations.moe.expert_migration`), and switch before the optimizer's next step.
 
+Where a layer spills by prices, the same decision says whether it does until the next one: placements and spilling are compared, and
+used together, at the same prices. Ranks turn spilling on and off in the step in which all have read the announcement.
+
 Sums, announcements and experts travel on a group of the placer's own, on the lowest lane. What a rank does in a step follows
 from how many steps there were, and from what rank 0 has announced in the step before, which all ranks read in the same step. So
 all switch at the same step, or none does. Rejected: an appointment in the store
@@ -17,8 +20,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -126,6 +130,8 @@ class ExpertPlacer:
         self._is_off = self._is_closed = False
         self.num_migrations = 0
         self._handles = self._hook()
+        if work is not None:
+            self._price_spills([work] * len(self._layers))
 
     @property
     def placements(self) -> tuple[ExpertPlacement, ...]:
@@ -183,6 +189,7 @@ class ExpertPlacer:
         if self._group.group is not None:
             require_alike(told, self._group.group, "to move experts")
         self._end_round()
+        self._let_spill([True] * len(self._layers))  # what was decided was of other placements
         self._start(settled, reason, None)
 
     def close(self) -> None:
@@ -194,6 +201,7 @@ class ExpertPlacer:
         if self._is_closed:
             return
         migration, under_way = self._leave()
+        self._let_spill([True] * len(self._layers))
         if not dist.is_initialized() or dist.group.WORLD is not self._world:
             return  # the group went with its default group
         if migration is not None:
@@ -236,6 +244,7 @@ class ExpertPlacer:
         if self._work is None and not self._works:
             micro_batches = self._loads.micro_batches
             self._works = [measured_work(layer, self._optimizers, micro_batches) for layer in self._layers]
+            self._price_spills(self._works)
         summed = self._loads.round()
         self._round = _Summing(summed, dist.all_reduce(summed, group=self._group.group, async_op=True))
 
@@ -259,14 +268,35 @@ class ExpertPlacer:
             if found is not None:
                 _print(f"experts stay where they are from now on: {found.words}")
         elif answer == _MOVE:
-            words, promise = ("", None) if found is None else (found.words, found.promise)
-            self._start(self._announced(under_way.slots), words, promise)
+            self._take(under_way.told, found)
         elif found is not None:
             self._tell(found.words, 0, 0)
 
     @property
     def _message_size(self) -> int:
-        return sum(_slots_of(layer).num_slots for layer in self._layers)
+        return sum(1 + _slots_of(layer).num_slots for layer in self._layers)
+
+    def _take(self, told: torch.Tensor, found: _Answer | None) -> None:
+        """Do what rank 0 has announced: whether each layer spills, at once; and a migration, where experts move."""
+        spills, slots = told[: len(self._layers)], told[len(self._layers) :]
+        self._let_spill(spills.bool().tolist())
+        placements = self._announced(slots)
+        words, promise = ("", None) if found is None else (found.words, found.promise)
+        if any((new.slots != old.slots).any() for new, old in zip(placements, self.placements, strict=True)):
+            self._start(placements, words, promise)
+        elif found is not None:
+            self._tell(words, 0, 0)
+
+    def _price_spills(self, works: Sequence[ExpertWork]) -> None:
+        """Have layers spill by the prices by which they are placed."""
+        for layer, work in zip(self._layers, works, strict=True):
+            if layer.dispatcher.spiller is not None:
+                layer.dispatcher.spiller.price_by(work)
+
+    def _let_spill(self, spills: Sequence[bool]) -> None:
+        for layer, is_on in zip(self._layers, spills, strict=True):
+            if layer.dispatcher.spiller is not None:
+                layer.dispatcher.spiller.is_on = is_on
 
     def _announced(self, slots: torch.Tensor) -> list[ExpertPlacement]:
         parts = slots.split([_slots_of(layer).num_slots for layer in self._layers])
@@ -284,22 +314,45 @@ class ExpertPlacer:
             zip(self._loads.expected(self._horizon), self.placements, strict=True)
         ):
             config = self._layers[place].router.config
-            load = LayerLoad(counts, config.top_k)
-            prices = self._prices_of(self._works[place] if self._work is None else self._work)
-            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=False)
-            decisions.append(place_layer(load, prices, before, self._horizon, room))
+            load, spiller = LayerLoad(counts, config.top_k), self._layers[place].dispatcher.spiller
+            may_spill = spiller is not None and spiller.spilling.rule == "priced"
+            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=may_spill)
+            decisions.append(place_layer(load, self._prices_of(place), before, self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
-        moves = any(each.moves for each in decisions)
+        spills = [self._shall_spill(place, decision) for place, decision in enumerate(decisions)]
+        changes = any(each.moves for each in decisions) or spills != [self._is_spilling(layer) for layer in self._layers]
         promise = PlacementPromise(
             sum(each.chosen.migration_us for each in decisions),
-            sum(each.kept.step.total_us - each.chosen.step.total_us for each in decisions),
+            sum(self._now_us(place, each) - each.chosen.step.total_us for place, each in enumerate(decisions)),
         )
-        slots = np.concatenate([each.slots.reshape(-1) for each in settled])
-        return _Answer(_MOVE if moves else _KEEP, _said(decisions), slots, promise)
+        told = np.concatenate([np.array(spills, dtype=np.int64), *(each.slots.reshape(-1) for each in settled)])
+        return _Answer(_MOVE if changes else _KEEP, _said(decisions), told, promise)
 
-    def _prices_of(self, work: ExpertWork) -> PlacementPrices:
+    def _shall_spill(self, place: int, decision: PlacementDecision) -> bool:
+        """Whether a layer spills from now on: by LLEP's rule always, by prices where that was chosen."""
+        spiller = self._layers[place].dispatcher.spiller
+        return spiller is not None and (spiller.spilling.rule == "llep" or bool(decision.spilled))
+
+    def _now_us(self, place: int, decision: PlacementDecision) -> float:
+        """The price of a layer's step as it is: spilling, where it does."""
+        alone = decision.best.get("spilling alone")
+        if alone is None or not self._is_spilling(self._layers[place]):
+            return decision.kept.step.total_us
+        return min(alone.step.total_us, decision.kept.step.total_us)
+
+    @staticmethod
+    def _is_spilling(layer: MoELayer) -> bool:
+        return layer.dispatcher.spiller is not None and layer.dispatcher.spiller.is_on
+
+    def _prices_of(self, place: int) -> PlacementPrices:
+        """The prices of one layer: those by which it spills, where it does."""
+        layer = self._layers[place]
+        spilling = None if layer.dispatcher.spiller is None else layer.dispatcher.spiller.spilling
+        work = self._work or self._works[place]
+        if self._work is None and spilling is not None and spilling.work is not None:
+            work = replace(spilling.work, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
         if work not in self._prices:
-            profile = self._profile or self._layers[0].dispatcher.grid.ep.profile
+            profile = self._profile or (spilling and spilling.profile) or layer.dispatcher.grid.ep.profile
             if profile is None:
                 raise UsageError(
                     "no profile of the expert group: name one in COMMLAYER_PROFILE, or pass profile=, to place experts"
@@ -395,11 +448,12 @@ class ExpertPlacer:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The outcome of a search: whether experts move, why, all slots then, and what is promised of it."""
+    """The outcome of a search: whether anything changes, why, what is told of it (for each layer whether it spills; then all
+    slots), and what is promised."""
 
     kind: int
     words: str
-    slots: Array | None = None
+    told: Array | None = None
     promise: PlacementPromise | None = None
 
 
@@ -427,7 +481,8 @@ class _Deciding:
             self._thread.start()
 
     @property
-    def slots(self) -> torch.Tensor:
+    def told(self) -> torch.Tensor:
+        """What was sent behind the answer."""
         return self._told[1:]
 
     def ask(self) -> None:
@@ -436,8 +491,8 @@ class _Deciding:
             self._told.zero_()
             if self.found is not None:
                 self._told[0] = self.found.kind
-                if self.found.slots is not None:
-                    self._told[1:] = torch.as_tensor(self.found.slots)
+                if self.found.told is not None:
+                    self._told[1:] = torch.as_tensor(self.found.told)
         source = self._group.ranks[0]
         self._work = dist.broadcast(self._told, source, group=self._group.group, async_op=True)
 
@@ -534,11 +589,13 @@ def _slots_of(layer: MoELayer) -> ExpertSlots:
 def _said(decisions: Sequence[PlacementDecision]) -> str:
     """Say what was decided for all layers, and why for the one that gains most."""
     best = max(decisions, key=lambda each: each.kept.total_us - each.chosen.total_us)
-    moved = [each for each in decisions if each.moves]
-    if not moved:
+    forms = Counter(each.chosen.form for each in decisions)
+    if set(forms) == {"keep"}:
         return best.reason()
+    moved = [each for each in decisions if each.moves]
     before_us, after_us = (sum(getattr(each, name).step.total_us for each in decisions) for name in ("kept", "chosen"))
-    words = f"{sum(len(each.moves) for each in moved)} copies move in {len(moved)} of {len(decisions)} layers; "
+    words = f"{sum(len(each.moves) for each in moved)} copies move in {len(moved)} of {len(decisions)} layers"
+    words += f" ({', '.join(f'{number} {form}' for form, number in sorted(forms.items()))}); "
     words += f"their steps are predicted to take {after_us / 1e3:.4g} ms in place of {before_us / 1e3:.4g}"
     return f"{words}. {best.reason()}"
 

@@ -31,7 +31,7 @@ from commlayer.integrations.moe.levels import RowsOnLevel
 from commlayer.integrations.moe.measuring import Measurements, work_of_experts
 from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
-from commlayer.scheduler.placement.placement_price import PlacementPrices
+from commlayer.scheduler.placement.placement_price import ExpertWork, PlacementPrices
 from commlayer.scheduler.placement.spilling import (
     SpillDecision,
     SpilledRows,
@@ -50,6 +50,7 @@ class ExpertSpiller:
 
     Attributes:
         decision: of the latest call whose load was uneven.
+        is_on: whether anything may spill; all ranks change it between the same two calls.
     """
 
     def __init__(self, grid: ExpertGrid, slots: ExpertSlots | None, spilling: Spilling) -> None:
@@ -57,6 +58,8 @@ class ExpertSpiller:
         self._grid, self._slots = grid, slots
         self._measured = Measurements(grid)
         self._prices: PlacementPrices | None = None
+        self._work: ExpertWork | None = spilling.work
+        self.is_on = True
         nodes = grid.ep.nodes
         if grid.etp.size > 1:  # whose EP groups may lie otherwise
             nodes = (tuple(range(grid.ep.size)),)
@@ -78,7 +81,7 @@ class ExpertSpiller:
 
         Raises UsageError for what cannot be priced; DisagreementError where ranks decided differently.
         """
-        if not self.spilling.is_for(layout.gathered_rows):
+        if not (self.is_on and self.spilling.is_for(layout.gathered_rows)):
             return layout, None, None
         if self.spilling.rule == "priced" and self._prices is None:
             self._prices = self._made_prices(experts)
@@ -102,6 +105,11 @@ class ExpertSpiller:
         if found.grid.levels is not None:
             found = replace(found, on_levels=RowsOnLevel.of_call(found.grid.levels, everyone[:, 1:]))
         return found, self._lent(decision.parts), decision
+
+    def price_by(self, work: ExpertWork) -> None:
+        """Price by ``work``, which all ranks have alike, from the next uneven call on, unless the rule came with its own."""
+        if self.spilling.work is None and self.spilling.rule == "priced":
+            self._work, self._prices = replace(work, micro_batches=1), None
 
     def _decide(self, layout: ChoiceCounts) -> SpillDecision:
         placement = self._placement
@@ -183,7 +191,7 @@ class ExpertSpiller:
                 "expert groups that share tokens over etp have different profiles, so what spills has no one price: give them "
                 "one, Spilling(profile=…), or take spilling='llep'"
             )
-        prices = PlacementPrices(profile, self.spilling.work or work_of_experts(experts, self._measured))
+        prices = PlacementPrices(profile, self._work or work_of_experts(experts, self._measured))
         if prices.num_ranks != grid.ep.size:
             raise UsageError(
                 f"spilling by prices: expected a profile of the {grid.ep.size} ranks of EP, got one of {prices.num_ranks} "

@@ -138,6 +138,7 @@ def work_of_experts(
         gradient_bytes=weight_bytes,
         state_bytes=state_bytes,
         micro_batches=micro_batches,
+        puts_off=experts.w_gate.is_cpu,  # a GPU's grouped products make gradients of rows and weights together
     )
 
 

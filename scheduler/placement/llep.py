@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
-from commlayer.scheduler.placement.placement_search import Spilled
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
 __all__ = ["LlepRule", "llep_spilled"]
 

@@ -3,7 +3,12 @@
 Added up are, for each micro-batch, dispatch and combine with the same of their gradients, and the computation of the slowest
 rank; and for each step what replicas' gradients take. Exchanges end with the rank that has most to receive; a token goes once to
 each node that holds any of its experts, where that is faster than once for each choice
-(:mod:`commlayer.scheduler.rails`). Nothing is taken to be hidden, because skew is what overlap does not hide.
+(:mod:`commlayer.scheduler.rails`). What runs side by side follows from how the layer runs it
+(:mod:`commlayer.scheduler.placement.step_timeline`): weights that are lent, and their gradients, beside the computation, so that
+only what stands out of it counts; sums of replicas' gradients behind the backward pass, beside nothing.
+
+Copies share their rows evenly, wherever tokens come from. Helpers take rows of their own rank first, then of their node, so what
+spills also spares exchanges.
 
 How many tokens reach a node follows from the loads alone, which do not say what experts are chosen together. Two models are
 known: choices that are drawn independently, and experts that are taken or left independently. The smaller part of tokens
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,12 +29,14 @@ from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.group_strategies import build_group
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.placement.spilled_rows import Spilled, rows_on_the_way
+from commlayer.scheduler.placement.step_timeline import MicroBatch
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.price import price
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
+__all__ = ["Exchanges", "ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
 
 _EXCHANGES = 4
 """Dispatch, combine, and the same of their gradients."""
@@ -49,6 +56,7 @@ class ExpertWork:
         weight_bytes, gradient_bytes: of one expert, as they are sent.
         state_bytes: of its optimizer, which go with every copy.
         micro_batches: of a step, each with its own exchanges.
+        puts_off: whether the backward pass makes the products for weights' gradients while those of rows travel.
 
     Raises:
         UsageError: a number out of its range.
@@ -61,6 +69,7 @@ class ExpertWork:
     state_bytes: int
     expert_us: float = 0.0
     micro_batches: int = 1
+    puts_off: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.row_us, self.expert_us, self.weight_bytes, self.gradient_bytes, self.state_bytes)
@@ -142,24 +151,40 @@ class Totals(NamedTuple):
 class LayerPrice:
     """The time of a layer's step, µs: all exchanges of tokens, the slowest rank's computation, replicas' gradients, spilling.
 
-    ``levels``: whether tokens go in two levels. ``busiest``: the busiest rank's rows over the mean.
+    ``spill_us``: what weights that go along, and their gradients, make the step longer; ``sent_us``: what they take, most of it
+    beside computation. ``risk_us``: how much longer the step were if these took longer by the profile's error. ``hidden_us``:
+    computation that runs beside exchanges. ``levels``: whether tokens go in two levels. ``busiest``: the busiest rank's rows over
+    the mean.
     """
 
     exchange_us: float
     compute_us: float
     gradient_us: float = 0.0
     spill_us: float = 0.0
+    sent_us: float = 0.0
+    risk_us: float = 0.0
+    hidden_us: float = 0.0
     levels: bool = False
     busiest: float = 1.0
 
     @property
     def total_us(self) -> float:
-        return self.exchange_us + self.compute_us + self.gradient_us + self.spill_us
+        return self.exchange_us + self.compute_us + self.gradient_us + self.spill_us - self.hidden_us
 
-    def differs_us(self, other: LayerPrice) -> float:
-        """Add up what curves say of this step and not of ``other``'s, which has nothing that goes along: what may err."""
+    def doubt_us(self, other: LayerPrice, error: float) -> float:
+        """The time by which curves that err by ``error`` may be wrong in what this step does and ``other``, in which nothing
+        spills, does not."""
         exchange_us, gradient_us = self.exchange_us - other.exchange_us, self.gradient_us - other.gradient_us
-        return abs(exchange_us) + abs(gradient_us) + self.spill_us
+        return error * (abs(exchange_us) + abs(gradient_us) + self.spill_us) + self.risk_us
+
+
+class Exchanges(NamedTuple):
+    """All exchanges of a step, µs; those of them beside which products for weights' gradients may run; and whether they go in two
+    levels. Of any one shape."""
+
+    us: Array
+    beside_us: Array
+    levels: Array
 
 
 class PlacementPrices:
@@ -189,6 +214,7 @@ class PlacementPrices:
                 price(build_group(Traffic.on_nodes("all_to_all_v", size, nodes), Strategy.FLAT), profile).total_us
             )
         )
+        self._latest: tuple[LayerLoad, ExpertPlacement, tuple[Totals, Totals]] | None = None
         self._rails = self._inside = self._flat
         self.has_levels = self.num_nodes > 1 and self.per_node > 1
         if self.has_levels:
@@ -197,32 +223,52 @@ class PlacementPrices:
 
     # One layer's step
 
-    def totals(
-        self, load: LayerLoad, placement: ExpertPlacement, spilled: Sequence[tuple[int, int, int, float]] = ()
-    ) -> tuple[Totals, Totals]:
+    def totals(self, load: LayerLoad, placement: ExpertPlacement, spilled: Spilled = ()) -> tuple[Totals, Totals]:
         """The totals of ranks and of nodes; ``spilled`` as for :meth:`layer`."""
+        import numpy as np
+
+        before = self._totals_before(load, placement)
+        if not spilled:
+            return before
+        found = []
+        for (rows, none), node_of in zip(before, (None, self.node_of.tolist()), strict=True):
+            changed: dict[tuple[int, int], float] = {}
+            for expert, source, target, part in spilled:
+                for rank, more in ((source, -part), (target, part)):
+                    key = expert, rank if node_of is None else node_of[rank]
+                    changed[key] = changed.get(key, 0.0) + more
+            new_rows, new_none = rows.tolist(), none.tolist()
+            for (expert, at), more in changed.items():
+                held = placement.copies[expert]
+                copies = held[at] if node_of is None else held[at * self.per_node : (at + 1) * self.per_node].sum()
+                share = float(copies) / float(placement.logcnt[expert])
+                chosen, counts = float(load.chosen_by[expert]), float(load.counts[expert])
+                new_rows[at] += counts * more
+                new_none[at] += math.log1p(-min(chosen * max(share + more, 0.0), 1 - 1e-12))
+                new_none[at] -= math.log1p(-min(chosen * share, 1 - 1e-12))
+            found.append(Totals(np.array(new_rows), np.array(new_none)))
+        return found[0], found[1]
+
+    def _totals_before(self, load: LayerLoad, placement: ExpertPlacement) -> tuple[Totals, Totals]:
+        """The same where nothing spills; those of the latest load and placement are known, as a search asks for them often."""
+        if self._latest is not None and self._latest[0] is load and self._latest[1] is placement:
+            return self._latest[2]
         import numpy as np
 
         experts, ranks = placement.held
         parts = 1.0 / placement.logcnt[experts]
-        if spilled:
-            those, sources, targets, moved = (np.array(each) for each in zip(*spilled, strict=True))
-            place = np.full((placement.num_experts, placement.num_ranks), -1)
-            place[experts, ranks] = np.arange(len(experts))
-            np.subtract.at(parts, place[those, sources], moved)
-            experts, ranks = np.concatenate([experts, those]), np.concatenate([ranks, targets])
-            parts = np.concatenate([parts, moved])
         found = []
         for where, count in ((ranks, self.num_ranks), (self.node_of[ranks], self.num_nodes)):
             expert, at, share = experts, where, parts
-            if spilled or count != self.num_ranks:  # several copies may be there
+            if count != self.num_ranks:  # several copies may be there
                 together = np.bincount(experts * count + where, parts, minlength=placement.num_experts * count)
                 key = np.flatnonzero(together > 0)
                 expert, at, share = key // count, key % count, together[key]
             none = np.log1p(-np.minimum(load.chosen_by[expert] * share, 1 - 1e-12))
             rows = np.bincount(at, load.counts[expert] * share, minlength=count)
             found.append(Totals(rows, np.bincount(at, none, minlength=count)))
-        return found[0], found[1]
+        self._latest = load, placement, (found[0], found[1])
+        return self._latest[2]
 
     def reached(self, load: LayerLoad, totals: Totals) -> Array:
         """The part of tokens that have an expert there, for each of these ranks or nodes."""
@@ -232,30 +278,39 @@ class PlacementPrices:
         found: Array = 1 - np.minimum(np.exp(totals.none), (1 - share) ** load.top_k)
         return found
 
-    def exchanges_us(
-        self, load: LayerLoad, most_rows: Array, rank_reach: Array, node_reach: Array
-    ) -> tuple[Array, Array]:
-        """Time all exchanges of a step, flat and in two levels, by the busiest rank's rows and the largest parts of tokens that
+    def exchanges(self, load: LayerLoad, most_rows: Array, rank_reach: Array, node_reach: Array) -> Exchanges:
+        """Time all exchanges of a step, flat or in two levels, by the busiest rank's rows and the largest parts of tokens that
         have an expert on one rank, and on one node. Arrays of any one shape."""
-        size, count = self.work.row_bytes / self.work.micro_batches, _EXCHANGES * self.work.micro_batches
-        flat = self._flat(most_rows * size) * count
+        import numpy as np
+
+        batches = self.work.micro_batches
+        size = self.work.row_bytes / batches
+        flat = self._flat(most_rows * size) * batches
         if not self.has_levels:
-            return flat, flat
+            return Exchanges(_EXCHANGES * flat, flat, np.zeros_like(flat, dtype=bool))
         tokens = load.tokens * size
-        levels = self._rails(tokens * node_reach / self.per_node) + self._inside(tokens * rank_reach)
-        return flat, levels * count
+        rails = self._rails(tokens * node_reach / self.per_node) * batches
+        both = rails + self._inside(tokens * rank_reach) * batches
+        levels = both < flat
+        return Exchanges(_EXCHANGES * np.minimum(flat, both), np.where(levels, rails, flat), levels)
 
     def compute_us(self, most_rows: Array) -> Array:
         """Time what the slowest rank computes in a step, but for what each expert takes whatever its rows."""
         return most_rows * (self.work.row_us * (1 + _BACKWARD))
 
-    def layer(
-        self, load: LayerLoad, placement: ExpertPlacement, spilled: Sequence[tuple[int, int, int, float]] = ()
-    ) -> LayerPrice:
+    def step_us(self, exchanges: Exchanges, most_rows: Array) -> Array:
+        """Time a step in which nothing spills and there are no replicas. Arrays of any one shape."""
+        import numpy as np
+
+        compute_us = self.compute_us(most_rows)
+        hidden_us = np.minimum(exchanges.beside_us, compute_us / (1 + _BACKWARD)) if self.work.puts_off else 0.0
+        found: Array = exchanges.us + compute_us - hidden_us
+        return found
+
+    def layer(self, load: LayerLoad, placement: ExpertPlacement, spilled: Spilled = ()) -> LayerPrice:
         """Price one layer's step under ``load``.
 
-        ``spilled``: (expert, from rank, to rank, part of the expert's rows) whose weights go along in each micro-batch, and whose
-        gradients come back.
+        ``spilled``: whose weights go along in each micro-batch, and whose gradients come back.
 
         Raises UsageError for a placement of other experts, or on another number of ranks.
         """
@@ -264,24 +319,57 @@ class PlacementPrices:
                 f"a placement on the profile's {self.num_ranks} ranks of {len(load.counts)} experts: got {placement.num_experts} "
                 f"experts on {placement.num_ranks} ranks"
             )
-        import numpy as np
-
         ranks, nodes = self.totals(load, placement, spilled)
-        most = ranks.rows.max()
-        flat, levels = self.exchanges_us(load, most, self.reached(load, ranks).max(), self.reached(load, nodes).max())
-        each = 0.0
-        if self.work.expert_us:
-            held = np.concatenate([placement.held[1], np.array([part[2] for part in spilled], dtype=np.int64)])
-            each = self.work.expert_us * (1 + _BACKWARD) * self.work.micro_batches * int(np.bincount(held).max())
+        moved = rows_on_the_way(load.counts, placement, spilled, self.node_of, self._inside_weight) if spilled else None
+        reach = self.reached(load, ranks).max(), self.reached(load, nodes).max()
+        exchanges = self.exchanges(load, ranks.rows.max() if moved is None else moved, *reach)
+        batch = self._micro_batch(load, placement, spilled, ranks.rows, exchanges)
+        there_us, back_us = self._lent_us(spilled)
+        error, batches = 1 + self.profile.error, self.work.micro_batches
+        quick_us, total_us = batch.total_us(0.0, 0.0), batch.total_us(there_us, back_us)
+        late_us = batch.total_us(there_us * error, back_us * error) if spilled else total_us
+        exchange_us, compute_us = float(exchanges.us), batch.computed_us * batches
         mean = float(ranks.rows.mean())
         return LayerPrice(
-            exchange_us=float(min(flat, levels)),
-            compute_us=float(self.compute_us(most)) + each,
+            exchange_us=exchange_us,
+            compute_us=compute_us,
             gradient_us=self.gradients_us(placement),
-            spill_us=self.spill_us(spilled),
-            levels=self.has_levels and bool(levels < flat),
-            busiest=float(most) / mean if mean else 1.0,
+            spill_us=(total_us - quick_us) * batches,
+            sent_us=(there_us + back_us) * batches,
+            risk_us=(late_us - total_us) * batches,
+            hidden_us=exchange_us + compute_us - quick_us * batches,
+            levels=bool(exchanges.levels),
+            busiest=float(ranks.rows.max()) / mean if mean else 1.0,
         )
+
+    def _micro_batch(
+        self, load: LayerLoad, placement: ExpertPlacement, spilled: Spilled, rows: Array, exchanges: Exchanges
+    ) -> MicroBatch:
+        import numpy as np
+
+        work, guests, number = self.work, np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        for expert, _, target, part in spilled:
+            guests[target] += load.counts[expert] * part
+            number[target] += 1
+        held = np.bincount(placement.held[1], minlength=self.num_ranks)
+        row_us, batches = work.row_us / work.micro_batches, work.micro_batches
+        inside_us = float(exchanges.us) / _EXCHANGES - float(exchanges.beside_us)
+        return MicroBatch(
+            exchange_us=float(exchanges.us) / (_EXCHANGES * batches),
+            inside_us=inside_us / batches,
+            own_us=(rows - guests) * row_us + held * work.expert_us,
+            guests_us=guests * row_us + number * work.expert_us,
+            puts_off=work.puts_off,
+        )
+
+    @cached_property
+    def _inside_weight(self) -> float:
+        """What a byte inside a node takes of the time of one between nodes."""
+        size, ranks, each = float(1 << 20), self.num_ranks, self.per_node
+        if not self.has_levels:
+            return 1.0
+        inside_us, flat_us = (float(table(size)) for table in (self._inside, self._flat))
+        return min(1.0, inside_us / (1 - 1 / each) * (1 - each / ranks) / flat_us)
 
     # What is sent beside tokens
 
@@ -301,16 +389,17 @@ class PlacementPrices:
         each = self.work.gradient_bytes
         return self._most_us(across * each, inside * each)
 
-    def spill_us(self, spilled: Sequence[tuple[int, int, int, float]]) -> float:
-        """Time the weights that go along in a step, and their gradients."""
+    def _lent_us(self, spilled: Spilled) -> tuple[float, float]:
+        """Time the weights that go along in a micro-batch, and their gradients on the way back."""
         import numpy as np
 
         if not spilled:
-            return 0.0
+            return 0.0, 0.0
         sources, targets = np.array([each[1] for each in spilled]), np.array([each[2] for each in spilled])
         there = self.sent_us(sources, targets, np.full(len(spilled), self.work.weight_bytes))
-        back = self.sent_us(targets, sources, np.full(len(spilled), self.work.gradient_bytes))
-        return (there + back) * self.work.micro_batches
+        if self.work.gradient_bytes == self.work.weight_bytes:
+            return there, there  # the rank that sends most is the one that gets most back
+        return there, self.sent_us(targets, sources, np.full(len(spilled), self.work.gradient_bytes))
 
     def migration_us(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Time the way to another placement, once: weights and the optimizer's state of every copy that is new on its rank."""

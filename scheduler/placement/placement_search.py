@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.placement_price import LayerLoad, LayerPrice, PlacementPrices, Totals
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
-__all__ = ["Placer", "Spilled", "relabelled"]
+__all__ = ["LEAST_GAIN", "Placer", "relabelled"]
 
-Spilled = tuple[tuple[int, int, int, float], ...]
-"""Experts' parts that are computed elsewhere: (expert, from rank, to rank, part of its rows)."""
-
+LEAST_GAIN = 0.01
+"""The part of a step's time that is worth another placement, or weights that go along."""
 _LIGHT = 6
 """The light ranks with which the busiest one exchanges."""
 _MOST_SPILLED = 32
@@ -115,9 +115,27 @@ class Placer:
             room[target] -= 1
             yield slots.copy()
 
-    def spilled(self, placement: ExpertPlacement, begin: Spilled = (), *, stays_near: bool = False) -> Spilled:
-        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay beside
-        what ``begin`` sends. ``stays_near``: to ranks of the same node only."""
+    def spilled(self, placement: ExpertPlacement) -> Spilled:
+        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay.
+
+        Looked for are parts that go to any rank; and, unless these even out the load beside the computation, parts that go to
+        ranks of the same node, where weights are cheap, and more from there to any rank.
+        """
+        kept = self.step(placement)
+        most_us = (kept.exchange_us + kept.compute_us) * (1 - 1 / kept.busiest)  # fewer rows save their part at most
+        if most_us <= LEAST_GAIN * kept.total_us:
+            return ()
+        anywhere = self._spilled_from(placement)
+        step = self.step(placement, anywhere)
+        is_even = step.busiest < 1 + LEAST_GAIN and step.spill_us + step.risk_us < LEAST_GAIN * step.total_us
+        if is_even or self.prices.num_nodes == 1 or self.prices.per_node == 1:
+            return anywhere  # no other parts could gain more than is worth a search
+        near = self._spilled_from(placement, stays_near=True)
+        found = {anywhere, near, self._spilled_from(placement, near)} if near else {anywhere}
+        return min(sorted(found), key=lambda each: self.step(placement, each).total_us)
+
+    def _spilled_from(self, placement: ExpertPlacement, begin: Spilled = (), *, stays_near: bool = False) -> Spilled:
+        """The best of ever more parts beside what ``begin`` sends. ``stays_near``: to ranks of the same node only."""
         best = begin
         best_us, misses = self.step(placement, begin).total_us, 0
         for found in _sampled(self._with_spilled(placement, begin, stays_near)):
@@ -217,8 +235,7 @@ class _Exchanges:
     def _now_us(self) -> float:
         most = self.ranks.rows.max()
         reach = [self.prices.reached(self.load, totals).max() for totals in (self.ranks, self.nodes)]
-        flat, levels = self.prices.exchanges_us(self.load, most, *reach)
-        return self.placer.horizon * float(min(flat, levels) + self.prices.compute_us(most))
+        return self.placer.horizon * float(self.prices.step_us(self.prices.exchanges(self.load, most, *reach), most))
 
     def _step_us(self, busy: int, light: Array, mine: Array, theirs: Array) -> Array:
         """The price of all steps after each exchange, [slots of the busy rank, light ranks, their slots]."""
@@ -229,9 +246,8 @@ class _Exchanges:
         crosses = (there != here)[None, :, None]
         ranks = self._largest(self.ranks, busy, light, rows, none)
         nodes = self._largest(self.nodes, here, there, rows * crosses, none * crosses)
-        flat, levels = self.prices.exchanges_us(self.load, ranks[0], ranks[1], nodes[1])
-        found: Array = self.placer.horizon * (np.minimum(flat, levels) + self.prices.compute_us(ranks[0]))
-        return found
+        exchanges = self.prices.exchanges(self.load, ranks[0], ranks[1], nodes[1])
+        return self.placer.horizon * self.prices.step_us(exchanges, ranks[0])
 
     def _largest(self, totals: Totals, busy: int, light: Array, rows: Array, none: Array) -> tuple[Array, Array]:
         """The most rows, and the largest part of tokens, of any rank or node, where the busy one gets so much more, and a light

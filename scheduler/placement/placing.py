@@ -1,4 +1,7 @@
-"""The choice of a placement: keep what is, or migrate experts, replicate some, or send weights along; and why.
+"""The choice of a placement: keep what is, migrate experts, replicate some, send weights along, or several of these; and why.
+
+Five *forms* are compared on one price: keeping, a placement without copies, one with copies, a placement on top of which weights
+are sent along in every step, and that alone.
 
 Nothing is chosen that is not predicted faster than keeping, by more than the error of the curves in what differs and by more
 than one in a hundred: loads are forecasts, and a migration that returns little is a risk. A decision depends on the load and the
@@ -17,21 +20,32 @@ from commlayer.scheduler.placement.eplb import balanced_packs, eplb_placement
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.placement.expert_placement import Array, ExpertMove, ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, LayerPrice, PlacementPrices
-from commlayer.scheduler.placement.placement_search import Placer, Spilled, relabelled
+from commlayer.scheduler.placement.placement_search import LEAST_GAIN, Placer, relabelled
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
-__all__ = ["PlacementCandidate", "PlacementDecision", "PlacementKind", "PlacementRoom", "place", "place_layer"]
+__all__ = [
+    "PlacementCandidate",
+    "PlacementDecision",
+    "PlacementForm",
+    "PlacementKind",
+    "PlacementRoom",
+    "place",
+    "place_layer",
+]
 
 PlacementKind = Literal["keep", "eplb", "greedy", "local", "spill"]
-_LEAST_GAIN = 0.01
+PlacementForm = Literal["keep", "without copies", "with copies", "with spilling", "spilling alone"]
 _MANY, _FEW = 8, 2
 """How many exchanges are looked for; fewer from a packing that is even already."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementCandidate:
-    """A placement that was priced. ``migration_us``: once. ``total_us``: of all steps of the horizon and the migration."""
+    """A placement that was priced. ``form``: what it does. ``migration_us``: once. ``total_us``: of all steps of the horizon and
+    the migration."""
 
     kind: PlacementKind
+    form: PlacementForm
     placement: ExpertPlacement
     step: LayerPrice
     migration_us: float
@@ -67,6 +81,14 @@ class PlacementDecision:
         return self.candidates[0]
 
     @property
+    def best(self) -> dict[PlacementForm, PlacementCandidate]:
+        """The fastest candidate of each form, the fastest form first. Of keeping there is one; of what was not found, none."""
+        found: dict[PlacementForm, PlacementCandidate] = {}
+        for each in sorted(self.candidates, key=lambda each: each.total_us):
+            found.setdefault(each.form, each)
+        return found
+
+    @property
     def gain(self) -> float:
         """The part of the time of all steps that is predicted to be saved, migration included; 0.0 where all is kept."""
         return 1 - self.chosen.total_us / self.kept.total_us if self.kept.total_us else 0.0
@@ -80,24 +102,30 @@ class PlacementDecision:
             if best.kind == "keep":
                 return f"keep: {before}, and no placement is predicted to save anything over {self.horizon} steps"
             gain = 1 - best.total_us / self.kept.total_us
-            saved = f"{best.kind} would save {gain:.1%} over {self.horizon} steps"
+            saved = f"{best.kind} ({best.form}) would save {gain:.1%} over {self.horizon} steps"
             return f"keep: {before}; {saved}, less than the curves and a forecast allow to promise"
         parts = {
             "computation": kept.compute_us - chosen.compute_us,
             "exchanges": kept.exchange_us - chosen.exchange_us,
         }
         costs = {"replicas' gradients": chosen.gradient_us, "weights that go along": chosen.spill_us}
+        hidden_us = chosen.sent_us - chosen.spill_us
         saves = ", ".join(f"{_ms(us)} of {name}" for name, us in parts.items() if us > 0) or "nothing"
         spends = ", ".join(f"{_ms(us)} of {name}" for name, us in costs.items() if us > 0)
-        words = f"{self.chosen.kind}: {before}; then {chosen.busiest:.2f} times, and {_ms(chosen.total_us)}: saves {saves} a step"
+        words = f"{self.chosen.kind} ({self.chosen.form}): {before}; then {chosen.busiest:.2f} times, and {_ms(chosen.total_us)}: "
+        words += f"saves {saves} a step"
         words += f", costs {spends}" if spends else ""
+        words += f", hides {_ms(hidden_us)} of weights that go along behind computation" if hidden_us > 0 else ""
         if self.moves:
             pays = self.chosen.migration_us / max(kept.total_us - chosen.total_us, 1e-9)
             words += (
                 f"; {counted(len(self.moves), 'copy moves', 'copies move')}, {_gb(self.moved_bytes)}, "
                 f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of {counted(self.horizon, 'step')}"
             )
-        return words
+        others = ", ".join(
+            f"{form} {_ms(each.total_us / self.horizon)}" for form, each in self.best.items() if form != self.chosen.form
+        )
+        return f"{words}. A step with its part of the migration: {_ms(self.chosen.total_us / self.horizon)}; {others}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +193,7 @@ def place_layer(
     placer = Placer(prices, load, before, horizon)
     kept = _priced(placer, "keep", before)
     found = [kept]
-    if kept.step.busiest > 1 + _LEAST_GAIN:  # else there is nothing to even out
+    if kept.step.busiest > 1 + LEAST_GAIN:  # else there is nothing to even out
         found += _candidates(placer, room)
     error = prices.profile.error
     sound = [each for each in found[1:] if _is_sure(each, kept, horizon, error)]
@@ -201,10 +229,18 @@ def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]
     if (best.placement.slots < 0).any():
         found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
     if room.may_spill:
-        best = min(found, key=lambda each: each.total_us)
-        bases = [best.placement, before] if best.migration_us > _LEAST_GAIN * best.total_us else [best.placement]
-        found += [_priced(placer, "spill", base, spilled) for base in bases if (spilled := placer.spilled(base))]
+        found += _spilling(placer, found)
     return found
+
+
+def _spilling(placer: Placer, found: list[PlacementCandidate]) -> list[PlacementCandidate]:
+    """What may be sent along on top of where experts lie, and of the best placements without and with copies."""
+    bases = {placer.before: None}
+    for form in ("without copies", "with copies"):
+        of_form = [each for each in found if each.form == form]
+        if of_form:
+            bases[min(of_form, key=lambda each: each.total_us).placement] = None
+    return [_priced(placer, "spill", base, spilled) for base in bases if (spilled := placer.spilled(base))]
 
 
 def _packed(placer: Placer) -> ExpertPlacement:
@@ -223,14 +259,23 @@ def _priced(
     placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = ()
 ) -> PlacementCandidate:
     step, way_us = placer.step(placement, spilled), placer.migration_us(placement)
-    return PlacementCandidate(kind, placement, step, way_us, placer.total_us(placement, spilled), spilled)
+    form = _form(placer, placement, spilled)
+    return PlacementCandidate(kind, form, placement, step, way_us, placer.total_us(placement, spilled), spilled)
+
+
+def _form(placer: Placer, placement: ExpertPlacement, spilled: Spilled) -> PlacementForm:
+    is_as_before = (placement.copies == placer.before.copies).all()
+    if spilled:
+        return "spilling alone" if is_as_before else "with spilling"
+    if is_as_before:
+        return "keep"
+    return "with copies" if placement.has_replicas else "without copies"
 
 
 def _is_sure(each: PlacementCandidate, kept: PlacementCandidate, horizon: int, error: float) -> bool:
     """Whether the gain is left where every curve errs against it by the profile's error, in what differs."""
-    differs_us = each.step.differs_us(kept.step)
-    doubt_us = error * (horizon * differs_us + each.migration_us)
-    return kept.total_us - each.total_us > max(doubt_us, _LEAST_GAIN * kept.total_us)
+    doubt_us = horizon * each.step.doubt_us(kept.step, error) + error * each.migration_us
+    return kept.total_us - each.total_us > max(doubt_us, LEAST_GAIN * kept.total_us)
 
 
 def _ms(us: float) -> str:

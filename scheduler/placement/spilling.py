@@ -23,13 +23,12 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.llep import LlepRule, llep_spilled
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
-from commlayer.scheduler.placement.placement_search import Placer, Spilled
+from commlayer.scheduler.placement.placement_search import LEAST_GAIN, Placer
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
 __all__ = ["SpillDecision", "SpillRule", "SpilledRows", "Spilling", "decide_spill", "spilled_cells"]
 
 SpillRule = Literal["priced", "llep"]
-_LEAST_GAIN = 0.01
-"""The part of a step that is worth spilling for."""
 _EVEN = 1.05
 """The busiest rank's rows over the mean, below which nothing is priced: less than that could be gained, and to compare what ranks
 decided takes something too."""
@@ -163,20 +162,11 @@ def decide_spill(
 def _priced(
     load: LayerLoad, placement: ExpertPlacement, prices: PlacementPrices
 ) -> tuple[Spilled, tuple[float, float]]:
-    """Find what spills where that surely saves something, and the prices of a step without and with it. Looked for are parts that
-    go to ranks of the same node, where weights are cheap; more from there to any rank; and any from the start."""
+    """Find what spills where that surely saves something, and the prices of a step without and with it."""
     placer = Placer(prices, load, placement, horizon=1)
-    kept = placer.step(placement)
-    most_us = (kept.exchange_us + kept.compute_us) * (
-        1 - 1 / kept.busiest
-    )  # fewer rows never save more than their part
-    if most_us <= max(_LEAST_GAIN * kept.total_us, prices.spill_us(((0, 0, 1, 1.0),))):  # what the cheapest guest takes
-        return (), (kept.total_us, kept.total_us)
-    near = placer.spilled(placement, stays_near=True) if prices.num_nodes > 1 and prices.per_node > 1 else ()
-    found = {placer.spilled(placement, near), placer.spilled(placement)} if near else {placer.spilled(placement)}
-    best = min(sorted(found), key=lambda each: placer.step(placement, each).total_us)
+    kept, best = placer.step(placement), placer.spilled(placement)
     step = placer.step(placement, best)
-    doubt_us = max(prices.profile.error * step.differs_us(kept), _LEAST_GAIN * kept.total_us)
+    doubt_us = max(step.doubt_us(kept, prices.profile.error), LEAST_GAIN * kept.total_us)
     is_sure = kept.total_us - step.total_us > doubt_us
     return best if is_sure else (), (kept.total_us, step.total_us)
 

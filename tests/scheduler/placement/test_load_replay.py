@@ -42,7 +42,7 @@ def test_llep_decides_in_every_micro_batch_by_its_own_load(micro_batches: int) -
             prices.layer(LayerLoad(counts, 2), start, own)
             for counts, own in zip(loads.counts[step], spilled, strict=True)
         ]
-        assert all(price.spill_us for price in each)
+        assert all(price.sent_us for price in each)
         assert found.step_us[step] == pytest.approx(sum(price.total_us for price in each))
     assert found.busiest < replay_loads(loads, prices, "static").busiest
     assert (found.num_migrations, found.migration_us) == (0, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -17,7 +18,9 @@ from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
 from commlayer.scheduler.placement.placement_search import Placer, _Exchanges, relabelled
-from commlayer.scheduler.placement.placing import PlacementRoom, place
+from commlayer.scheduler.placement.placing import PlacementRoom, place, place_layer
+from commlayer.scheduler.placement.spilled_rows import rows_on_the_way
+from commlayer.scheduler.placement.step_timeline import MicroBatch
 from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
 from commlayer.scheduler.rails import distinct_nodes
 
@@ -84,7 +87,8 @@ def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> 
     assert twice.gradient_us == pytest.approx(curve.at(size), rel=0.02)
     spilled = prices.layer(load, ExpertPlacement.in_order(8, 8), ((0, 0, 4, 0.5),))
     assert spilled.compute_us == pytest.approx(alone.compute_us * 5 / 8)
-    assert spilled.spill_us == pytest.approx(2 * curve.at(size), rel=0.02)
+    assert spilled.sent_us == pytest.approx(2 * curve.at(size), rel=0.02)
+    assert 0 < spilled.spill_us < spilled.sent_us, "the helper computes with its own expert meanwhile"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -121,6 +125,55 @@ def test_migration_sends_weights_and_state_of_every_new_copy(prices: PlacementPr
 def test_other_ranks_are_refused(prices: PlacementPrices) -> None:
     with pytest.raises(UsageError, match="profile's 8 ranks of 32 experts: got 32 experts on 4"):
         prices.layer(zipf(), ExpertPlacement.in_order(32, 4))
+
+
+def batch(own: list[float], guests: list[float], *, puts_off: bool = False) -> MicroBatch:
+    return MicroBatch(10.0, 2.0, np.array(own), np.array(guests), puts_off)
+
+
+def test_weights_that_are_lent_hide_behind_own_experts() -> None:
+    plain = batch([100, 40], [0, 60])
+    assert plain.total_us(0, 0) == 4 * 10 + 3 * 100
+    assert plain.total_us(40, 80) == plain.total_us(0, 0), "on time for the guests, and home with the gradients of rows"
+    assert plain.total_us(50, 80) == plain.total_us(0, 0) + 10, "guests wait"
+    assert plain.total_us(40, 95) == plain.total_us(0, 0) + 15, "gradients of rows share the links with what is late"
+
+
+def test_products_that_are_put_off_hide_behind_gradients_of_rows() -> None:
+    assert batch([100, 100], [0, 0], puts_off=True).total_us(0, 0) == 3 * 10 + 3 * 100 + 2
+    assert batch([4, 4], [0, 0], puts_off=True).total_us(0, 0) == 4 * 10 + 2 * 4
+    assert batch([100, 40], [0, 60], puts_off=True).total_us(0, 0) == 3 * 10 + 100 + (2 * 100 + 2)
+
+
+def test_helpers_take_rows_of_their_own_rank_and_node_first() -> None:
+    eight, counts = ExpertPlacement.in_order(8, 8), np.array([8000.0] + [0.0] * 7)
+    node_of = np.arange(8) // 4
+
+    def rows(*spilled: tuple[int, int, int, float], weight: float = 1.0) -> float:
+        return rows_on_the_way(counts, eight, spilled, node_of, weight)
+
+    assert rows() == pytest.approx(8000), "of an exchange in which an eighth stays"
+    assert rows((0, 0, 4, 0.125)) == pytest.approx(6000 * 8 / 7), "what its own rank sends its helper never comes"
+    assert rows((0, 0, 4, 0.5)) == pytest.approx(3000 * 8 / 7)
+    assert rows((0, 0, 4, 0.5), weight=0.0) == 1.0, "each node keeps its own"
+    assert rows((0, 0, 4, 0.5), (0, 0, 5, 0.5), weight=0.0) == pytest.approx(2000 * 8 / 4), "half of it from the other node"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_totals_of_what_spills_are_those_of_all_parts(prices: PlacementPrices, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    load, placement = zipf(seed=seed), ExpertPlacement.in_order(32, 8)
+    shares = placement.even_shares()
+    spilled = []
+    for expert, target in zip(draw.choice(16, 6), (5, 6, 7, 4, 5, 6), strict=True):
+        if (expert, target) not in [each[:3:2] for each in spilled]:
+            spilled.append((int(expert), int(expert) // 4, target, 0.1))
+            shares[expert, expert // 4] -= 0.1
+            shares[expert, target] += 0.1
+    ranks, nodes = prices.totals(load, placement, tuple(spilled))
+    for totals, of in ((ranks, shares), (nodes, shares.reshape(32, 2, 4).sum(2))):
+        assert totals.rows == pytest.approx(load.counts @ of)
+        assert totals.none == pytest.approx(np.log1p(-load.chosen_by[:, None] * of).sum(0))
 
 
 # The search
@@ -196,6 +249,38 @@ def test_weights_go_along_where_no_memory_is_left(profile: Profile, prices: Plac
         rows[expert, target] += part
     assert (rows > -1e-9).all()
     assert rows.sum(1) == pytest.approx(1.0)
+
+
+def test_all_forms_are_compared_and_the_fastest_is_taken(profile: Profile, prices: PlacementPrices) -> None:
+    decision = placed(zipf(exponent=1.2), profile, prices, room=PlacementRoom(WORK.copy_bytes))
+    assert set(decision.best) == {"keep", "without copies", "with copies", "with spilling", "spilling alone"}
+    totals = [each.total_us for each in decision.best.values()]
+    assert totals == sorted(totals)
+    assert decision.chosen is next(iter(decision.best.values()))
+    assert all(form in decision.reason() for form in decision.best)
+    dear = replace(WORK, gradient_bytes=1 << 32)
+    copies = place_layer(
+        zipf(exponent=1.2),
+        PlacementPrices(profile, dear),
+        ExpertPlacement.in_order(32, 8, 1),
+        200,
+        PlacementRoom(),
+    )
+    assert copies.chosen.form == "without copies", "gradients are dear, of copies and of guests"
+    assert not copies.placement.has_replicas
+
+
+def test_what_hides_decides_between_copies_and_spilling(profile: Profile) -> None:
+    """Long computation hides weights, and never the gradients of copies."""
+    work = replace(WORK, row_us=20 * WORK.row_us)
+    load, before = zipf(exponent=1.2), ExpertPlacement.in_order(32, 8, 1)
+    decision = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom())
+    assert decision.spilled
+    assert not decision.placement.has_replicas
+    assert decision.chosen.step.spill_us < 0.01 * decision.chosen.step.sent_us
+    assert "behind computation" in decision.reason()
+    without = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(may_spill=False))
+    assert without.chosen.form == "with copies"
 
 
 @settings(max_examples=25)
