@@ -3,9 +3,9 @@
 On 2 × 4 and 2 × 8 emulated ranks, 400 Mbit/s a node, each rank standing for an accelerator (docs/emulation.md): forward
 and backward of the layer with experts in order (static), by EPLB's placement of the same slots, by our decision (ours),
 which knows the load, the measured profile and the measured experts; with experts in order that spill in every step by
-LLEP's rule and its authors' thresholds (llep), or where it is predicted to pay (priced); and by our decision with what
-then still pays to spill (spill). Loads: even, Zipf 1.0, and what the router of a
-small model did in training. Experts take as long as the exchanges where loads are even. All ways take turns in one run,
+LLEP's rule and its authors' thresholds (llep), or where it is predicted to pay (priced); by our decision with what
+then still pays to spill (spill); and by the decision that compares all of these, and spills where it says so (chosen).
+Loads: even, Zipf 1.0, and what the router of a small model did in training. Experts take as long as the exchanges where loads are even. All ways take turns in one run,
 after their results were compared; a time is the slowest rank's, from a common start until its accelerator is done, with
 the sums of copies' gradients. What each step was predicted to take is held against it.
 
@@ -60,16 +60,22 @@ _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
 _HORIZON = 1000
-WAYS = ("static", "eplb", "ours", "llep", "priced", "spill")
+WAYS = ("static", "eplb", "ours", "llep", "priced", "spill", "chosen")
 LOADS = ("even", "zipf 1.0", "recorded")
 TARGETS = {
     (way, base): target
-    for way in ("ours", "priced", "spill")
+    for way in ("ours", "priced", "spill", "chosen")
     for base, target in (("static", 0.7), ("eplb", 0.9), ("llep", 0.95))
 }
-_COMPARED = (*TARGETS, ("spill", "ours"), ("llep", "static"), ("eplb", "static"))
+_COMPARED = (
+    *TARGETS,
+    ("chosen", "ours"),
+    ("chosen", "priced"),
+    ("spill", "ours"),
+    ("llep", "static"),
+    ("eplb", "static"),
+)
 EVEN_TARGET, PREDICTION_TARGET = 1.02, 0.1
-_SPILLING = ("llep", "priced", "spill")
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class PlacedShape(Shape):
 @dataclass(frozen=True)
 class Result:
     """``busiest``: the busiest rank's rows over the mean, by way. ``times_s``: of each way's rounds. ``predicted_s``: of a step.
-    ``reason``: of our decision. ``spilled``: what spilled in a step, by way."""
+    ``reasons``: of our decision among placements (ours), and among placements and spilling (chosen). ``spilled``: what spilled in
+    a step, by way."""
 
     cluster: str
     load: str
@@ -93,7 +100,7 @@ class Result:
     times_s: dict[str, list[float]]
     predicted_s: dict[str, float]
     kinds: dict[str, str]
-    reason: str
+    reasons: dict[str, str]
     spilled: dict[str, str]
     error: float
     reports: list[DeviceReport]
@@ -154,17 +161,22 @@ class _Layers:
         work = measured_work(static)
         self.prices = prices = PlacementPrices(read_profile(profile), work)
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
-        decision = place_layer(load, prices, before, _HORIZON, PlacementRoom(may_spill=False))
+        decision, chosen = (
+            place_layer(load, prices, before, _HORIZON, PlacementRoom(may_spill=may_spill))
+            for may_spill in (False, True)
+        )
         ours = decision.placement
         placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours}
-        placements |= {"llep": before, "priced": before, "spill": ours}
+        placements |= {"llep": before, "priced": before, "spill": ours, "chosen": chosen.placement}
         by_price = Spilling("priced", profile=prices.profile, work=work)
         spilling = {"llep": Spilling("llep"), "priced": by_price, "spill": by_price}
+        if chosen.spilled:  # as an ExpertPlacer turns it on
+            spilling["chosen"] = by_price
         self.layers = {
             way: placed_layer(shape, mesh, router, placement, spilling.get(way))
             for way, placement in placements.items()
         }
-        self.reason = decision.reason()
+        self.reasons = {"ours": decision.reason(), "chosen": chosen.reason()}
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
 
@@ -179,7 +191,11 @@ class _Layers:
 
     def spilled(self) -> dict[str, str]:
         """Describe, way by way, what spilled in the latest step."""
-        decisions = {way: layer.dispatcher.spill_decision for way, layer in self.layers.items() if way in _SPILLING}
+        decisions = {
+            way: layer.dispatcher.spill_decision
+            for way, layer in self.layers.items()
+            if layer.dispatcher.spiller is not None
+        }
         return {
             way: "nothing spills: the load is even" if each is None else each.reason()
             for way, each in decisions.items()
@@ -237,7 +253,7 @@ def on_rank(
         "times_s": times,
         "predicted_s": {way: price.total_us / 1e6 for way, price in prices.items()},
         "kinds": {way: "" if each is None else each.name for way, each in decisions.items()},
-        "reason": layers.reason,
+        "reasons": layers.reasons,
         "spilled": layers.spilled(),
         "error": error,
     }
@@ -316,6 +332,7 @@ def document(known: dict[str, str], results: Sequence[Result]) -> str:
         f"over a declared rate. Rates are those of the cluster that is stood for; all runs {SCALE:g} times slower: {INTER} are",
         "400 Mbit/s. Ratios are of one round, with quartiles. LLEP's rule (llep) has its authors' thresholds, and what it spills",
         "travels as what spills by prices (priced; spill: on top of ours): docs/placement.md. It is not their program.",
+        "Chosen: by the decision among all of these.",
         "",
         *[f"- {name}: {text}" for name, text in known.items()],
         f"- the layer: hidden {shape.hidden}, {shape.num_experts} experts of width {shape.width}, top-{shape.top_k}, FP32, "
@@ -329,7 +346,8 @@ def document(known: dict[str, str], results: Sequence[Result]) -> str:
             f"{result.tokens} tokens a rank; accelerators of {result.compute}. Ways differ by {result.error:.0e} at most. "
             f"{len(next(iter(result.times_s.values())))} rounds. {described(result.reports)}",
             "",
-            f"Ours: {result.reason}. In a step {'; '.join(result.spilled.values())}.",
+            *[f"{way.capitalize()}: {reason}." for way, reason in result.reasons.items()],
+            f"In a step {'; '.join(f'{way}: {what}' for way, what in result.spilled.items())}.",
             "",
             "| way | busiest rank / mean | dispatch | time, ms | predicted, ms | off by |",
             "|---|---|---|---|---|---|",

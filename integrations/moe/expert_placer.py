@@ -4,8 +4,8 @@ A *round* begins every so many steps. Ranks sum up the loads that they have seen
 from them and searches, on a thread of its own, while training goes on; then it announces what it found, and all ranks begin to
 send (:mod:`~commlayer.integrations.moe.expert_migration`), and switch before the optimizer's next step.
 
-Where a layer spills by prices, the same decision says whether it does until the next one: placements and spilling are compared, and
-used together, at the same prices. Ranks turn spilling on and off in the step in which all have read the announcement.
+Where a layer spills by prices, the same decision says whether it does until the next one: placements and spilling are compared,
+and used together, at the same prices. Ranks turn spilling on and off in the step in which all have read the announcement.
 
 Sums, announcements and experts travel on a group of the placer's own, on the lowest lane. What a rank does in a step follows
 from how many steps there were, and from what rank 0 has announced in the step before, which all ranks read in the same step. So
@@ -320,7 +320,9 @@ class ExpertPlacer:
             decisions.append(place_layer(load, self._prices_of(place), before, self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
         spills = [self._shall_spill(place, decision) for place, decision in enumerate(decisions)]
-        changes = any(each.moves for each in decisions) or spills != [self._is_spilling(layer) for layer in self._layers]
+        changes = any(each.moves for each in decisions) or spills != [
+            self._is_spilling(layer) for layer in self._layers
+        ]
         promise = PlacementPromise(
             sum(each.chosen.migration_us for each in decisions),
             sum(self._now_us(place, each) - each.chosen.step.total_us for place, each in enumerate(decisions)),

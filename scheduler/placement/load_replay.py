@@ -12,8 +12,8 @@ from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.llep import llep_spilled
 from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPrices
-from commlayer.scheduler.placement.spilled_rows import Spilled
 from commlayer.scheduler.placement.placing import PlacementRoom, place_layer
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
 __all__ = ["REPLAY_WAYS", "LoadReplay", "ReplayWay", "replay_loads"]
 

@@ -239,7 +239,6 @@ class _Exchanges:
 
     def _step_us(self, busy: int, light: Array, mine: Array, theirs: Array) -> Array:
         """The price of all steps after each exchange, [slots of the busy rank, light ranks, their slots]."""
-        import numpy as np
 
         rows, none = (of[theirs] - of[mine] for of in (self.rows_of, self.none_of))
         here, there = self.prices.node_of[busy], self.prices.node_of[light]

@@ -112,8 +112,8 @@ class PlacementDecision:
         hidden_us = chosen.sent_us - chosen.spill_us
         saves = ", ".join(f"{_ms(us)} of {name}" for name, us in parts.items() if us > 0) or "nothing"
         spends = ", ".join(f"{_ms(us)} of {name}" for name, us in costs.items() if us > 0)
-        words = f"{self.chosen.kind} ({self.chosen.form}): {before}; then {chosen.busiest:.2f} times, and {_ms(chosen.total_us)}: "
-        words += f"saves {saves} a step"
+        words = f"{self.chosen.kind} ({self.chosen.form}): {before}; then {chosen.busiest:.2f} times, and "
+        words += f"{_ms(chosen.total_us)}: saves {saves} a step"
         words += f", costs {spends}" if spends else ""
         words += f", hides {_ms(hidden_us)} of weights that go along behind computation" if hidden_us > 0 else ""
         if self.moves:
@@ -123,7 +123,9 @@ class PlacementDecision:
                 f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of {counted(self.horizon, 'step')}"
             )
         others = ", ".join(
-            f"{form} {_ms(each.total_us / self.horizon)}" for form, each in self.best.items() if form != self.chosen.form
+            f"{form} {_ms(each.total_us / self.horizon)}"
+            for form, each in self.best.items()
+            if form != self.chosen.form
         )
         return f"{words}. A step with its part of the migration: {_ms(self.chosen.total_us / self.horizon)}; {others}"
 

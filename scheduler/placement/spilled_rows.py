@@ -1,4 +1,4 @@
-"""What spills, as parts of experts, and the rows that are sent for it: a helper takes those of its own rank first, then its node's.
+"""Parts of experts that spill, and the rows that are sent for them: a helper takes those of its own rank first, then its node's.
 
 So :func:`~commlayer.scheduler.placement.spilling.spilled_cells` shares rows out; here, where only loads are known, every rank is
 taken to send as many rows to each copy of an expert.

@@ -1,9 +1,10 @@
-"""The time of one micro-batch of a layer: what its exchanges, its computation and what is lent take together, some of it side by side.
+"""The time of one micro-batch of a layer: its exchanges, its computation and what is lent, some of it side by side.
 
 A forward pass sends tokens out, computes, and sends rows home; weights that are lent set out behind the tokens and travel while a
-rank computes with its own experts. A backward pass brings the gradients of outputs, computes those of guests first, whose weights'
-gradients then travel while it computes with its own experts, and sends the gradients of rows back. Where products for weights'
-gradients are put off (:meth:`~commlayer.integrations.moe.experts.GroupedExperts.weight_gradients_last`) they run beside that.
+rank computes with its own experts. A backward pass brings the gradients of outputs, and computes those of guests first; their
+weights' gradients then travel while the rank computes with its own experts, and sends the gradients of rows back. Products for
+weights' gradients that are put off (:meth:`~commlayer.integrations.moe.experts.GroupedExperts.weight_gradients_last`) run beside
+that.
 
 Transfers that meet on the links share these: they end together, as if one had gone behind the other. Nothing else is taken to be
 hidden: chunks, and what other layers do meanwhile, are the same under every placement.

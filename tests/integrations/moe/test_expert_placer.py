@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,68 @@ def test_a_skewed_load_is_seen_and_evened_out(
     # The two that have the load lay on one rank; which slots they have now depends on when was decided.
     for layer in found[0][1]:
         assert sum(not {0, 1}.isdisjoint(rank) for rank in layer) > 1
+
+
+LONG = ExpertWork(row_bytes=128, row_us=1e3, weight_bytes=12288, gradient_bytes=12288, state_bytes=24576)
+"""Experts that compute so long that what is lent hides behind it."""
+LARGE = ExpertWork(row_bytes=128, row_us=1e3, weight_bytes=1 << 40, gradient_bytes=1 << 40, state_bytes=0)
+"""Experts too large to send in every step."""
+
+
+def is_spilling(layer: MoELayer) -> bool:
+    assert layer.dispatcher.spiller is not None
+    return layer.dispatcher.spiller.is_on
+
+
+def combined(work: ExpertWork, spare: int, begins: bool) -> tuple[list[bool], list[str], list[float], list[float]]:
+    """Train layers, which spill at first or not, until the placer has turned that round, and some steps more: which of them spill
+    then, what was said, and the losses; and those of experts that stay."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    said: list[str] = []
+    with FoldedMesh({"ep": 4}) as mesh:
+        corpus = Corpus.of(None)
+
+        def trained(model: MoELanguageModel, optimizer: torch.optim.Optimizer, step: int) -> float:
+            optimizer.zero_grad()
+            loss = model.train_step(*corpus.batch(step, 16, 8)).item()
+            optimizer.step()
+            return loss
+
+        config = replace(CONFIG, spare_slots=spare, spilling="priced", chunks=1)
+        model = skewed(MoELanguageModel(config, mesh), 1.0)
+        layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+        for layer in layers:
+            assert layer.dispatcher.spiller is not None
+            layer.dispatcher.spiller.is_on = begins
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses: list[float] = []
+        with ExpertPlacer(model, optimizer, mesh, every=3, horizon=10**9, work=work, say=said.append) as placer:
+            left = 4
+            while left and len(losses) < 3000:
+                losses.append(trained(model, optimizer, len(losses)))
+                placer.step()
+                is_decided = any(is_spilling(each) is not begins for each in layers)
+                left -= is_decided and not placer.is_moving
+                time.sleep(0 if is_decided else 0.01)  # as above
+            spills = [is_spilling(each) for each in layers]
+        assert all(is_spilling(each) for each in layers), "nobody decides any more"
+        model = skewed(MoELanguageModel(CONFIG, mesh), 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return spills, said, losses, [trained(model, optimizer, step) for step in range(len(losses))]
+
+
+@pytest.mark.parametrize(("work", "spills"), [(LONG, True), (LARGE, False)], ids=["long", "large"])
+def test_layers_spill_or_not_as_was_chosen_on_all_ranks(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, work: ExpertWork, spills: bool
+) -> None:
+    clusters.load("h100-eos").profile_of((2, 2)).save(tmp_path / "profile.json")
+    monkeypatch.setenv("COMMLAYER_PROFILE", str(tmp_path / "profile.json"))
+    found = emulated_cluster(2, 2).run(combined, work, 0 if spills else 1, not spills)
+    assert all(each[0] == [spills] * 2 for each in found)
+    assert ("spilling" if spills else "without copies") in found[0][1][0].split(")")[0]
+    for *_, losses, static in found:
+        assert losses == pytest.approx(static, rel=1e-6)
 
 
 def without_profile() -> tuple[list[str], int]:

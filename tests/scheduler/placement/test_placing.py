@@ -156,7 +156,9 @@ def test_helpers_take_rows_of_their_own_rank_and_node_first() -> None:
     assert rows((0, 0, 4, 0.125)) == pytest.approx(6000 * 8 / 7), "what its own rank sends its helper never comes"
     assert rows((0, 0, 4, 0.5)) == pytest.approx(3000 * 8 / 7)
     assert rows((0, 0, 4, 0.5), weight=0.0) == 1.0, "each node keeps its own"
-    assert rows((0, 0, 4, 0.5), (0, 0, 5, 0.5), weight=0.0) == pytest.approx(2000 * 8 / 4), "half of it from the other node"
+    assert rows((0, 0, 4, 0.5), (0, 0, 5, 0.5), weight=0.0) == pytest.approx(2000 * 8 / 4), (
+        "half of it from the other node"
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
