@@ -33,7 +33,7 @@ from commlayer.scheduler.placement.spilled_rows import Spilled, rows_on_the_way
 from commlayer.scheduler.placement.step_timeline import MicroBatch
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.price import price
-from commlayer.scheduler.rails import exchange_over
+from commlayer.scheduler.rails import LEAST_GAIN, exchange_over
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["Exchanges", "ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
@@ -291,8 +291,8 @@ class PlacementPrices:
         tokens = load.tokens * size
         rails = self._rails(tokens * node_reach / self.per_node) * batches
         both = rails + self._inside(tokens * rank_reach) * batches
-        levels = both < flat
-        return Exchanges(_EXCHANGES * np.minimum(flat, both), np.where(levels, rails, flat), levels)
+        levels = both * (1 + LEAST_GAIN) < flat  # as the dispatcher chooses
+        return Exchanges(_EXCHANGES * np.where(levels, both, flat), np.where(levels, rails, flat), levels)
 
     def compute_us(self, most_rows: Array) -> Array:
         """Time what the slowest rank computes in a step, but for what each expert takes whatever its rows."""
