@@ -7,7 +7,8 @@ LLEP's rule and its authors' thresholds (llep), or where it is predicted to pay 
 then still pays to spill (spill); and by the decision that compares all of these, and spills where it says so (chosen).
 Loads: even, Zipf 1.0, and what the router of a small model did in training. Experts take as long as the exchanges where
 loads are even. All ways take turns in one run, after their results were compared; a time is the slowest rank's, from a
-common start until its accelerator is done, with the sums of copies' gradients. What each step was predicted to take is held against it.
+common start until its accelerator is done, with the sums of copies' gradients. What each step was predicted to take is held
+against it.
 
 Writes a dated document and JSON. Emulated: NOT a measurement of accelerators. Losses while experts move are compared by
 ``make bench-placement-losses``.

@@ -12,7 +12,7 @@ from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.llep import LlepRule, llep_spilled
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
-from commlayer.scheduler.placement.placement_search import Spilled
+from commlayer.scheduler.placement.spilled_rows import Spilled
 
 FOUR = ExpertPlacement.in_order(8, 4)
 

@@ -166,7 +166,7 @@ def test_totals_of_what_spills_are_those_of_all_parts(prices: PlacementPrices, s
     draw = np.random.default_rng(seed)
     load, placement = zipf(seed=seed), ExpertPlacement.in_order(32, 8)
     shares = placement.even_shares()
-    spilled = []
+    spilled: list[tuple[int, int, int, float]] = []
     for expert, target in zip(draw.choice(16, 6), (5, 6, 7, 4, 5, 6), strict=True):
         if (expert, target) not in [each[:3:2] for each in spilled]:
             spilled.append((int(expert), int(expert) // 4, target, 0.1))
