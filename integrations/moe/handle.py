@@ -259,5 +259,6 @@ def _gather_indices(grid: ExpertGrid, indices: torch.Tensor, tokens: Sequence[in
 def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     """[…, E] → [EP, …]: the sums over each rank's experts."""
     if len(set(experts)) == 1:  # one call of torch, where it would be one for each rank
-        return counts.unflatten(-1, (len(experts), experts[0])).sum(-1).movedim(-1, 0)
+        sums: torch.Tensor = counts.unflatten(-1, (len(experts), experts[0])).sum(-1)
+        return sums.movedim(-1, 0)
     return torch.stack([part.sum(-1) for part in counts.split(list(experts), -1)])
