@@ -47,7 +47,7 @@ class MicroBatch:
         import numpy as np
 
         own, guests = self.own_us, self.guests_us
-        waited: Array = np.where(guests > 0, np.maximum(own, lend_us), own)
+        waited: Array = np.where(guests > 0, own.clip(lend_us), own)
         forward_us = float((waited + guests).max())
         of_rows = 2 * guests + own if self.puts_off else 2 * (guests + own)
         came_back_us = 2 * float(guests.max()) + return_us
