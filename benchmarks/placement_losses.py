@@ -16,7 +16,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ WAYS = (Way("without copies", False, "fp32"), Way("with copies", True, "fp32"), 
 class Compared:
     """The outcome of one way. Differences are of each step's loss from that of experts in order on 2 × 2 ranks, as fractions of
     it: ``same`` on these ranks, migrations, checkpoint and new start included; ``other`` of the second half on three ranks;
-    ``in_order`` of experts in order on three ranks, from the beginning."""
+    ``in_order`` of experts in order on three ranks, from the beginning. ``copies``: of experts, at the end, beside one of each."""
 
     way: Way
     migrations: int
@@ -63,6 +63,7 @@ class Compared:
     same: list[float]
     other: list[float]
     in_order: list[float]
+    copies: int = 0
 
     @property
     def equal_bits(self) -> bool:
@@ -75,11 +76,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class _Found:
-    """The outcome on one rank: losses, migrations, and a digest of every expert that it holds, with its optimizer's state."""
+    """The outcome on one rank: losses, migrations, and a digest of every expert that it holds, with its optimizer's state.
+    ``copies``: on all ranks, beside one of each."""
 
     losses: list[float]
     migrations: int
     digests: dict[str, str]
+    copies: int = 0
 
 
 # On every rank
@@ -175,6 +178,7 @@ def compare(way: Way, four: EmulatedCluster, three: EmulatedCluster, steps: int,
         _apart(before.losses + after.losses, stays.losses),
         _apart(other.losses, stays.losses[half:]),
         _apart(elsewhere.losses, stays.losses),
+        after.copies,
     )
 
 
@@ -185,7 +189,7 @@ def _agreed(found: Sequence[_Found]) -> _Found:
         unequal = [name for name, digest in each.digests.items() if digests.setdefault(name, digest) != digest]
         if unequal or each.losses != found[0].losses:
             raise RuntimeError(f"rank {rank} has other losses than rank 0, or other bits of {unequal}")
-    return found[0]
+    return replace(found[0], copies=sum(len(each.digests) for each in found) - len(digests))
 
 
 def _apart(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:

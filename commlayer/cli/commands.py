@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-__all__ = ["Command", "Group", "is_repeatable"]
+__all__ = ["Command", "CommandGroup", "is_repeatable"]
 
 _WHOLE = 1000
 
@@ -36,7 +36,7 @@ class Command(_OnceEach):
     """A command of the program, or a program of one command."""
 
 
-class Group(_OnceEach, click.Group):
+class CommandGroup(_OnceEach, click.Group):
     """A group of commands, whose own are of :class:`Command`."""
 
     command_class = Command

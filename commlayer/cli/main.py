@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from commlayer import __version__
-from commlayer.cli.commands import Group
+from commlayer.cli.commands import CommandGroup
 from commlayer.cli.failure import CommandFailure, as_typed, exit_code, wants_traceback
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.printable import printable
@@ -85,7 +85,7 @@ Shell completion, also of names of profiles, models and clusters
 """
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """A group of commands that knows their names and one-line help without importing them; it turns errors into exit
     statuses.
     """

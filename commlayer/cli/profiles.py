@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.commands import Group
+from commlayer.cli.commands import CommandGroup
 from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.output_files import draw
@@ -27,7 +27,7 @@ from commlayer.units import format_bytes
 __all__ = ["profiles"]
 
 
-@click.group(cls=Group, no_args_is_help=True)
+@click.group(cls=CommandGroup, no_args_is_help=True)
 def profiles() -> None:
     """List, show, validate, compare, merge, import and export profiles."""
 

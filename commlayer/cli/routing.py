@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.commands import Group
+from commlayer.cli.commands import CommandGroup
 from commlayer.cli.mapping_options import resolve_shape
 from commlayer.cli.option_types import (
     BYTES,
@@ -44,7 +44,7 @@ _FILE = click.Path(exists=True, path_type=Path)
 _SHOWN = 5
 
 
-@click.group(cls=Group, no_args_is_help=True)
+@click.group(cls=CommandGroup, no_args_is_help=True)
 def routing() -> None:
     """Record how tokens choose experts, show it, and predict steps under other placements of the experts."""
 

@@ -92,15 +92,16 @@ def read_model(path: str | Path) -> ModelShape:
         UsageError: no such file, or one that is damaged, of an unknown kind, incomplete, or with a size that is not understood;
             names the file and the field.
     """
-    file = Path(path)
+    file, typed = Path(path), str(path)  # a Path would be told without the ./ that somebody has typed
     if os.path.isdir(file):
         file /= "config.json"
+        typed = str(file)
     try:
         text = read_file(file).decode("utf-8")
     except FileNotFoundError as error:
         hint = "" if file.suffix == ".json" else closest(file.name, MODELS)  # the name of a repository of models, say
         raise UsageError(
-            f"{shortened(str(file))}: expected a model's JSON file, or a folder with a config.json, got no such file{hint}"
+            f"{shortened(typed)}: expected a model's JSON file, or a folder with a config.json, got no such file{hint}"
         ) from error
     except OSError as error:
         raise UsageError(

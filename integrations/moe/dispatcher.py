@@ -210,6 +210,8 @@ class TokenDispatcher:
         assert self.spiller is not None
         assert isinstance(experts, GroupedExperts)  # or the offer was refused
         layout, lent, decision = self.spiller.spill(layout, experts)
+        if not self.spiller.is_on:
+            self.spill_decision = None  # an earlier one is no longer what is done
         if decision is None:
             return layout, lent
         self.spill_decision = decision

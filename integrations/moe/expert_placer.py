@@ -120,7 +120,8 @@ class ExpertPlacer:
         self._node_of = self._agreed_nodes()
         self._loads = ObservedLoads(self._layers if every else (), max(every, 1))
         self._works: list[ExpertWork] = []
-        self._prices: dict[ExpertWork, PlacementPrices] = {}
+        self._prices: dict[tuple[Profile, ExpertWork], PlacementPrices] = {}
+        self._spills: list[bool] | None = None  # what is announced of spilling, while experts are on their way
         self._round: _Summing | _Deciding | None = None
         self._migration: ExpertMigration | None = None
         self._watch = PlacementWatch(self._group)
@@ -265,6 +266,7 @@ class ExpertPlacer:
         if answer == _FAILED:
             self._is_off = True
             self._loads.close()
+            self._let_spill([True] * len(self._layers))  # no later decision turns it on again
             if found is not None:
                 _print(f"experts stay where they are from now on: {found.words}")
         elif answer == _MOVE:
@@ -277,14 +279,20 @@ class ExpertPlacer:
         return sum(1 + _slots_of(layer).num_slots for layer in self._layers)
 
     def _take(self, told: torch.Tensor, found: _Answer | None) -> None:
-        """Do what rank 0 has announced: whether each layer spills, at once; and a migration, where experts move."""
-        spills, slots = told[: len(self._layers)], told[len(self._layers) :]
-        self._let_spill(spills.bool().tolist())
+        """Do what rank 0 has announced: a migration, where experts move, and whether each layer spills from then on. No layer
+        ceases to until experts have moved: the busiest rank would get all its rows at once."""
+        spills, slots = told[: len(self._layers)].bool().tolist(), told[len(self._layers) :]
         placements = self._announced(slots)
         words, promise = ("", None) if found is None else (found.words, found.promise)
         if any((new.slots != old.slots).any() for new, old in zip(placements, self.placements, strict=True)):
+            self._spills = spills
+            self._let_spill(
+                [more or self._is_spilling(layer) for more, layer in zip(spills, self._layers, strict=True)]
+            )
             self._start(placements, words, promise)
-        elif found is not None:
+            return
+        self._let_spill(spills)
+        if found is not None:
             self._tell(words, 0, 0)
 
     def _price_spills(self, works: Sequence[ExpertWork]) -> None:
@@ -294,6 +302,7 @@ class ExpertPlacer:
                 layer.dispatcher.spiller.price_by(work)
 
     def _let_spill(self, spills: Sequence[bool]) -> None:
+        """Turn spilling on and off. Alike on all ranks, between the same two steps."""
         for layer, is_on in zip(self._layers, spills, strict=True):
             if layer.dispatcher.spiller is not None:
                 layer.dispatcher.spiller.is_on = is_on
@@ -331,9 +340,13 @@ class ExpertPlacer:
         return _Answer(_MOVE if changes else _KEEP, _said(decisions), told, promise)
 
     def _shall_spill(self, place: int, decision: PlacementDecision) -> bool:
-        """Whether a layer spills from now on: by LLEP's rule always, by prices where that was chosen."""
-        spiller = self._layers[place].dispatcher.spiller
-        return spiller is not None and (spiller.spilling.rule == "llep" or bool(decision.spilled))
+        """Whether a layer spills from now on: by LLEP's rule always; by prices where that was chosen, and where experts stay and
+        it does already: each call decides for itself, and where nothing would be gained nothing spills."""
+        layer = self._layers[place]
+        spiller = layer.dispatcher.spiller
+        if spiller is None:
+            return False
+        return spiller.spilling.rule == "llep" or bool(decision.spilled) or (not decision.moves and spiller.is_on)
 
     def _now_us(self, place: int, decision: PlacementDecision) -> float:
         """The price of a layer's step as it is: spilling, where it does."""
@@ -353,14 +366,14 @@ class ExpertPlacer:
         work = self._work or self._works[place]
         if self._work is None and spilling is not None and spilling.work is not None:
             work = replace(spilling.work, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
-        if work not in self._prices:
-            profile = self._profile or (spilling and spilling.profile) or layer.dispatcher.grid.ep.profile
-            if profile is None:
-                raise UsageError(
-                    "no profile of the expert group: name one in COMMLAYER_PROFILE, or pass profile=, to place experts"
-                )
-            self._prices[work] = PlacementPrices(profile, work)
-        return self._prices[work]
+        profile = self._profile or (spilling and spilling.profile) or layer.dispatcher.grid.ep.profile
+        if profile is None:
+            raise UsageError(
+                "no profile of the expert group: name one in COMMLAYER_PROFILE, or pass profile=, to place experts"
+            )
+        if (profile, work) not in self._prices:
+            self._prices[profile, work] = PlacementPrices(profile, work)
+        return self._prices[profile, work]
 
     # Migrations
 
@@ -391,6 +404,9 @@ class ExpertPlacer:
         if migration is None:
             return
         migration.switch()
+        if self._spills is not None:
+            self._let_spill(self._spills)
+            self._spills = None
         self._note_changing()
         self.num_migrations += 1
         noted = None if self._group.rank else self._tell(self._reason, migration.num_layers, migration.num_copies)

@@ -28,7 +28,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import ExpertTimes, choose_slices
 from commlayer.scheduler.plan import Span
-from commlayer.scheduler.rails import LEAST_GAIN
+from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "puts_off", "slices_of"]
@@ -200,7 +200,7 @@ class DispatchPlanner:
                 "all_gather": each["all_to_all"],
                 "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
             }
-            faster = [kind for kind in each if each[kind] * (1 + LEAST_GAIN) < to_beat.get(kind, 0.0)]
+            faster = [kind for kind in each if each[kind] * (1 + LEAST_GAIN_OF_LEVELS) < to_beat.get(kind, 0.0)]
             kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
             others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
             return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, {others}"

@@ -33,7 +33,7 @@ from commlayer.scheduler.placement.spilled_rows import Spilled, rows_on_the_way
 from commlayer.scheduler.placement.step_timeline import MicroBatch
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.price import price
-from commlayer.scheduler.rails import LEAST_GAIN, exchange_over
+from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS, exchange_over
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["Exchanges", "ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
@@ -173,9 +173,11 @@ class LayerPrice:
 
     def doubt_us(self, other: LayerPrice, error: float) -> float:
         """The time by which curves that err by ``error`` may be wrong in what this step does and ``other``, in which nothing
-        spills, does not."""
-        exchange_us, gradient_us = self.exchange_us - other.exchange_us, self.gradient_us - other.gradient_us
-        return error * (abs(exchange_us) + abs(gradient_us) + self.spill_us) + self.risk_us
+        spills, does not. What errs in exchanges of one kind errs in both alike; one and two levels are of other curves."""
+        exchange_us, gradient_us = abs(self.exchange_us - other.exchange_us), abs(self.gradient_us - other.gradient_us)
+        if self.levels != other.levels:
+            exchange_us = max(self.exchange_us, other.exchange_us)
+        return error * (exchange_us + gradient_us + self.spill_us) + self.risk_us
 
 
 class Exchanges(NamedTuple):
@@ -291,7 +293,7 @@ class PlacementPrices:
         tokens = load.tokens * size
         rails = self._rails(tokens * node_reach / self.per_node) * batches
         both = rails + self._inside(tokens * rank_reach) * batches
-        levels = both * (1 + LEAST_GAIN) < flat  # as the dispatcher chooses
+        levels = both * (1 + LEAST_GAIN_OF_LEVELS) < flat  # as the dispatcher chooses
         return Exchanges(_EXCHANGES * np.where(levels, both, flat), np.where(levels, rails, flat), levels)
 
     def compute_us(self, most_rows: Array) -> Array:

@@ -72,7 +72,7 @@ def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
         (("replay", "FILE", "-c", "h100-eos", "--shape", "1x4"), "--hidden and --width"),
         (("replay", "FILE", *PLACE, "--layer", "5"), "one of 0 to 1"),
         (
-            ("replay", "FILE", *PLACE, "--shape", "2x8"),
+            ("replay", "FILE", "-c", "h100-eos", "--shape", "2x8", "-m", "deepseekmoe-16b", "--tokens", "65536"),
             "8 experts for 16 ranks: expected at least as many experts as ranks",
         ),
     ],
