@@ -54,7 +54,7 @@ WAYS = (Way("without copies", False, "fp32"), Way("with copies", True, "fp32"), 
 class Compared:
     """The outcome of one way. Differences are of each step's loss from that of experts in order on 2 × 2 ranks, as fractions of
     it: ``same`` on these ranks, migrations, checkpoint and new start included; ``other`` of the second half on three ranks;
-    ``in_order`` of experts in order on three ranks, from the beginning. ``copies``: of experts, at the end, beside one of each."""
+    ``in_order`` of experts in order on three ranks, from the beginning. ``copies``: at the end, beside one of each expert."""
 
     way: Way
     migrations: int
