@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from commlayer.cli.commands import Command, Group, is_repeatable
+from commlayer.cli.commands import Command, CommandGroup, is_repeatable
 from commlayer.cli.failure import as_typed
 from commlayer.cli.long_context import long_context
 from commlayer.cli.main import main
@@ -209,7 +209,7 @@ def all_commands(command: click.Command = main, *path: str) -> Iterator[tuple[tu
 
 def test_an_option_of_one_value_is_refused_twice_by_every_command() -> None:
     for path, command in all_commands():
-        assert isinstance(command, (Command, Group)), path
+        assert isinstance(command, (Command, CommandGroup)), path
         for option in command.params:
             if isinstance(option, click.Option):
                 one, other = [option.opts[0], "4"], [option.opts[-1], "5"]
@@ -221,7 +221,7 @@ def test_an_option_of_one_value_is_refused_twice_by_every_command() -> None:
 
 def test_help_cuts_no_sentence_short_and_says_what_a_search_looks_at() -> None:
     for path, command in all_commands():
-        if isinstance(command, Group):
+        if isinstance(command, CommandGroup):
             assert "..." not in run(*path, "--help").stdout.partition("ommands")[2], path
     told = " ".join(run("search", "--help").stdout.split())
     for words in ("of a micro-batch. [1, 2, 4, 8]", "products. [bf16]", "shards. [1]", "[none, selective, full]"):
