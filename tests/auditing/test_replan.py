@@ -36,6 +36,13 @@ def start(**environment: str) -> Any:
     return dist.group.WORLD
 
 
+def start_quiet(**environment: str) -> Any:
+    """Start a job whose groups make no appointments of their own, as a busy machine's calls would have them do."""
+    group = start(**environment)
+    group._order.watch._is_replanning = False
+    return group
+
+
 def check_sum(count: int = COUNT, *, group: Any = None) -> None:
     """An all_reduce of whole numbers is exact, by whatever plan."""
     n, ramp = dist.get_world_size(), torch.arange(float(count)).remainder(64)
@@ -115,7 +122,7 @@ def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: Clu
     """The profile knows 400 Mbit/s between nodes; a fabric that is as fast as memory needs no hierarchy."""
 
     def job() -> tuple[str, str]:
-        group = start()
+        group = start_quiet()
         check_sum()
         set_times(10.0)
         before = group._planned.choices.plan("all_gather", 1 << 21)
@@ -135,7 +142,7 @@ def test_calls_in_flight_keep_their_plans_and_calls_ahead_get_the_new_ones(emula
     """Asynchronous calls around an appointment, more of them than the queue has ended: all ranks cut at the same one."""
 
     def job() -> list[str]:
-        group = start()
+        group = start_quiet()
         n, rank = dist.get_world_size(), dist.get_rank()
         check_sum()
         set_times(10.0)  # the fabric became fast, so that plans change whatever the machine does beside
@@ -156,7 +163,7 @@ def test_calls_in_flight_keep_their_plans_and_calls_ahead_get_the_new_ones(emula
 
 def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[float, list[str]]:
-        group = start(COMMLAYER_TRIALS="auto")
+        group = start_quiet(COMMLAYER_TRIALS="auto")
         check_sum()
         set_times(usual_us(group))
         appoint(group, "try", 3e6, 2)
@@ -173,7 +180,7 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
 
 def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[bool, float, float]:
-        group = start(COMMLAYER_TRIALS="auto")
+        group = start_quiet(COMMLAYER_TRIALS="auto")
         check_sum()
         set_times(4 * usual_us(group))
         appoint(group, "try", 3e6, 2)
@@ -197,7 +204,7 @@ def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_clus
     """A slowness that is gone at the second appointment, or is owed to a busy processor, changes nothing."""
 
     def job() -> list[bool]:
-        group = start()
+        group = start_quiet()
         check_sum()
         first, once_us, found = group._planned.choices, usual_us(group), []
         for purpose, taken_us, waited_us in [
@@ -223,7 +230,7 @@ def test_predictions_stay_when_plans_change(emulated_cluster: ClusterFactory) ->
     """Ranks of other groups, which know nothing of a change here, may be deciding by the same ones."""
 
     def job() -> tuple[bool, bool]:
-        group = start()
+        group = start_quiet()
         check_sum()
         first, before = group._planned.choices, group.predicted_us("all_gather", 1 << 20)
         set_times(usual_us(group) / 4)  # what is faster is believed at once, what is slower not
@@ -239,7 +246,7 @@ def test_links_are_timed_beside_messages_of_the_program(emulated_cluster: Cluste
     """A receive that the program has posted gets the program's bytes, and not those of the measurement."""
 
     def job() -> bool:
-        group = start()
+        group = start_quiet()
         rank = dist.get_rank()
         peer, mine, theirs = (rank + 4) % 8, torch.full((64,), float(rank)), torch.zeros(64)
         check_sum()
@@ -275,7 +282,7 @@ def test_plans_stay_where_that_is_asked_for(emulated_cluster: ClusterFactory, re
 @pytest.mark.parametrize("moment", ["before the call", "while links are timed"])
 def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: ClusterFactory, moment: str) -> None:
     def job() -> str:
-        group = start()
+        group = start_quiet()
         check_sum()
         appoint(group, "measure", 1.0, 3)
         await_others(5)
@@ -330,7 +337,7 @@ def test_exchanges_that_go_straight_to_gloo_come_to_the_same_appointment(emulate
     """Where no all_to_all is ever planned, plain tensors go a short way; calls count there as on the long one."""
 
     def job() -> tuple[int, int]:
-        group = start()
+        group = start_quiet()
         rank, n = dist.get_rank(), dist.get_world_size()
         given = torch.full((n, 2), float(rank))
         given = given.t().contiguous().t() if rank % 2 else given
