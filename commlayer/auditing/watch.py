@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import and_
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.agree.appointments import PATIENCE_S, Appointments
 from commlayer.auditing.ledger import Ledger
@@ -85,6 +85,14 @@ _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
 is the least with which plans can be compared, and take no more than the most, µs."""
 
 
+class _Found(NamedTuple):
+    """The outcome of measuring links. ``is_doubtful``: they were slower, but waits for a processor may explain that."""
+
+    rates: LinkRates
+    has_changed: bool
+    is_doubtful: bool
+
+
 class GroupWatch:
     """Watches one group, on one of its ranks. ``plan_anew`` has the group plan by other choices, from the next call on."""
 
@@ -115,7 +123,7 @@ class GroupWatch:
         self._owes_trials = False  # prices are wrong, and calls have not taken long enough for trials yet
         self._has_doubted = False  # trials were begun at the latest appointment
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
-        self._found: tuple[LinkRates, bool] | None = None
+        self._found: _Found | None = None
         self._suspected: LinkRates | None = None  # seen once, equal on all ranks
         self._lapses_s = 0.0
         self._is_closed = False
@@ -189,13 +197,13 @@ class GroupWatch:
                 found.fabric / self._rates.fabric
             )  # a burst that a card lets pass at once is no rate: then it takes more
             times = self._look(faster) if faster > 1.0 else times.shorter(self._look(1.0))
-        found, suspected = rates(times.taken_us), self._suspected
+        found, suspected, is_doubtful = rates(times.taken_us), self._suspected, False
         self._suspected = None
         slower = found.slower(self._rates)
         if any(slower):
             least = rates(_certain_us(times, slower)).slower(self._rates)
             if not any(map(and_, slower, least)):
-                found = self._rates
+                found, is_doubtful = self._rates, True
             elif not is_second or suspected is None or found.differs(suspected):
                 self._suspected, found = found, self._rates
         has_changed = found.differs(self._rates)
@@ -203,7 +211,7 @@ class GroupWatch:
             self._rates = found
             planner = Planner(profile_at(profile, found.fabric), self._base.policy)
             self._take(choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape)))
-        self._found = found, has_changed
+        self._found = _Found(found, has_changed, is_doubtful)
 
     @property
     def _measured_bytes(self) -> int:
@@ -225,7 +233,7 @@ class GroupWatch:
         """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were measured, which
         trials would take for wrong prices."""
         self._measure(1.0)
-        if self._found is not None and not self._found[1] and self._suspected is None:
+        if self._found is not None and not self._found.has_changed and self._suspected is None:
             self._found, self._has_doubted = None, True
             self._take(self._planned.choices.doubted(budget_us))
 
@@ -307,6 +315,7 @@ class GroupWatch:
             return
         if not self._is_replanning:
             self._pause(now_s)
+            self._drift.accept()
             self._happened(
                 f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit",
                 is_said=True,
@@ -335,20 +344,27 @@ class GroupWatch:
             self._miss(now_s)
             return
         self._num_missed = 0
-        found, has_changed = outcome
         if self._suspected is not None:
             self._quiet_until_s, self._lapses_s = now_s + _CONFIRM_S, now_s + _LAPSE_S
             return
-        if has_changed:
+        if outcome.has_changed:
             self._drift.begin_anew()
             self._quiet_until_s, self._pause_s, self._num_tried = now_s, _FIRST_PAUSE_S, 0
             self._owes_trials = False
             self._compared = self._ledger.numbered
-            self._happened(f"{found}: plans are made anew", is_said=True)
+            self._happened(f"{outcome.rates}: plans are made anew", is_said=True)
             return
         may_try = self._planned.settings.trials != "off" and self._num_tried < _MOST_TRIED
         is_of_prices = self._drift.is_of_prices and may_try
         self._pause(now_s)
+        if (
+            outcome.is_doubtful and not is_of_prices
+        ):  # what is seen is not accepted, or it would never be looked into again
+            self._happened(
+                "calls had become slower, and links between nodes may have, or processors were busy: measured again later"
+            )
+            return
+        self._drift.accept()
         if is_of_prices:
             self._owes_trials = True
         else:
@@ -375,8 +391,7 @@ class GroupWatch:
             self._quiet_until_s = now_s + max(self._pause_s, PATIENCE_S)
 
     def _pause(self, now_s: float) -> None:
-        """Take what calls take now for usual, and leave them alone for a while, the longer the more often."""
-        self._drift.accept()
+        """Leave calls alone for a while, the longer the more often."""
         self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _happened(self, what: str, *, is_said: bool = False) -> None:

@@ -226,6 +226,36 @@ def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_clus
     assert found == [[True, False, True, False, False]] * 8
 
 
+def test_what_a_busy_processor_may_explain_is_measured_again_until_links_show(emulated_cluster: ClusterFactory) -> None:
+    """Calls that stay slow are never taken for usual because one measurement could not tell why they are."""
+
+    def job() -> tuple[bool, float, list[str]]:
+        group = start()
+        watch, once_us, asked = group._order.watch, usual_us(group), 0
+        check_sum()
+
+        def time_links(*_: Any) -> LinkTimes:
+            nonlocal asked
+            asked += 1
+            return LinkTimes({(0, 1): 4 * once_us}, {(0, 1): once_us if asked <= 9 else 4 * once_us})
+
+        link_times.time_links = time_links
+        watch._compare = lambda: None
+        watch._is_worth_measuring = lambda _: True
+        for ratio in [1.0] * 6 + [4.0] * 6:
+            watch._drift.add("calls", ratio)
+        calls_until_changed(group)
+        until = time.monotonic() + 30.0
+        while dist.get_rank() == 0 and not any("anew" in event for event in events()) and time.monotonic() < until:
+            time.sleep(0.01)  # another thread notes them
+        return asked > 9, watch._rates.fabric, events()
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job)
+    assert {(is_seen, fabric < 0.5) for is_seen, fabric, _ in found} == {(True, True)}
+    assert "processors were busy" in found[0][2][0]
+    assert "plans are made anew" in found[0][2][-1]
+
+
 def test_predictions_stay_when_plans_change(emulated_cluster: ClusterFactory) -> None:
     """Ranks of other groups, which know nothing of a change here, may be deciding by the same ones."""
 
