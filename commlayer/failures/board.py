@@ -46,11 +46,11 @@ def why_left(error: BaseException) -> str:
     return f"left with {name}: {text}" if text else f"left with {name}"
 
 
-_SETTLE_BROKEN_S = 2.0
+_SETTLE_BROKEN_S = 5.0
 """Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
-_SETTLE_UNHEARD_S = 0.5
+_SETTLE_UNHEARD_S = 1.0
 """A rank that leaves at once has told its neighbours why; those pass it on to whoever came too late to hear it."""
 _MOST_LISTED = 8
 """The most ranks that a report lists as waited for; more are all others of the group."""
