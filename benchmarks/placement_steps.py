@@ -159,7 +159,7 @@ class _Layers:
         static = placed_layer(shape, mesh, router, None)
         assert static.dispatcher.slots is not None
         before = static.dispatcher.slots.placement
-        work = measured_work(static)
+        work = measured_work(static, tokens=tokens * dist.get_world_size())
         self.prices = prices = PlacementPrices(read_profile(profile), work)
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
         decision, chosen = (

@@ -121,14 +121,14 @@ def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) ->
             f"rank {grid.all.ranks[grid.all.rank]}: rank {refused[0]} refused to dispatch its tokens, so nothing was sent: look "
             "at its log"
         )
-    for place in range(grid.all.size):
-        differs = (everyone[place, _AGREED] != everyone[0, _AGREED]).nonzero().flatten().tolist()
-        if differs:
-            where = _AGREED.start + differs[0]
-            raise DisagreementError(
-                f"ranks disagree on the {HEAD[where]} of a dispatch: rank {grid.all.ranks[0]} says {int(everyone[0, where])}, "
-                f"rank {grid.all.ranks[place]} {int(everyone[place, where])} (-1: none): call alike on all ranks"
-            )
+    said = everyone[:, _AGREED].tolist()
+    for place, words in enumerate(said):
+        for name, first, other in zip(HEAD[_AGREED], said[0], words, strict=True):
+            if first != other:
+                raise DisagreementError(
+                    f"ranks disagree on the {name} of a dispatch: rank {grid.all.ranks[0]} says {first}, "
+                    f"rank {grid.all.ranks[place]} {other} (-1: none): call alike on all ranks"
+                )
 
 
 _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()

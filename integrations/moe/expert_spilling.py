@@ -84,7 +84,7 @@ class ExpertSpiller:
         if not (self.is_on and self.spilling.is_for(layout.gathered_rows)):
             return layout, None, None
         if self.spilling.rule == "priced" and self._prices is None:
-            self._prices = self._made_prices(experts)
+            self._prices = self._made_prices(experts, layout)
         told = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64)
         try:
             decision = self._decide(layout)
@@ -151,18 +151,18 @@ class ExpertSpiller:
         grid = self._grid
         places = self._places(*(np.array([part[at] for part in parts]) for at in (0, 1))).tolist()
         spilled = [(place, part.target, part.rows) for place, part in zip(places, parts, strict=True)]
-        cells = spilled_cells(layout.counts.numpy(), spilled, self._node_of)
+        before = layout.counts.numpy()
+        cells = spilled_cells(before, spilled, self._node_of)
         widened = grid.with_guests(_guests_of(parts, grid.ep.size))
         own, guests = _numbers_with_guests(grid, widened, [part.target for part in parts])
-        counts = layout.counts.new_zeros(*layout.counts.shape[:-1], widened.num_experts)
-        counts[..., own] = layout.counts
-        moved = torch.from_numpy(cells)
+        counts = np.zeros((*before.shape[:-1], widened.num_experts), dtype=before.dtype)
+        counts[..., own] = before
         for at, place in enumerate(places):
-            counts[..., own[place]] -= moved[at]
-            counts[..., guests[at]] = moved[at]
-        mine = moved[:, grid.ep.rank, grid.etp.rank]
-        indices = _renumbered(layout.indices, layout.counts[grid.ep.rank, grid.etp.rank], own, guests, places, mine)
-        return replace(layout, grid=widened, indices=indices, counts=counts, on_levels=None)
+            counts[..., own[place]] -= cells[at]
+            counts[..., guests[at]] = cells[at]
+        rank, more = grid.ep.rank, grid.etp.rank
+        indices = _renumbered(layout.indices, before[rank, more], own, guests, places, cells[:, rank, more])
+        return replace(layout, grid=widened, indices=indices, counts=torch.from_numpy(counts), on_levels=None)
 
     def _lent(self, parts: Sequence[SpilledRows]) -> LentExperts | None:
         rank = self._grid.ep.rank
@@ -175,7 +175,7 @@ class ExpertSpiller:
 
     # Prices
 
-    def _made_prices(self, experts: GroupedExperts) -> PlacementPrices:
+    def _made_prices(self, experts: GroupedExperts, layout: ChoiceCounts) -> PlacementPrices:
         """Collective: the profile is compared, and the work is measured unless it was given."""
         grid = self._grid
         profile = self.spilling.profile or grid.ep.profile
@@ -191,7 +191,9 @@ class ExpertSpiller:
                 "expert groups that share tokens over etp have different profiles, so what spills has no one price: give them "
                 "one, Spilling(profile=…), or take spilling='llep'"
             )
-        prices = PlacementPrices(profile, self._work or work_of_experts(experts, self._measured))
+        top_k, tokens = layout.indices.shape[1], sum(layout.tokens)
+        work = self._work or work_of_experts(experts, self._measured, top_k, tokens)
+        prices = PlacementPrices(profile, work)
         if prices.num_ranks != grid.ep.size:
             raise UsageError(
                 f"spilling by prices: expected a profile of the {grid.ep.size} ranks of EP, got one of {prices.num_ranks} "
@@ -207,11 +209,9 @@ def _guests_of(parts: Sequence[SpilledRows], num_ranks: int) -> list[int]:
     return found
 
 
-def _numbers_with_guests(
-    grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]
-) -> tuple[torch.Tensor, list[int]]:
+def _numbers_with_guests(grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]) -> tuple[Array, list[int]]:
     """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in turn on each rank."""
-    own, coming = torch.arange(grid.num_experts), []
+    own, coming = np.arange(grid.num_experts), []
     shift = at = 0
     for each, guests in zip(grid.experts, widened.guests, strict=True):
         own[at : at + each] += shift
@@ -222,27 +222,26 @@ def _numbers_with_guests(
 
 
 def _renumbered(
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    own: torch.Tensor,
-    guests: Sequence[int],
-    places: Sequence[int],
-    moved: torch.Tensor,
+    indices: torch.Tensor, counts: Array, own: Array, guests: Sequence[int], places: Sequence[int], moved: Array
 ) -> torch.Tensor:
     """The choices ``indices`` [T, K] of places as those of places and guests; of each part of the tokens the first choices of a
-    place stay, and the others go to its helpers in turn. ``counts`` [F, P] of this rank's choices, ``moved`` [parts, F]."""
+    place stay, and the others go to its helpers in turn. ``counts`` [F, P] of this rank's choices, ``moved`` [parts, F].
+
+    What counts say is worked out in numpy, for which so few numbers are quick; choices are touched on their device, once each.
+    """
     device = indices.device
-    table = torch.cat([own, own.new_tensor([-1])]).to(device)
-    found = table[indices].reshape(-1)
+    found = torch.from_numpy(np.append(own, -1)).to(device)[indices].reshape(-1)
     of_places = counts.sum(0)
-    ends = of_places.cumsum(0) + (indices.numel() - int(of_places.sum()))  # dropped choices are the first when sorted
+    ends = of_places.cumsum() + (indices.numel() - of_places.sum())  # dropped choices are the first when sorted
     order = torch.sort(indices.reshape(-1), stable=True).indices
+    sequences, positions = [], []
     for place in dict.fromkeys(places):
         helpers = [at for at, each in enumerate(places) if each == place]
-        numbers = torch.tensor([int(own[place]), *(guests[at] for at in helpers)])
+        numbers = [own[place], *(guests[at] for at in helpers)]
         stay = counts[:, place] - moved[helpers].sum(0)
-        repeats = torch.cat([stay.unsqueeze(0), moved[helpers]]).t()  # [F, 1 + helpers]
-        sequence = numbers.repeat(FINEST).repeat_interleave(repeats.reshape(-1))
-        end = int(ends[place])
-        found[order[end - len(sequence) : end]] = sequence.to(device)
+        repeats = np.vstack([stay, moved[helpers]]).T  # [F, 1 + helpers]
+        sequences.append(np.tile(numbers, FINEST).repeat(repeats.reshape(-1)))
+        positions.append(np.arange(ends[place] - len(sequences[-1]), ends[place]))
+    at, numbers_there = (torch.from_numpy(np.concatenate(each)).to(device) for each in (positions, sequences))
+    found[order[at]] = numbers_there
     return found.view(indices.shape)

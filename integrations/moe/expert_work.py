@@ -12,12 +12,18 @@ from commlayer.scheduler.placement.placement_price import ExpertWork
 __all__ = ["measured_work"]
 
 
-def measured_work(layer: MoELayer, optimizers: Sequence[Optimizer] = (), micro_batches: int = 1) -> ExpertWork:
+def measured_work(
+    layer: MoELayer, optimizers: Sequence[Optimizer] = (), micro_batches: int = 1, *, tokens: int = 0
+) -> ExpertWork:
     """Find what an expert of ``layer`` costs. Collective over EP and ETP: all ranks measure at once, and agree on the medians.
 
-    ``optimizers``: whose state goes with an expert. Raises what measuring raises here; DisagreementError where it
+    ``optimizers``: whose state goes with an expert. ``tokens``: of all ranks in a call; 0: as many as were measured before, by
+    the layer's calls. Raises what measuring raises here; DisagreementError where it
     failed on another rank.
     """
     weight_bytes = sum(parameter.nbytes for parameter in layer.experts.parameters()) // layer.experts.count
     state_bytes = max(0, moved_bytes(layer, optimizers) - weight_bytes)
-    return work_of_experts(layer.experts, Measurements(layer.dispatcher.grid), state_bytes, micro_batches)
+    measured, top_k = Measurements(layer.dispatcher.grid), layer.router.config.top_k
+    return work_of_experts(
+        layer.experts, measured, top_k, tokens, state_bytes=state_bytes, micro_batches=micro_batches
+    )

@@ -261,4 +261,5 @@ def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     if len(set(experts)) == 1:  # one call of torch, where it would be one for each rank
         sums: torch.Tensor = counts.unflatten(-1, (len(experts), experts[0])).sum(-1)
         return sums.movedim(-1, 0)
-    return torch.stack([part.sum(-1) for part in counts.split(list(experts), -1)])
+    ends = torch.tensor(list(accumulate(experts, initial=0)))
+    return torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).index_select(-1, ends).diff(dim=-1).movedim(-1, 0)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from commlayer.collectives import GroupCommunicator
@@ -108,11 +109,10 @@ class RowsOnLevel:
         """Count rows on rails, and inside nodes. ``reached`` [EP, nodes + EP]: :meth:`Levels.reached` of each rank, which all
         ranks know: so they find the same here."""
         m, width = len(levels.nodes), levels.width
-        ranks = torch.tensor(levels.nodes)  # [node, place]
-        rails = reached[:, :m][ranks]  # [node, place, to node]
-        rails = rails * ~torch.eye(m, dtype=torch.bool).unsqueeze(1)
+        told, ranks = reached.numpy(), np.array(levels.nodes)  # [node, place]
+        rails = told[:, :m][ranks] * ~np.eye(m, dtype=bool)[:, None]  # [node, place, to node]
         # The rank of a place passes on what its whole rail has for each rank of its node: [node, from place, to place]
-        inside = reached[:, m:][ranks].sum(0)[:, ranks].transpose(0, 1) * ~torch.eye(width, dtype=torch.bool)
+        inside = told[:, m:][ranks].sum(0)[:, ranks].swapaxes(0, 1) * ~np.eye(width, dtype=bool)
         most = [
             max(int(rows.sum(2).max()), int(rows.sum(sent).max())) for rows, sent in ((rails, 0), (inside, 1))
         ]  # what each sends, and what each receives

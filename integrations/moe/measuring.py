@@ -53,6 +53,13 @@ class MoveShape:
     needs_gradient: bool
     nodes: tuple[tuple[int, ...], ...] = ()
 
+    @classmethod
+    def of(cls, grid: ExpertGrid, top_k: int, needs_gradient: bool) -> MoveShape:
+        """Make that of calls over ``grid``."""
+        most = max(grid.experts)
+        nodes = () if grid.levels is None else grid.levels.nodes
+        return cls(grid.all.size, top_k, grid.num_experts, most, most * grid.etp.size > 1, needs_gradient, nodes)
+
 
 @dataclass(frozen=True, slots=True)
 class MoveTimes:
@@ -86,6 +93,10 @@ class Measurements:
             times = self._agreed("rows cost in memory", count, lambda: measure_moves(like, wanted, shape))
             shared[key] = MoveTimes(times[0], times[1], wanted, *times[2:])
         return shared[key]
+
+    def moves_in_training(self, like: torch.Tensor, tokens: int, top_k: int) -> MoveTimes:
+        """Return those of calls that have a gradient; see :meth:`moves`."""
+        return self.moves(like, tokens, MoveShape.of(self._grid, top_k, needs_gradient=True))
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
         """Return the times of experts, for up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
@@ -121,13 +132,22 @@ class Measurements:
 
 
 def work_of_experts(
-    experts: GroupedExperts, measured: Measurements, state_bytes: int = 0, micro_batches: int = 1
+    experts: GroupedExperts,
+    measured: Measurements,
+    top_k: int,
+    tokens: int = 0,
+    *,
+    state_bytes: int = 0,
+    micro_batches: int = 1,
 ) -> ExpertWork:
     """Find what one of a rank's experts costs, for prices of placements. Collective: see :meth:`Measurements.experts`.
 
-    ``state_bytes``: of an optimizer, which go with an expert.
+    ``tokens``: of all ranks in a call, each with ``top_k`` choices, by which rows are moved in memory to be timed; 0: as many as
+    were before. ``state_bytes``: of an optimizer, which go with an expert.
     """
-    times = measured.experts(experts, _PRICED_ROWS, experts.w_gate.new_empty(0, experts.hidden))
+    like = experts.w_gate.new_empty(0, experts.hidden)
+    times = measured.experts(experts, _PRICED_ROWS, like)
+    moves = measured.moves_in_training(like, tokens, top_k)
     row_us = max(0.0, (times.times_us[-1] - times.times_us[0]) / max(1, times.rows[-1] - times.rows[0]))
     weight_bytes = sum(parameter.nbytes for parameter in experts.parameters()) // experts.count
     return ExpertWork(
@@ -139,6 +159,8 @@ def work_of_experts(
         state_bytes=state_bytes,
         micro_batches=micro_batches,
         puts_off=experts.w_gate.is_cpu,  # a GPU's grouped products make gradients of rows and weights together
+        move_us=moves.row_us,
+        level_move_us=moves.level_us,
     )
 
 

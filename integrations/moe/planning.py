@@ -227,7 +227,7 @@ class DispatchPlanner:
         if times is None:
             return None
         all_gather, reduce_scatter, exchange, gather_inside, scatter_inside = times
-        moves = self._measured.moves(like, tokens, self._move_shape(layout))
+        moves = self._measured.moves(like, tokens, MoveShape.of(grid, layout.indices.shape[1], layout.needs_gradient))
         passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
         # Indices go to all ranks with the handle, weights with the tokens.
         small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
@@ -266,13 +266,6 @@ class DispatchPlanner:
         wire = self._exchange_us(on_levels[0].whole * row_bytes, _rows_of(like))
         is_encoded = self._ways.out.has_wire or self._ways.home.has_wire
         return times[1] + (times[0] if wire is None or not is_encoded else min(times[0], wire))
-
-    def _move_shape(self, layout: ChoiceCounts) -> MoveShape:
-        grid = self._grid
-        most = max(grid.experts)
-        is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]
-        nodes = () if grid.levels is None else grid.levels.nodes
-        return MoveShape(grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient, nodes)
 
     def _exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
         """The mean of the ways out and home, which may differ in their wire formats."""

@@ -1,11 +1,11 @@
 """The price of a placement: the time of a step of one MoE layer where experts lie so, under a load, by measured curves.
 
 Added up are, for each micro-batch, dispatch and combine with the same of their gradients, and the computation of the slowest
-rank; and for each step what replicas' gradients take. Exchanges end with the rank that has most to receive; a token goes once to
-each node that holds any of its experts, where that is faster than once for each choice
-(:mod:`commlayer.scheduler.rails`). What runs side by side follows from how the layer runs it
+rank; and for each step what replicas' gradients take. Rows that exchanges move in memory count as they were measured. Exchanges
+end with the rank that has most to receive; a token goes once to each node that holds any of its experts, where that is faster
+than once for each choice (:mod:`commlayer.scheduler.rails`). What runs side by side follows from how the layer runs it
 (:mod:`commlayer.scheduler.placement.step_timeline`): weights that are lent, and their gradients, beside the computation, so that
-only what stands out of it counts; sums of replicas' gradients behind the backward pass, beside nothing.
+they count only where they take longer; sums of replicas' gradients behind the backward pass, beside nothing.
 
 Copies share their rows evenly, wherever tokens come from. Helpers take rows of their own rank first, then of their node, so what
 spills also spares exchanges.
@@ -57,6 +57,8 @@ class ExpertWork:
         state_bytes: of its optimizer, which go with every copy.
         micro_batches: of a step, each with its own exchanges.
         puts_off: whether the backward pass makes the products for weights' gradients while those of rows travel.
+        move_us: what moving a row in memory takes, forward and backward, where it is exchanged flat.
+        level_move_us: the same of a row on a rail, inside a node, or of an expert, where tokens go in two levels.
 
     Raises:
         UsageError: a number out of its range.
@@ -70,9 +72,12 @@ class ExpertWork:
     expert_us: float = 0.0
     micro_batches: int = 1
     puts_off: bool = False
+    move_us: float = 0.0
+    level_move_us: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.row_us, self.expert_us, self.weight_bytes, self.gradient_bytes, self.state_bytes)
+        times = (self.row_us, self.expert_us, self.move_us, self.level_move_us)
+        numbers = (*times, self.weight_bytes, self.gradient_bytes, self.state_bytes)
         if self.row_bytes < 1 or self.micro_batches < 1 or not all(0 <= number < float("inf") for number in numbers):
             raise UsageError(f"expected rows of at least a byte, a micro-batch, and nothing below 0, got {self}")
 
@@ -281,20 +286,22 @@ class PlacementPrices:
         return found
 
     def exchanges(self, load: LayerLoad, most_rows: Array, rank_reach: Array, node_reach: Array) -> Exchanges:
-        """Time all exchanges of a step, flat or in two levels, by the busiest rank's rows and the largest parts of tokens that
-        have an expert on one rank, and on one node. Arrays of any one shape."""
+        """Time all exchanges of a step, flat or in two levels, with the rows that are moved in memory, by the busiest rank's rows
+        and the largest parts of tokens that have an expert on one rank, and on one node. Arrays of any one shape."""
         import numpy as np
 
-        batches = self.work.micro_batches
-        size = self.work.row_bytes / batches
-        flat = self._flat(most_rows * size) * batches
+        work, batches = self.work, self.work.micro_batches
+        size = work.row_bytes / batches
+        beside_flat = self._flat(most_rows * size) * batches
+        flat = _EXCHANGES * beside_flat + most_rows * work.move_us
         if not self.has_levels:
-            return Exchanges(_EXCHANGES * flat, flat, np.zeros_like(flat, dtype=bool))
-        tokens = load.tokens * size
-        rails = self._rails(tokens * node_reach / self.per_node) * batches
-        both = rails + self._inside(tokens * rank_reach) * batches
+            return Exchanges(flat, beside_flat, np.zeros_like(flat, dtype=bool))
+        on_rails, in_nodes = load.tokens * node_reach / self.per_node, load.tokens * rank_reach
+        rails = self._rails(on_rails * size) * batches
+        both = _EXCHANGES * (rails + self._inside(in_nodes * size) * batches)
+        both = both + (on_rails + in_nodes + most_rows) * work.level_move_us
         levels = both * (1 + LEAST_GAIN_OF_LEVELS) < flat  # as the dispatcher chooses
-        return Exchanges(_EXCHANGES * np.where(levels, both, flat), np.where(levels, rails, flat), levels)
+        return Exchanges(np.where(levels, both, flat), np.where(levels, rails, beside_flat), levels)
 
     def compute_us(self, most_rows: Array) -> Array:
         """Time what the slowest rank computes in a step, but for what each expert takes whatever its rows."""

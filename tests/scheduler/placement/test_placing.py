@@ -60,6 +60,25 @@ def test_one_node_is_priced_by_its_curve() -> None:
     assert (found.busiest, found.gradient_us, found.spill_us, found.levels) == (2.0, 0.0, 0.0, False)
 
 
+def test_rows_that_are_moved_in_memory_count_and_decide_between_one_and_two_levels(profile: Profile) -> None:
+    load, placement = LayerLoad(np.full(64, 4096.0), 8), ExpertPlacement.in_order(64, 8)
+    rows = 4096 * 8
+    plain, flat, levels = (
+        PlacementPrices(profile, replace(WORK, **times)).layer(load, placement)
+        for times in ({}, {"level_move_us": 1e3}, {"move_us": 1.0, "level_move_us": 0.5})
+    )
+    assert (plain.levels, flat.levels, levels.levels) == (True, False, True)
+    tokens = 4096 * 64 / 8
+    moved = tokens / 4 + tokens * PlacementPrices(profile, WORK).reached(load, _totals(profile, load, placement)).max()
+    assert levels.exchange_us == pytest.approx(plain.exchange_us + (moved + rows) * 0.5, rel=1e-3)
+    dear = PlacementPrices(profile, replace(WORK, move_us=1.0, level_move_us=1e3)).layer(load, placement)
+    assert dear.exchange_us == pytest.approx(flat.exchange_us + rows * 1.0)
+
+
+def _totals(profile: Profile, load: LayerLoad, placement: ExpertPlacement) -> Any:
+    return PlacementPrices(profile, WORK).totals(load, placement)[0]
+
+
 def test_tokens_that_reach_a_node_are_about_as_many_as_with_independent_choices(prices: PlacementPrices) -> None:
     for top_k in (1, 2, 8):
         load = LayerLoad(np.full(64, 1000.0), top_k)
