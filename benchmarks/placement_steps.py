@@ -22,7 +22,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,6 +61,8 @@ _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
 _HORIZON = 1000
+_CALLS_FOR_DECISIONS = 5
+"""So many calls of the layer that spills by prices say how long its decisions take."""
 WAYS = ("static", "eplb", "ours", "llep", "priced", "spill", "chosen")
 LOADS = ("even", "zipf 1.0", "recorded")
 TARGETS = {
@@ -161,15 +163,20 @@ class _Layers:
         before = static.dispatcher.slots.placement
         work = measured_work(static, tokens=tokens * dist.get_world_size())
         self.prices = prices = PlacementPrices(read_profile(profile), work)
+        by_price = Spilling("priced", profile=prices.profile, work=work)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
+        priced = placed_layer(shape, mesh, router, before, by_price)
+        assert priced.dispatcher.spiller is not None  # as it was made
+        with torch.no_grad():
+            for _ in range(_CALLS_FOR_DECISIONS):
+                priced(self.x)
+        rooms = PlacementRoom(may_spill=False), PlacementRoom(spill_us=slowest(priced.dispatcher.spiller.decision_us))
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
-        decision, chosen = (
-            place_layer(load, prices, before, _HORIZON, PlacementRoom(may_spill=may_spill))
-            for may_spill in (False, True)
-        )
+        decision, chosen = (place_layer(load, prices, before, _HORIZON, room) for room in rooms)
         ours = decision.placement
         placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours}
         placements |= {"llep": before, "priced": before, "spill": ours, "chosen": chosen.placement}
-        by_price = Spilling("priced", profile=prices.profile, work=work)
         spilling = {"llep": Spilling("llep"), "priced": by_price, "spill": by_price}
         if chosen.spilled:  # as an ExpertPlacer turns it on
             spilling["chosen"] = by_price
@@ -177,9 +184,8 @@ class _Layers:
             way: placed_layer(shape, mesh, router, placement, spilling.get(way))
             for way, placement in placements.items()
         }
+        self.spill_us = rooms[1].spill_us
         self.reasons = {"ours": decision.reason(), "chosen": chosen.reason()}
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
 
     def predicted(self, way: str) -> LayerPrice:
         """Predict a step, with what spilled in the latest one."""
@@ -188,7 +194,9 @@ class _Layers:
         decision, counts = dispatcher.spill_decision, self.load.counts
         parts = () if decision is None else decision.parts
         spilled = tuple((*part[:3], part.rows / counts[part.expert]) for part in parts)
-        return self.prices.layer(self.load, dispatcher.slots.placement, spilled)
+        step = self.prices.layer(self.load, dispatcher.slots.placement, spilled)
+        decides = decision is not None and decision.rule == "priced"
+        return replace(step, spill_us=step.spill_us + self.spill_us) if decides else step
 
     def spilled(self) -> dict[str, str]:
         """Describe, way by way, what spilled in the latest step."""

@@ -14,9 +14,12 @@ Shapes: T tokens of this rank, K choices of each, P places: experts in order, or
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import torch
@@ -43,6 +46,8 @@ from commlayer.scheduler.placement.spilling import (
 __all__ = ["ExpertSpiller"]
 
 _REFUSED = -1
+_REMEMBERED = 9
+"""How many decisions are remembered for how long one takes."""
 
 
 class ExpertSpiller:
@@ -65,6 +70,12 @@ class ExpertSpiller:
             nodes = (tuple(range(grid.ep.size)),)
         self._node_of = [next(a for a, members in enumerate(nodes) if k in members) for k in range(grid.ep.size)]
         self.decision: SpillDecision | None = None
+        self._took_us: deque[float] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def decision_us(self) -> float:
+        """The time of this rank's latest decisions, and of what a call's choices become by them, µs, median; 0: none yet."""
+        return median(self._took_us) if self._took_us else 0.0
 
     @property
     def number(self) -> int:
@@ -85,7 +96,7 @@ class ExpertSpiller:
             return layout, None, None
         if self.spilling.rule == "priced" and self._prices is None:
             self._prices = self._made_prices(experts, layout)
-        told = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64)
+        told, began = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64), time.perf_counter()
         try:
             decision = self._decide(layout)
             found = self._spilled(layout, decision.parts) if decision.parts else layout
@@ -93,6 +104,7 @@ class ExpertSpiller:
             if decision.parts and found.grid.levels is not None:
                 reached = found.grid.levels.reached(found.indices).cpu()
                 told[1 : 1 + len(reached)] = reached
+            self._took_us.append((time.perf_counter() - began) * 1e6)
         except Exception:  # the others must hear of it before it is raised, or they wait for this rank
             told[0] = _REFUSED
             self._grid.all.all_gather(told.unsqueeze(0))

@@ -10,7 +10,7 @@ profile alone, so ranks that agree on these agree on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from commlayer.profiles.counted import counted
@@ -133,11 +133,13 @@ class PlacementDecision:
 @dataclass(frozen=True, slots=True)
 class PlacementRoom:
     """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of experts to which routing is
-    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step."""
+    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step; ``spill_us``: what deciding on that takes
+    in each micro-batch, on the ranks themselves."""
 
     spare_bytes: int = 0
     num_groups: int = 1
     may_spill: bool = True
+    spill_us: float = 0.0
 
     def spare_slots(self, work: ExpertWork) -> int:
         """Count the replicas that fit on a rank, with their gradients and their optimizer's state."""
@@ -231,18 +233,21 @@ def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]
     if (best.placement.slots < 0).any():
         found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
     if room.may_spill:
-        found += _spilling(placer, found)
+        found += _spilling(placer, found, room.spill_us)
     return found
 
 
-def _spilling(placer: Placer, found: list[PlacementCandidate]) -> list[PlacementCandidate]:
+def _spilling(
+    placer: Placer, found: list[PlacementCandidate], decision_us: float
+) -> list[PlacementCandidate]:
     """What may be sent along on top of where experts lie, and of the best placements without and with copies."""
     bases = {placer.before: None}
     for form in ("without copies", "with copies"):
         of_form = [each for each in found if each.form == form]
         if of_form:
             bases[min(of_form, key=lambda each: each.total_us).placement] = None
-    return [_priced(placer, "spill", base, spilled) for base in bases if (spilled := placer.spilled(base))]
+    parts = [(base, spilled) for base in bases if (spilled := placer.spilled(base))]
+    return [_priced(placer, "spill", base, spilled, decision_us) for base, spilled in parts]
 
 
 def _packed(placer: Placer) -> ExpertPlacement:
@@ -258,11 +263,13 @@ def _packed(placer: Placer) -> ExpertPlacement:
 
 
 def _priced(
-    placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = ()
+    placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = (), decision_us: float = 0.0
 ) -> PlacementCandidate:
     step, way_us = placer.step(placement, spilled), placer.migration_us(placement)
-    form = _form(placer, placement, spilled)
-    return PlacementCandidate(kind, form, placement, step, way_us, placer.total_us(placement, spilled), spilled)
+    if spilled:
+        step = replace(step, spill_us=step.spill_us + decision_us * placer.prices.work.micro_batches)
+    form, total_us = _form(placer, placement, spilled), placer.horizon * step.total_us + way_us
+    return PlacementCandidate(kind, form, placement, step, way_us, total_us, spilled)
 
 
 def _form(placer: Placer, placement: ExpertPlacement, spilled: Spilled) -> PlacementForm:

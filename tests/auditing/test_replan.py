@@ -239,7 +239,7 @@ def test_what_a_busy_processor_may_explain_is_measured_again_until_links_show(em
             asked += 1
             return LinkTimes({(0, 1): 4 * once_us}, {(0, 1): once_us if asked <= 9 else 4 * once_us})
 
-        link_times.time_links = time_links
+        link_times.time_links = time_links  # type: ignore[assignment]
         watch._compare = lambda: None
         watch._is_worth_measuring = lambda _: True
         for ratio in [1.0] * 6 + [4.0] * 6:

@@ -63,10 +63,8 @@ def test_one_node_is_priced_by_its_curve() -> None:
 def test_rows_that_are_moved_in_memory_count_and_decide_between_one_and_two_levels(profile: Profile) -> None:
     load, placement = LayerLoad(np.full(64, 4096.0), 8), ExpertPlacement.in_order(64, 8)
     rows = 4096 * 8
-    plain, flat, levels = (
-        PlacementPrices(profile, replace(WORK, **times)).layer(load, placement)
-        for times in ({}, {"level_move_us": 1e3}, {"move_us": 1.0, "level_move_us": 0.5})
-    )
+    works = WORK, replace(WORK, level_move_us=1e3), replace(WORK, move_us=1.0, level_move_us=0.5)
+    plain, flat, levels = (PlacementPrices(profile, work).layer(load, placement) for work in works)
     assert (plain.levels, flat.levels, levels.levels) == (True, False, True)
     tokens = 4096 * 64 / 8
     moved = tokens / 4 + tokens * PlacementPrices(profile, WORK).reached(load, _totals(profile, load, placement)).max()
@@ -302,6 +300,8 @@ def test_what_hides_decides_between_copies_and_spilling(profile: Profile) -> Non
     assert "behind computation" in decision.reason()
     without = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(may_spill=False))
     assert without.chosen.form == "with copies"
+    dear = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(spill_us=1e9))
+    assert dear.chosen.form == "with copies", "deciding in every call takes longer than what it saves"
 
 
 @settings(max_examples=25)
