@@ -146,6 +146,8 @@ def spilled(
             decision = layer.dispatcher.spill_decision
             assert decision is not None
             rows.append(sum(part.rows for part in decision.parts))
+            assert layer.dispatcher.spiller is not None
+            assert layer.dispatcher.spiller.decision_us > 0
     return errors, rows, stats()["spills"]
 
 

@@ -14,6 +14,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import measuring
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.measuring import MoveShape, measure_experts, measure_moves
 from commlayer.integrations.moe.planning import DispatchDecision, DispatchPlanner, _rounded, slices_of
@@ -260,6 +261,15 @@ def test_moves_are_measured_once_for_all_layers_of_a_group(monkeypatch: pytest.M
     other = measuring.Measurements(layout(Predicted(4, {}), top_k=2).grid)
     other.moves(LIKE, 512, shape)
     assert len(counted.tokens) == 6
+
+
+def test_prices_of_experts_have_the_moves_of_calls_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, grid = Counted(monkeypatch), layout(Predicted(4, {}), top_k=2).grid
+    work = measuring.work_of_experts(GroupedExperts(8, 4), measuring.Measurements(grid), 2, 2048)
+    assert (work.move_us, work.level_move_us) == (1.0, 0.0)
+    again = measuring.work_of_experts(GroupedExperts(8, 4), measuring.Measurements(grid), 2)
+    assert (counted.tokens, again.move_us) == ([2048], 1.0)  # what was measured for as many tokens stands
+    assert counted.shapes[0].needs_gradient
 
 
 def test_a_failure_to_measure_is_raised_here_and_told_there() -> None:
