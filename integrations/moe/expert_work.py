@@ -24,6 +24,4 @@ def measured_work(
     weight_bytes = sum(parameter.nbytes for parameter in layer.experts.parameters()) // layer.experts.count
     state_bytes = max(0, moved_bytes(layer, optimizers) - weight_bytes)
     measured, top_k = Measurements(layer.dispatcher.grid), layer.router.config.top_k
-    return work_of_experts(
-        layer.experts, measured, top_k, tokens, state_bytes=state_bytes, micro_batches=micro_batches
-    )
+    return work_of_experts(layer.experts, measured, top_k, tokens, state_bytes=state_bytes, micro_batches=micro_batches)

@@ -237,9 +237,7 @@ def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]
     return found
 
 
-def _spilling(
-    placer: Placer, found: list[PlacementCandidate], decision_us: float
-) -> list[PlacementCandidate]:
+def _spilling(placer: Placer, found: list[PlacementCandidate], decision_us: float) -> list[PlacementCandidate]:
     """What may be sent along on top of where experts lie, and of the best placements without and with copies."""
     bases = {placer.before: None}
     for form in ("without copies", "with copies"):
