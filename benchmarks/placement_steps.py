@@ -171,7 +171,10 @@ class _Layers:
         with torch.no_grad():
             for _ in range(_CALLS_FOR_DECISIONS):
                 priced(self.x)
-        rooms = PlacementRoom(may_spill=False), PlacementRoom(spill_us=slowest(priced.dispatcher.spiller.decision_us))
+        rooms = (
+            PlacementRoom(may_spill=False),
+            PlacementRoom(decision_us=slowest(priced.dispatcher.spiller.decision_us)),
+        )
         eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
         decision, chosen = (place_layer(load, prices, before, _HORIZON, room) for room in rooms)
         ours = decision.placement
@@ -184,7 +187,7 @@ class _Layers:
             way: placed_layer(shape, mesh, router, placement, spilling.get(way))
             for way, placement in placements.items()
         }
-        self.spill_us = rooms[1].spill_us
+        self.decision_us = rooms[1].decision_us
         self.reasons = {"ours": decision.reason(), "chosen": chosen.reason()}
 
     def predicted(self, way: str) -> LayerPrice:
@@ -196,7 +199,7 @@ class _Layers:
         spilled = tuple((*part[:3], part.rows / counts[part.expert]) for part in parts)
         step = self.prices.layer(self.load, dispatcher.slots.placement, spilled)
         decides = decision is not None and decision.rule == "priced"
-        return replace(step, spill_us=step.spill_us + self.spill_us) if decides else step
+        return replace(step, spill_us=step.spill_us + self.decision_us) if decides else step
 
     def spilled(self) -> dict[str, str]:
         """Describe, way by way, what spilled in the latest step."""

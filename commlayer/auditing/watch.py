@@ -357,9 +357,8 @@ class GroupWatch:
         may_try = self._planned.settings.trials != "off" and self._num_tried < _MOST_TRIED
         is_of_prices = self._drift.is_of_prices and may_try
         self._pause(now_s)
-        if (
-            outcome.is_doubtful and not is_of_prices
-        ):  # what is seen is not accepted, or it would never be looked into again
+        if outcome.is_doubtful and not is_of_prices:
+            # What is seen is not accepted, or it would never be looked into again.
             self._happened(
                 "calls had become slower, and links between nodes may have, or processors were busy: measured again later"
             )

@@ -325,8 +325,8 @@ class ExpertPlacer:
             config = self._layers[place].router.config
             load, spiller = LayerLoad(counts, config.top_k), self._layers[place].dispatcher.spiller
             may_spill = spiller is not None and spiller.spilling.rule == "priced"
-            spill_us = 0.0 if spiller is None else spiller.decision_us
-            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=may_spill, spill_us=spill_us)
+            decision_us = 0.0 if spiller is None else spiller.decision_us
+            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=may_spill, decision_us=decision_us)
             decisions.append(place_layer(load, self._prices_of(place), before, self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
         spills = [self._shall_spill(place, decision) for place, decision in enumerate(decisions)]

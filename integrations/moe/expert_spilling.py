@@ -75,7 +75,8 @@ class ExpertSpiller:
     @property
     def decision_us(self) -> float:
         """The time of this rank's latest decisions, and of what a call's choices become by them, µs, median; 0: none yet."""
-        return median(self._took_us) if self._took_us else 0.0
+        took_us = tuple(self._took_us)  # a placer asks on a thread of its own
+        return median(took_us) if took_us else 0.0
 
     @property
     def number(self) -> int:

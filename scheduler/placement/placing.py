@@ -133,13 +133,13 @@ class PlacementDecision:
 @dataclass(frozen=True, slots=True)
 class PlacementRoom:
     """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of experts to which routing is
-    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step; ``spill_us``: what deciding on that takes
-    in each micro-batch, on the ranks themselves."""
+    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step; ``decision_us``: what deciding on that
+    takes in each micro-batch, on the ranks themselves."""
 
     spare_bytes: int = 0
     num_groups: int = 1
     may_spill: bool = True
-    spill_us: float = 0.0
+    decision_us: float = 0.0
 
     def spare_slots(self, work: ExpertWork) -> int:
         """Count the replicas that fit on a rank, with their gradients and their optimizer's state."""
@@ -233,7 +233,7 @@ def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]
     if (best.placement.slots < 0).any():
         found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
     if room.may_spill:
-        found += _spilling(placer, found, room.spill_us)
+        found += _spilling(placer, found, room.decision_us)
     return found
 
 

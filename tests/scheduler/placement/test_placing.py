@@ -300,7 +300,7 @@ def test_what_hides_decides_between_copies_and_spilling(profile: Profile) -> Non
     assert "behind computation" in decision.reason()
     without = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(may_spill=False))
     assert without.chosen.form == "with copies"
-    dear = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(spill_us=1e9))
+    dear = place_layer(load, PlacementPrices(profile, work), before, 10_000, PlacementRoom(decision_us=1e9))
     assert dear.chosen.form == "with copies", "deciding in every call takes longer than what it saves"
 
 
