@@ -156,10 +156,10 @@ class Totals(NamedTuple):
 class LayerPrice:
     """The time of a layer's step, µs: all exchanges of tokens, the slowest rank's computation, replicas' gradients, spilling.
 
-    ``spill_us``: what weights that go along, and their gradients, make the step longer; ``sent_us``: what they take, most of it
-    beside computation. ``risk_us``: how much longer the step were if these took longer by the profile's error. ``hidden_us``:
-    computation that runs beside exchanges. ``levels``: whether tokens go in two levels. ``busiest``: the busiest rank's rows over
-    the mean.
+    ``spill_us``: what weights that go along, and their gradients, make the step longer, with the time to decide on them where it
+    is known; ``sent_us``: what they take, most of it beside computation. ``risk_us``: how much longer the step were if these took
+    longer by the profile's error. ``hidden_us``: computation that runs beside exchanges. ``levels``: whether tokens go in two
+    levels. ``busiest``: the busiest rank's rows over the mean.
     """
 
     exchange_us: float

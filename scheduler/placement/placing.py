@@ -264,10 +264,10 @@ def _priced(
     placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = (), decision_us: float = 0.0
 ) -> PlacementCandidate:
     step, way_us = placer.step(placement, spilled), placer.migration_us(placement)
-    if spilled:
-        step = replace(step, spill_us=step.spill_us + decision_us * placer.prices.work.micro_batches)
-    form, total_us = _form(placer, placement, spilled), placer.horizon * step.total_us + way_us
-    return PlacementCandidate(kind, form, placement, step, way_us, total_us, spilled)
+    decisions_us = decision_us * placer.prices.work.micro_batches
+    step = replace(step, spill_us=step.spill_us + decisions_us)
+    form, total_us = _form(placer, placement, spilled), placer.total_us(placement, spilled)
+    return PlacementCandidate(kind, form, placement, step, way_us, total_us + placer.horizon * decisions_us, spilled)
 
 
 def _form(placer: Placer, placement: ExpertPlacement, spilled: Spilled) -> PlacementForm:
