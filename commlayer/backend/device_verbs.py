@@ -21,6 +21,7 @@ from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters
+from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall
 
@@ -81,7 +82,7 @@ class DeviceVerbs:
 
     def __getattr__(self, verb: str) -> Any:
         found = getattr(self._backend, verb, None)
-        return getattr(self._inner, verb) if found is None else found
+        return verb_of(self._inner, verb) if found is None else found
 
     def _start_coalescing(self) -> None:
         self._is_coalescing = True
@@ -119,7 +120,7 @@ class DeviceVerbs:
         fits = output.nbytes == self._size * input.nbytes
         plan = self._plan("all_gather", output, input, output.nbytes) if fits else None
         if plan is None:
-            work: Work = self._inner.all_gather_single(output, input, opts)
+            work: Work = verb_of(self._inner, "all_gather_single")(output, input, opts)
             return work
         return self._launched(plan, input, output, [output])
 
@@ -129,7 +130,7 @@ class DeviceVerbs:
         fits, op = input.nbytes == self._size * output.nbytes, opts.reduceOp.op
         plan = self._plan("reduce_scatter", output, input, input.nbytes, op) if fits else None
         if plan is None:
-            work: Work = self._inner.reduce_scatter_single(output, input, opts)
+            work: Work = verb_of(self._inner, "reduce_scatter_single")(output, input, opts)
             return work
         return self._launched(plan, input, output, [output], op=op)
 

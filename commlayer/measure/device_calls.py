@@ -15,6 +15,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.settings import Settings
+from commlayer.transport.c10d import verb_of
 from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import Nccl
 
@@ -71,11 +72,11 @@ class DeviceOwnCall(GroupCall):
     def _work(self) -> Any:
         options = CALL_OPTIONS[self.collective]()
         if self.collective == "all_gather":
-            return self._verbs.all_gather_single(self.target, self.source, options)
+            return verb_of(self._verbs, "all_gather_single")(self.target, self.source, options)
         if self.collective == "reduce_scatter":
-            return self._verbs.reduce_scatter_single(self.target, self.source, options)
+            return verb_of(self._verbs, "reduce_scatter_single")(self.target, self.source, options)
         if self.collective == "all_to_all_v":
-            return self._verbs.all_to_all_single(self.target, self.source, [], [], options)
+            return verb_of(self._verbs, "all_to_all_single")(self.target, self.source, [], [], options)
         verb = self._backend.allreduce if self.collective == "all_reduce" else self._backend.broadcast
         return verb([self.target], options)
 

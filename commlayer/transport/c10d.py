@@ -1,4 +1,4 @@
-"""torch's collectives on whole tensors under their present names: torch 2.13 has given them new ones, and warns about the old."""
+"""torch's collectives on whole tensors, under the names that the installed torch has: 2.13 gave them new ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "reduce_scatter_single", "verb_of"]
+
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def verb_of(group: Any, name: str) -> Any:
+    """Return a process group's method ``name``, a verb's present name in torch, or its older one where this torch has no other.
+
+    Raises AttributeError where the group has neither.
+    """
+    found = getattr(group, name, None)
+    return getattr(group, _OLDER_NAMES.get(name, name)) if found is None else found

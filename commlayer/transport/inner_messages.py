@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.devices.device_contract import Addressed, Received
+from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl
 
 __all__ = ["InnerMessenger"]
@@ -39,7 +40,7 @@ class InnerMessenger:
         return backend._end_coalescing()  # type: ignore[no-any-return]
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Received:
-        return self._verbs.all_gather_single(whole, mine, AllgatherOptions())  # type: ignore[no-any-return]
+        return verb_of(self._verbs, "all_gather_single")(whole, mine, AllgatherOptions())  # type: ignore[no-any-return]
 
     def abort(self) -> None:
         self.backend.abort()

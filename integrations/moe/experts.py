@@ -116,6 +116,8 @@ def grouped_linear(
     if has_grouped_mm(x, weight.shape[1]):
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        if out.requires_grad:  # torch's backward refuses a gradient whose strides are 0, such as that of a sum
+            out.register_hook(torch.Tensor.contiguous)
         return out
     return _loop(x, weight, rows, later)
 

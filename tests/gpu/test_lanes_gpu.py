@@ -40,15 +40,17 @@ def torch_stream(transport: StreamTransport, resource: Resource) -> torch.cuda.S
 @pytest.mark.parametrize("lane", ["", *LANES])
 def test_streams_have_the_priority_of_their_lane(lane: str) -> None:
     transport = transport_of(lane)
-    for resource in Resource:
+    for resource in transport.streams:
         assert torch_stream(transport, resource).priority == (-1 if is_high_priority_of(resource, lane) else 0)
-    assert len({torch_stream(transport, resource).cuda_stream for resource in Resource}) == len(Resource)
+    assert len({torch_stream(transport, resource).cuda_stream for resource in transport.streams}) == len(
+        transport.streams
+    )
     transport.close()
 
 
 def test_transports_of_two_lanes_have_streams_of_their_own() -> None:
     one, other = (transport_of(lane) for lane in ("ep", "dp"))
-    mine, theirs = ({torch_stream(each, resource).cuda_stream for resource in Resource} for each in (one, other))
+    mine, theirs = ({torch_stream(each, resource).cuda_stream for resource in each.streams} for each in (one, other))
     assert not mine & theirs
 
 
