@@ -1,7 +1,7 @@
 """The c10d backend ``commlayer``: ``torch.distributed.init_process_group("commlayer")``.
 
-Every collective of a program runs on it as on Gloo (CPU tensors) and NCCL (CUDA tensors: written, never run), and where
-planning pays, by a plan. Nothing needs to be imported: torch finds this package by an entry point and registers the name.
+Every collective of a program runs on it as on Gloo (CPU tensors) and NCCL (CUDA tensors), and where planning
+pays, by a plan. Nothing needs to be imported: torch finds this package by an entry point and registers the name.
 ``import commlayer.backend`` does the same where entry points are off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
 
 Programs that accept only names that they know (accelerate, the HF Trainer) get it under one of those:

@@ -64,8 +64,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     Its collectives are the rows of :data:`commlayer.backend.verbs.VERBS`.
 
-    CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is there (never run so far: see
-    :mod:`commlayer.transport.nccl`).
+    CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is there.
     ``make``: makes another group, of some members of this one. ``options``: what the program gave for this group.
     """
 

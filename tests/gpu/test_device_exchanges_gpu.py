@@ -1,6 +1,6 @@
 """Exchanges with splits, wire formats and a captured call by plans for CUDA tensors, several ranks on one GPU (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one, where the same runs on the simulated device, but for the graph
+The same, but for the graph, runs on the simulated device too
 (tests/backend/test_device_exchanges.py). Ranks share a device (on_one_gpu.py), so bytes and order count, not times.
 """
 

@@ -1,6 +1,6 @@
 """Plans of the backend for CUDA tensors, over NCCL, several ranks on one GPU (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one, where the same verbs run on the simulated device
+The same verbs run on the simulated device too
 (tests/backend/test_device_plans.py). Ranks share a device (on_one_gpu.py), so bytes and order count, not times.
 """
 

@@ -1,6 +1,6 @@
 """The executor on CUDA streams, with real NCCL: several ranks share one GPU (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one, where only the jobs below were tried, over Gloo.
+The jobs below run over Gloo too, on a machine without a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Encoded rows on a GPU, against the slow reference on the CPU, bit for bit (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one, where the kernels were compiled (for compute capabilities 8.0 and
-9.0) and run in Triton's interpreter (tests/wire/test_kernels.py).
+On a machine without a GPU tests/wire/test_kernels.py compiles the kernels and runs them in Triton's interpreter.
 
 Rates are printed, as fractions of a plain copy on the device, and not asserted.
 """

@@ -1,6 +1,6 @@
 """Lanes on CUDA: streams, priorities and NCCL's options of real groups (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one. Ranks share a device (on_one_gpu.py), so bytes and order count, not
+Ranks share a device (on_one_gpu.py), so bytes and order count, not
 times.
 """
 

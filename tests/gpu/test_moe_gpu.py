@@ -1,6 +1,4 @@
 """The MoE layer on one CUDA device, without communication: against the CPU (`make test-gpu`).
-
-**Not yet run on a GPU**: written on a machine without one.
 """
 
 from __future__ import annotations
