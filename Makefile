@@ -48,8 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
 	$(COMMLAYER) demo $(ARGS)
 
-test: $(READY)  ## all tests, or some: ARGS="tests/integrations/moe -k router"; those that need a GPU skip without one
-	$(RUN) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
+test: $(READY)  ## all tests, or some: ARGS="tests/integrations/moe -k router"; what fails runs once more, alone; those that need a GPU skip without one
+	$(RUN) -m pytest --second-try $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where they skip
 	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import unsteady
 
 # A job of the backend that finds no profile measures one and keeps it in the user's cache: only tests of that do so.
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
@@ -30,6 +31,11 @@ _SWITCH = "--every-variant"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(_SWITCH, action="store_true", help="also tests marked trainers, and whatever skips fails")
+    unsteady.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unsteady.register(config, [_SWITCH] if config.getoption(_SWITCH) else [])
 
 
 @pytest.hookimpl(wrapper=True)

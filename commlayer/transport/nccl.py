@@ -1,8 +1,8 @@
 """The inner NCCL group for CUDA tensors.
 
-Written from torch's source; tests/gpu runs it on a machine with CUDA, which CI is not. What it must get right, and no test
-shows, is that torch may split NCCL communicators: with ``init_process_group(device_id=…)``, ranks outside a new group take part in
-the split, so members must split too, not connect anew.
+Written from torch's source; tests/gpu runs it on a machine with CUDA, which CI is not. No test shows what it must get right
+where torch splits NCCL communicators: with ``init_process_group(device_id=…)`` ranks outside a new group take part in the
+split, so members must split too, not connect anew.
 
 What a lane means to NCCL: torch gives a group one bit of stream priority, so that there are two levels; a traffic class, which
 is what a fabric's switches act on; and a limit of the thread blocks (CTAs) that a kernel of a lower lane may keep while a higher

@@ -1,5 +1,4 @@
-"""The MoE layer on one CUDA device, without communication: against the CPU (`make test-gpu`).
-"""
+"""The MoE layer on one CUDA device, without communication: against the CPU (`make test-gpu`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def test_fails_as_is_known(): assert False
 
 def outcome(tmp_path: Path, *options: str) -> tuple[int, str]:
     """The exit status and what was printed of four tests beside the suite's conftest.py."""
-    shutil.copy(HERE.parent / "conftest.py", tmp_path)
+    for name in ("conftest.py", "unsteady.py"):
+        shutil.copy(HERE.parent / name, tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = trainers: x\n", encoding="utf-8")
     (tmp_path / "test_four.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "test_whole.py").write_text('import pytest\npytest.importorskip("nobody_has_it")\n', encoding="utf-8")
