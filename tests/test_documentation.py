@@ -82,10 +82,11 @@ def test_code_has_no_links() -> None:
 
 def test_the_readme_has_the_two_commands_before_the_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    order = ["## What has run, and what has not", "## Install", "## Two commands", "## Use it", "## What it gains"]
+    order = ["| state |", "## Install", "## Try it", "## Use it as a backend", "## Results", "## When not to use it"]
     places = [text.index(heading) for heading in order]
     assert places == sorted(places)
     assert re.findall(r"^make [^#\n]*[^# \n]", text, re.MULTILINE) == ["make demo", "make lint test"]
+    assert len(text.splitlines()) <= 95, "a newcomer reads it once"
 
 
 # The site: MkDocs itself on a small repository with this one's settings and hooks.

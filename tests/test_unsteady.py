@@ -1,4 +1,4 @@
-"""What the suite does with a test that fails beside others and passes alone: see unsteady.py."""
+"""Checks how the suite treats a test that fails beside others and passes alone: see unsteady.py."""
 
 from __future__ import annotations
 
