@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-losses bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
+.PHONY: help setup demo test test-torch test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-losses bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-23s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,21 @@ demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
 
 test: $(READY)  ## all tests, or some: ARGS="tests/integrations/moe -k router"; what fails runs once more, alone; those that need a GPU skip without one
 	$(RUN) -m pytest --second-try $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
+
+# An environment beside .venv: the pinned versions but for torch, and for triton, which torch chooses.
+TORCH_VENV = .venv-torch-$(VERSION)
+TORCH_TESTS = tests/backend tests/engine tests/transport tests/agree tests/failures tests/diagnosis
+
+test-torch:  ## the runtime's tests with another release of torch: VERSION=2.15.0; makes an environment for it first
+	@test -n "$(VERSION)" || { echo "name a release of torch: make test-torch VERSION=2.15.0" >&2; exit 2; }
+	@test -e $(TORCH_VENV)/.set-up || { \
+	  echo "Setting up $(TORCH_VENV): a CUDA build of torch is some gigabytes" \
+	  && $(PYTHON) -m venv $(TORCH_VENV) \
+	  && grep -vE '^(torch|triton)==' constraints.txt > $(TORCH_VENV)/constraints.txt \
+	  && $(TORCH_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(TORCH_VENV)/constraints.txt torch==$(VERSION) \
+	    -e '.[emulation]' expecttest hypothesis pytest pytest-timeout pytest-xdist \
+	  && touch $(TORCH_VENV)/.set-up; }
+	$(TORCH_VENV)/bin/python -m pytest --second-try $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(or $(ARGS),$(TORCH_TESTS))
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where they skip
 	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \
@@ -159,5 +174,5 @@ bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated re
 	$(RUN) benchmarks/all_to_all.py $(ARGS)
 
 clean:  ## remove .venv and everything that tools leave behind
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
