@@ -45,6 +45,7 @@ from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
+from commlayer.transport.c10d import start_sequence
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import Nccl, connect_now, is_usable, like_options, make_nccl
@@ -234,7 +235,7 @@ class _Connector:
             store = PrefixStore(f"{tag}/", told or self.store)
             gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
-            gloo._set_sequence_number_for_group()
+            start_sequence(gloo)
             if told is not None:
                 told.check_notes()
             return gloo

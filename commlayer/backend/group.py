@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
+from torch._C._distributed_c10d import BarrierOptions, GatherOptions, PrefixStore, Store, Work
 
 from commlayer.agree.numbers import everyones_numbers
 from commlayer.auditing.at_exit import note_job_over
@@ -28,6 +28,7 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
+from commlayer.backend.call_hooks import CallHooks, require_hooks
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
@@ -47,6 +48,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
+from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.files import name_in_files
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
@@ -112,6 +114,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._calls.encoded_sums = partial(encodings.sum_now, sum_formats) if sum_formats else None
         self._ending = Ending(self._order, batches, self.counters)
         self._ending.ledger = self._calls.ledger
+        self._call_hooks: CallHooks | None = None
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
@@ -335,6 +338,66 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._inner.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
+
+    # Hooks, and what torch 2.15 asks of a group
+
+    def _hooks(self) -> CallHooks:
+        require_hooks()
+        if self._call_hooks is None:
+            self._call_hooks = CallHooks(self, [*(row.names for row in VERBS), "barrier", "send", "recv"])
+        return self._call_hooks
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Run ``hook`` with torch's ``PreHookArgs`` before each call, in the order of ids."""
+        self._hooks().add("pre", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self._hooks().remove("pre", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Run ``hook`` with torch's ``PostHookArgs`` after each call was issued, in the order of ids."""
+        self._hooks().add("post", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self._hooks().remove("post", hook_id)
+
+    def supports_reconfigure(self) -> bool:
+        """Whether its ranks can change while it lives: no, whatever the Gloo inside could."""
+        return False
+
+    def get_reconfigure_handle(self) -> str:
+        """Raises UsageError: a group keeps its ranks."""
+        raise UsageError(
+            f"{self.who}: a group of commlayer keeps its ranks: make a new one, as "
+            "commlayer.integrations.planned_process_group does for torchft"
+        )
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Raises as :meth:`get_reconfigure_handle`."""
+        raise UsageError(f"{self.who}: a group of commlayer keeps its ranks: make a new one")
+
+    def gather_single(self, output: torch.Tensor | None, input: torch.Tensor, opts: Any = None) -> Work:
+        """Gather every rank's ``input`` into ``output`` on ``opts.rootRank``, one behind the other. Others' ``output`` is unused.
+
+        Raises TensorError, on the root, for an output of another dtype, of another size than all inputs, or not contiguous.
+        """
+        opts = make(GatherOptions, opts, None, {})
+        members = self._members
+        if opts.rootRank != members.rank:
+            return self.gather([], [input], opts)  # type: ignore[no-any-return]
+        if output is None or output.dtype is not input.dtype or output.numel() != members.size * input.numel():
+            told = "None" if output is None else f"{output.numel()} of {output.dtype}"
+            raise TensorError(
+                f"{members.who}: gather_single expected an output of {members.size} times {input.numel()} elements of "
+                f"{input.dtype}, got {told}"
+            )
+        if not output.is_contiguous():
+            raise TensorError(
+                f"{members.who}: gather_single expected a contiguous output, got strides {output.stride()}"
+            )
+        parts = [part.view(input.shape) for part in output.view(-1).split(input.numel())] if input.numel() else []
+        parts = parts or [output.new_empty(input.shape) for _ in range(members.size)]
+        return self.gather([parts], [input], opts)  # type: ignore[no-any-return]
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the numbers start at 0 on every rank, because a group is made by all of them together."""

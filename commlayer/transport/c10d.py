@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single", "verb_of"]
+__all__ = ["all_gather_single", "reduce_scatter_single", "start_sequence", "verb_of"]
 
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -27,3 +27,9 @@ def verb_of(group: Any, name: str) -> Any:
     """
     found = getattr(group, name, None)
     return getattr(group, _OLDER_NAMES.get(name, name)) if found is None else found
+
+
+def start_sequence(backend: Any) -> None:
+    """Start the numbers of a backend's calls at 0 on every rank. torch 2.15 does so by itself, and warns who asks."""
+    if not hasattr(backend, "supports_reconfigure"):
+        backend._set_sequence_number_for_group()

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from commlayer.failures.waits import within
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.lanes import LANES, level_of
+from commlayer.transport.c10d import start_sequence
 
 __all__ = [
     "CONFIG_SINCE",
@@ -200,7 +201,7 @@ def make_nccl(
     options.group_name = name
     backend = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, len(global_ranks), options)
     made: Any = backend
-    made._set_sequence_number_for_group()
+    start_sequence(made)
     return Nccl(made, None if is_given else options, _with_all_verbs(made, rank, len(global_ranks)))
 
 

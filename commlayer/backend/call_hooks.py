@@ -1,0 +1,125 @@
+"""Hooks that a program registers on a group, and that run before and after each of its calls (torch 2.15 and later).
+
+torch runs hooks in C++, between its operators and a backend. The calls of a Python group do not pass there, so a group runs its
+own. A group without hooks pays nothing: its verbs are wrapped when the first hook is registered.
+
+torch's own consumers in C++ (``FlightRecorderHook``, ``NanCheckHook``) register with the C++ object, of which Python hears
+nothing. They see no call of this backend; ``commlayer diagnose --flight-recorder`` writes dumps of its ring.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["HOOK_NAMES", "CallHooks", "require_hooks"]
+
+HOOK_NAMES = {
+    "all_gather_single": "ALLGATHER_BASE",
+    "all_gather_single_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
+    "allgather": "ALLGATHER",
+    "allgather_coalesced": "ALLGATHER_COALESCED",
+    "all_to_all_single": "ALLTOALL_BASE",
+    "alltoall": "ALLTOALL",
+    "allreduce": "ALLREDUCE",
+    "allreduce_coalesced": "ALLREDUCE_COALESCED",
+    "barrier": "BARRIER",
+    "broadcast": "BROADCAST",
+    "gather": "GATHER",
+    "recv": "RECV",
+    "reduce": "REDUCE",
+    "reduce_scatter": "REDUCE_SCATTER",
+    "reduce_scatter_single": "REDUCE_SCATTER_BASE",
+    "reduce_scatter_single_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
+    "scatter": "SCATTER",
+    "send": "SEND",
+}
+"""torch's ``HookOpName`` of each verb, by the verb's first name."""
+_INPUT_FIRST = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"})
+"""Verbs whose only tensors are their input."""
+
+Hook = Callable[[Any], None]
+
+
+class CallHooks:
+    """The hooks of one group, run in the order of their ids. ``group``: whose verbs are wrapped at the first hook."""
+
+    def __init__(self, group: Any, verbs: Iterable[str]) -> None:
+        self._pre: dict[int, Hook] = {}
+        self._post: dict[int, Hook] = {}
+        self._calls = 0
+        for names in verbs:
+            first = names.split()[0]
+            wrapped = self._wrapped(first, getattr(group, first))
+            for name in names.split():
+                setattr(group, name, wrapped)
+
+    def add(self, when: str, hook_id: int, hook: Hook) -> None:
+        """Have ``hook`` run ``pre`` or ``post`` calls; one of the same id is replaced, as in torch."""
+        hooks = self._pre if when == "pre" else self._post
+        hooks[hook_id] = hook
+
+    def remove(self, when: str, hook_id: int) -> None:
+        (self._pre if when == "pre" else self._post).pop(hook_id, None)
+
+    def _wrapped(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        name = getattr(c10d.HookOpName, HOOK_NAMES[verb])  # type: ignore[attr-defined]  # torch 2.15
+
+        @functools.wraps(call)
+        def hooked(*args: Any, **named: Any) -> Any:
+            number, self._calls = self._calls, self._calls + 1
+            opts = next((each for each in (*args, *named.values()) if hasattr(each, "asyncOp")), None)
+            is_async = bool(getattr(opts, "asyncOp", verb in ("send", "recv")))
+            if self._pre:
+                told = c10d.PreHookArgs()  # type: ignore[attr-defined]  # torch 2.15
+                told.name, told.op_id, told.async_op = name, number, is_async
+                told.root = _root(verb, opts, args)
+                told.input_tensors, told.output_tensors = _tensors_of(verb, args)
+                for _, hook in sorted(self._pre.items()):
+                    hook(told)
+            work = call(*args, **named)
+            if self._post:
+                after = c10d.PostHookArgs()  # type: ignore[attr-defined]  # torch 2.15
+                after.name, after.op_id, after.async_op, after.work = name, number, is_async, work
+                for _, hook in sorted(self._post.items()):
+                    hook(after)
+            return work
+
+        return hooked
+
+
+def _root(verb: str, opts: Any, args: tuple[Any, ...]) -> int:
+    """The root of a call, or the peer of a message; -1 where there is none."""
+    if verb in ("send", "recv"):
+        return int(args[1]) if len(args) > 1 else -1
+    return int(getattr(opts, "rootRank", -1))
+
+
+def _tensors_of(verb: str, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The inputs and the outputs of a call, flat."""
+    if not args or verb == "barrier":
+        return [], []
+    first = _flat(args[0])
+    if verb in _INPUT_FIRST:
+        return first, []
+    if verb == "recv":
+        return [], first
+    return _flat(args[1]) if len(args) > 1 else [], first
+
+
+def _flat(given: Any) -> list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [x for each in given for x in _flat(each)] if isinstance(given, (list, tuple)) else []
+
+
+def require_hooks() -> None:
+    """Raises UsageError where this torch has no hooks of calls."""
+    if not hasattr(c10d, "PreHookArgs"):
+        raise UsageError(f"hooks of a group's calls came with torch 2.15, this is {torch.__version__}")
