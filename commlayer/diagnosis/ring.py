@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from sys import _getframe
@@ -125,6 +126,11 @@ class Track:
         self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
         self._room = _MOST_COUNTED
+
+    def close(self) -> None:
+        """The group is gone: keep what is told of it, and nothing else of it, for as long as the ring has a call of it."""
+        self.describe, self.lane = partial(str, self.describe()), partial(str, self.lane())
+        self.ended = self.latest = None
 
     def note(
         self,
