@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from commlayer.cli.variables import Verdict
+from commlayer.transport.foreign_variables import Verdict
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
