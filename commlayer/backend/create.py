@@ -97,7 +97,8 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
         group.own_detector(detector)
         if group.remembers_calls:
             folder = group.diagnose_dir(stands_alone=request.stands_alone)
-            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", joined.store), folder))
+            own = PrefixStore("diagnosis/", joined.store)
+            group.own_inquiry(Inquiry(detector, own, folder, group.long_wait_s))
     inquiry = inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed

@@ -89,6 +89,7 @@ class Track:
     of a kind, with that peer (global) and tag, those that were used last at the end; ``settled``: how many of them somebody has
     waited for. Where a program takes ever new tags, the oldest are forgotten, once all of theirs are settled. ``ended``
     knows of calls that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
+    ``is_broken``: whether the group has failed, so that no wait in it goes on.
     ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
     """
 
@@ -99,6 +100,7 @@ class Track:
         "describe",
         "done",
         "ended",
+        "is_broken",
         "issued",
         "key",
         "lane",
@@ -122,6 +124,7 @@ class Track:
         self.describe, self.lane = describe, lane
         self.issued = self.done = 0
         self.ended: Callable[[], int] | None = None
+        self.is_broken: Callable[[], bool] = bool
         self.latest: Any = None
         self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
@@ -131,6 +134,8 @@ class Track:
         """The group is gone: keep what is told of it, and nothing else of it, for as long as the ring has a call of it."""
         self.describe, self.lane = partial(str, self.describe()), partial(str, self.lane())
         self.ended = self.latest = None
+        self.is_broken = bool
+        _tracks.discard(self)
 
     def note(
         self,
