@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer import statistics
 from commlayer.auditing import ledger
@@ -125,6 +126,23 @@ def test_a_group_that_is_gone_leaves_nothing(
         # torch itself keeps a list of each group; and some threads, and weak references to them, may be there a moment longer.
         others = {name: count for name, count in grown.items() if count >= 2 * _GONE}
         assert not others, others
+
+
+def test_a_group_leaves_one_key_in_the_jobs_store(emulated_cluster: ClusterFactory) -> None:
+    """Which of its name it is. Gloo leaves the address of each rank."""
+
+    def job() -> list[int]:
+        start()
+        counts = []
+        for _ in range(3):
+            dist.destroy_process_group(group_in_use())
+            dist.barrier()
+            counts.append(_get_default_store().num_keys())
+            dist.barrier()
+        return counts
+
+    for counts in emulated_cluster(2, 2).run(job):
+        assert counts == [counts[0], counts[0] + 1, counts[0] + 2]
 
 
 @pytest.mark.parametrize("tag", [0, FIRST_TAG - 1, FIRST_TAG, FIRST_TAG + 3 * (1 << 14), (1 << 31) - 1])
