@@ -82,9 +82,7 @@ class Inquiry:
     whom it waits; 0: nobody is.
     """
 
-    def __init__(
-        self, detector: FailureDetector, store: Store, folder: str | None, long_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, detector: FailureDetector, store: Store, folder: str | None, long_wait_s: float = 0.0) -> None:
         self._detector, self._store, self._folder = detector, store, folder
         self.rank, self.ranks = detector.rank, detector.ranks
         self._round = 0

@@ -2,8 +2,8 @@
 
 Each rank holds TCP connections to the ranks 1, 2, 4, 8, … places after it. The kernel closes those of a process that ends,
 whatever ended it, so some neighbour notices at once; what one rank notices, or reports, it passes on to all its neighbours
-(reliable broadcast by flooding). Nothing is sent while nothing fails, and one thread a process, which sleeps nearly always, is all that
-it costs.
+(reliable broadcast by flooding). Nothing is sent while nothing fails, and one thread a process, which sleeps nearly always, is
+all that it costs.
 
 Prior art: ULFM's detector for MPI (Bosilca et al., "Failure detection and propagation in HPC systems", SC 2016: a ring of
 observers, and propagation over a circulant graph, which this overlay is), and NCCL's RAS subsystem (a ring of threads with
@@ -293,8 +293,8 @@ class FailureDetector:
         return True
 
     def call_regularly(self, look: Callable[[], float]) -> None:
-        """Have ``look``, a method whose object is not kept alive, called on the detector's thread, now and each time after as many
-        seconds as it returns."""
+        """Have ``look``, a method whose object is not kept alive, called on the detector's thread: now, and each time after as
+        many seconds as it returns."""
         with self.changed:
             if self._is_linked and not self._is_closed:
                 self._regularly = weakref.WeakMethod(look)

@@ -1,8 +1,8 @@
 """The environment variables of torch, Gloo, NCCL and CUDA that change what commlayer stands on, and what it decided about each.
 
-None of them is inherited by accident: one that is *used* has its effect, one that is *overridden* has none on groups of commlayer,
-and one that is *refused* makes the first group fail with an error that says what to do. ``docs/launching.md`` has the same table,
-and tests compare it with this one, and this one with the variables that the installed torch reads.
+None of them is inherited by accident: one that is *used* has its effect, one that is *overridden* has none on groups of
+commlayer, and one that is *refused* makes the first group fail with an error that says what to do. ``docs/launching.md`` has the
+same table, and tests compare it with this one, and this one with the variables that the installed torch reads.
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ VARIABLES: dict[str, Variable] = {
         choice="refused",
         but=("", "tcp"),
     ),
-    "GLOO_DISABLE_CONNECTION_RETRIES": Variable("Gloo does not try again to connect: a busy machine may fail to make a group"),
+    "GLOO_DISABLE_CONNECTION_RETRIES": Variable(
+        "Gloo does not try again to connect: a busy machine may fail to make a group"
+    ),
     "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": Variable("how Gloo numbers the addresses of a rank: of no consequence here"),
     "GLOO_ENABLE_STORE_V2_API": Variable(
         "how Gloo asks a store for addresses: of no consequence here, where a store of one's own has only the older way"
     ),
     "GLOO_LOG_LEVEL": Variable("what Gloo prints"),
     "TORCH_GLOO_LAZY_INIT": Variable(
-        "Gloo would connect at the first message, which then waits beyond every timeout: groups of commlayer connect when they are made",
+        "Gloo would connect at the first message, which then waits beyond every timeout: groups of commlayer connect when they "
+        "are made",
         _ON,
         choice="overridden",
     ),
@@ -67,12 +70,19 @@ VARIABLES: dict[str, Variable] = {
         "torch does not look for backends: the program has to import commlayer.backend", ("0",)
     ),
     "TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK": Variable("which rank torch.compile works on: of no consequence here"),
-    "TORCH_DISTRIBUTED_DEBUG": Variable("DETAIL: calls are compared across ranks, as COMMLAYER_DEBUG=detail does", ("detail",)),
-    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": Variable(
-        "torch makes every group by torchcomms, where that is installed, and asks no backend of this name: unset it", _ON
+    "TORCH_DISTRIBUTED_DEBUG": Variable(
+        "DETAIL: calls are compared across ranks, as COMMLAYER_DEBUG=detail does", ("detail",)
     ),
-    "TORCH_DIST_INIT_BARRIER": Variable("1: torch waits for all ranks in the job's store when a group has been made", ("1",)),
-    "TORCHELASTIC_USE_AGENT_STORE": Variable("True: torchrun hosts the job's store, not rank 0, which errors about it say"),
+    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": Variable(
+        "torch makes every group by torchcomms, where that is installed, and asks no backend of this name: unset it",
+        _ON,
+    ),
+    "TORCH_DIST_INIT_BARRIER": Variable(
+        "1: torch waits for all ranks in the job's store when a group has been made", ("1",)
+    ),
+    "TORCHELASTIC_USE_AGENT_STORE": Variable(
+        "True: torchrun hosts the job's store, not rank 0, which errors about it say"
+    ),
     "USE_LIBUV": Variable("how torch's store is served: of no consequence here"),
     "TORCH_CPP_LOG_LEVEL": Variable("what torch's C++ prints"),
     "OMP_NUM_THREADS": Variable("threads of each rank's CPU copies; torchrun sets 1"),
@@ -83,7 +93,9 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_NCCL_BLOCKING_WAIT": Variable("wait() blocks the host: stages that are posted after it do not overlap", _ON),
     "TORCH_NCCL_COORD_CHECK_MILSEC": Variable("how often NCCL's watchdog looks for the timeouts of other ranks"),
     "TORCH_NCCL_CUDA_EVENT_CACHE": Variable("torch uses CUDA events of NCCL's calls again"),
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": Variable("where torch's flight recorder writes; commlayer's ring is written elsewhere"),
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": Variable(
+        "where torch's flight recorder writes; commlayer's ring is written elsewhere"
+    ),
     "TORCH_NCCL_DESYNC_DEBUG": Variable("torch says which ranks of an NCCL group have come how far, at its timeout"),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": Variable("torch's flight recorder writes at a timeout of NCCL's"),
     "TORCH_NCCL_ENABLE_MONITORING": Variable("torch ends the process when NCCL's watchdog is stuck", OFF),
@@ -92,8 +104,12 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": Variable("how long NCCL's watchdog may be stuck before torch ends the process"),
     "TORCH_NCCL_HIGH_PRIORITY": Variable("all NCCL streams are of high priority: no lane is above another", _ON),
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": Variable("what torch prints when a process ends with NCCL groups"),
-    "TORCH_NCCL_NAN_CHECK": Variable("torch looks for NaN in the tensors of NCCL's own calls; planned ones are not looked at", _ON),
-    "TORCH_NCCL_PROPAGATE_ERROR": Variable("ranks tell each other of errors of NCCL's; commlayer's detector does so anyway"),
+    "TORCH_NCCL_NAN_CHECK": Variable(
+        "torch looks for NaN in the tensors of NCCL's own calls; planned ones are not looked at", _ON
+    ),
+    "TORCH_NCCL_PROPAGATE_ERROR": Variable(
+        "ranks tell each other of errors of NCCL's; commlayer's detector does so anyway"
+    ),
     "TORCH_NCCL_RANKS_PER_ROOT": Variable("how many ranks find each other by one root of NCCL's"),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": Variable("torch raises CUDA errors of NCCL's watchdog", OFF),
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": Variable("what torch warns of"),
@@ -103,8 +119,12 @@ VARIABLES: dict[str, Variable] = {
         "NCCL connects without blocking; nothing here has been tried with it", _ON
     ),
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": Variable("torch registers the memory of CUDA tensors with NCCL"),
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": Variable("how long torch waits for its flight recorder before it ends the process"),
-    "TORCH_FR_BUFFER_SIZE": Variable("how many calls of NCCL torch's flight recorder keeps; commlayer's is COMMLAYER_RING"),
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": Variable(
+        "how long torch waits for its flight recorder before it ends the process"
+    ),
+    "TORCH_FR_BUFFER_SIZE": Variable(
+        "how many calls of NCCL torch's flight recorder keeps; commlayer's is COMMLAYER_RING"
+    ),
     "TORCH_FR_CPP_STACK": Variable("torch's flight recorder keeps stacks of C++"),
     "TORCH_FR_DUMP_DYNAMIC_FILE_NAME": Variable("how torch's flight recorder names its files"),
     "TORCH_FR_DUMP_TEMP_FILE": Variable("where torch's flight recorder writes; commlayer's ring is written elsewhere"),
@@ -112,7 +132,9 @@ VARIABLES: dict[str, Variable] = {
     "NCCL_BLOCKING_WAIT": Variable("the older name of TORCH_NCCL_BLOCKING_WAIT", _ON),
     "NCCL_DESYNC_DEBUG": Variable("the older name of TORCH_NCCL_DESYNC_DEBUG"),
     "NCCL_ENABLE_TIMING": Variable("the older name of TORCH_NCCL_ENABLE_TIMING"),
-    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": Variable("the older name of TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"),
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": Variable(
+        "the older name of TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    ),
     # NCCL and CUDA: what changes times, or what runs beside what.
     "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
         "1 serialises the launches of all streams and undoes the overlap of our stages: unset it, or set 8 or more",
@@ -173,18 +195,11 @@ def variable_findings(environment: Mapping[str, str]) -> list[tuple[Verdict, str
             if name.startswith(_FAMILIES):
                 found.append(("ok", name, value, "read by torch; no bearing on plans is known"))
             continue
-        is_notable = variable.is_notable(value)
-        words = (
-            (variable.otherwise or variable.does)
-            if is_notable
-            else variable.does
-            if not variable.when or variable.otherwise
-            else ""
-        )
-        if variable.choice == "refused":
-            words = f"refused: {variable.does}" if is_notable else ""
-        elif variable.choice == "overridden" and is_notable:
-            words = f"overridden: {variable.does}"
-        mark: Verdict = "ok" if not is_notable else "bad" if variable.choice == "refused" else "warn"
-        found.append((mark, name, value, words or "as by default"))
+        if variable.is_notable(value):
+            mark: Verdict = "bad" if variable.choice == "refused" else "warn"
+            words = variable.otherwise or variable.does
+            found.append((mark, name, value, words if variable.choice == "used" else f"{variable.choice}: {words}"))
+        else:
+            is_told = variable.choice == "used" and (not variable.when or variable.otherwise)
+            found.append(("ok", name, value, variable.does if is_told else "as by default"))
     return found or [("ok", "none set", f"of {len(VARIABLES)} that matter", "")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from commlayer.testing.plugin import ClusterFactory
 
 
 @pytest.fixture
-def track(monkeypatch: pytest.MonkeyPatch) -> Iterator[Track]:
+def track(monkeypatch: pytest.MonkeyPatch) -> Track:
     monkeypatch.setattr(ring, "_calls", ring.deque(maxlen=0))
     monkeypatch.setattr(ring, "_waiting", {})
     monkeypatch.setattr(ring, "_tracks", ring.weakref.WeakSet())
-    yield open_track(16, "key", "name", [5, 7], lambda: "dp", lambda: "")
+    return open_track(16, "key", "name", [5, 7], lambda: "dp", lambda: "")
 
 
 def note(track: Track, *, is_async: bool = False) -> int:
@@ -179,6 +179,7 @@ def test_a_line_says_for_whom_a_call_waits(emulated_cluster: ClusterFactory, tmp
         (line,) = (each for each in said if f"of group {name}, called" in each)
         first = 1 if late == 0 else 0
         assert re.search(rf"commlayer: rank {first} has waited for \d+ s in {re.escape(call)} of group {name}, ", line)
-        assert f"test_long_waits.py:" in line and f"rank {late} has not come to" in line, line
+        assert "test_long_waits.py:" in line, line
+        assert f"rank {late} has not come to" in line, line
         assert re.search(rf"kill -USR1 \d+ on \S+, or commlayer diagnose {tmp_path} there", line), line
     assert len(said) == len(CASES), said

@@ -70,7 +70,8 @@ def test_a_transport_that_is_not_gloos_default_is_refused() -> None:
 
 def test_doctor_says_what_is_overridden() -> None:
     ((mark, _, _, words),) = variable_findings({"TORCH_GLOO_LAZY_INIT": "1"})
-    assert mark == "warn" and words.startswith("overridden: ")
+    assert mark == "warn"
+    assert words.startswith("overridden: ")
     assert variable_findings({"TORCH_GLOO_LAZY_INIT": "0"}) == [("ok", "TORCH_GLOO_LAZY_INIT", "0", "as by default")]
 
 
@@ -88,7 +89,8 @@ def test_groups_connect_when_they_are_made_whatever_torch_is_told(emulated_clust
         (peer,) = {0, 1} - {dist.get_rank()}
         y = torch.zeros(3)
         works = [dist.isend(torch.ones(3), peer, group=groups[1]), dist.irecv(y, peer, group=groups[1])]
-        assert all(work is not None and work.wait() for work in works) and y.tolist() == [1.0, 1.0, 1.0]
+        assert all(work is not None and work.wait() for work in works)
+        assert y.tolist() == [1.0, 1.0, 1.0]
         dist.destroy_process_group()
 
     emulated_cluster(nodes=2, ranks_per_node=1).run(job)
