@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from commlayer.testing.plugin import ClusterFactory
 
 @pytest.fixture
 def track(monkeypatch: pytest.MonkeyPatch) -> Track:
-    monkeypatch.setattr(ring, "_calls", ring.deque(maxlen=0))
+    monkeypatch.setattr(ring, "_calls", deque(maxlen=0))
     monkeypatch.setattr(ring, "_waiting", {})
-    monkeypatch.setattr(ring, "_tracks", ring.weakref.WeakSet())
+    monkeypatch.setattr(ring, "_tracks", weakref.WeakSet())
     return open_track(16, "key", "name", [5, 7], lambda: "dp", lambda: "")
 
 
