@@ -6,9 +6,9 @@ from typing import TypedDict
 
 from commlayer.statistics import ENDED_GROUPS, PlacementStats
 
-__all__ = ["MOST_EVENTS", "Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "ended_groups"]
+__all__ = ["EVENTS_KEPT", "Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "ended_groups"]
 
-MOST_EVENTS = 256
+EVENTS_KEPT = 256
 """The most events of a group that are kept: the latest."""
 
 
@@ -117,7 +117,7 @@ def ended_groups(before: GroupAudit | None, group: GroupAudit) -> GroupAudit:
     found["held_us"] += before["held_us"]
     found["comparable_calls"] += before["comparable_calls"]
     found["late"] = _added_lateness([*before["late"], *group["late"]])
-    found["events"] = [*before["events"], *found["events"]][-MOST_EVENTS:]
+    found["events"] = [*before["events"], *found["events"]][-EVENTS_KEPT:]
     return found
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from commlayer.auditing.beside import calls_under_way
 from commlayer.auditing.group_audits import (
-    MOST_EVENTS,
+    EVENTS_KEPT,
     Audit,
     AuditRow,
     Event,
@@ -117,7 +117,7 @@ class Ledger:
         """How many calls were noted that ranks compare."""
         self._samples: deque[tuple[int, int, float, int]] = deque(maxlen=_WINDOW)
         self.late: dict[int, LateRank] = {}
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.heard: Callable[[], None] | None = None
         """Told of the calls that ranks compare, from number ``told_from`` on, when they were noted."""
         self.told_from = 0

@@ -10,7 +10,7 @@ import pytest
 
 from commlayer.auditing import ledger
 from commlayer.auditing.audit_files import AuditedGroup
-from commlayer.auditing.group_audits import MOST_EVENTS, GroupAudit, ended_groups
+from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
 from commlayer.statistics import MOST_ENDED, GroupCounters
 from commlayer.testing.synthetic import synthetic_profile
@@ -80,11 +80,11 @@ def test_bytes_that_one_does_not_know_the_sum_does_not() -> None:
 
 def test_of_events_the_latest_are_kept() -> None:
     ended = None
-    for number in range(MOST_EVENTS + 5):
+    for number in range(EVENTS_KEPT + 5):
         ended = ended_groups(ended, group(str(number), [[0, 1]]))
     assert ended is not None
-    assert len(ended["events"]) == MOST_EVENTS
-    assert ended["events"][-1]["what"] == f"group {MOST_EVENTS + 4}: plans anew"
+    assert len(ended["events"]) == EVENTS_KEPT
+    assert ended["events"][-1]["what"] == f"group {EVENTS_KEPT + 4}: plans anew"
 
 
 def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
