@@ -21,7 +21,7 @@ __all__ = ["MOST_CONNECTIONS", "Settings"]
 _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS", "EMULATED_COMPUTE", "EMULATED_REPORTS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
-_NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
+_NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING", "LONG_WAIT_S")
 _COUNTS = ("SHADOW", "CONNECTIONS")
 _LARGEST_RING = 1 << 20
 _RAREST = 1_000_000_000
@@ -72,6 +72,8 @@ class Settings:
             ``commlayer routing`` (docs/placement.md).
         ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
             (docs/diagnose.md).
+        long_wait_s: after how many seconds in one call of the backend a rank that waits prints for whom (60); 0: never
+            (docs/diagnose.md).
         replica: the name of the replica that this job is, where several write into the same folders: each then has a folder of
             that name there, and what is printed at exit names it. Where torchft's ``REPLICA_GROUP_ID`` is set and this
             is not, ``replica-`` and that.
@@ -101,6 +103,7 @@ class Settings:
     trace: str | None = None
     routing: str | None = None
     ring: float = 1024
+    long_wait_s: float = 60.0
     diagnose_dir: str | None = None
     replica: str | None = None
 
@@ -111,6 +114,10 @@ class Settings:
             raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
         if not (0 <= self.ring <= _LARGEST_RING and self.ring == int(self.ring)):
             raise SettingsError(f"COMMLAYER_RING must be a number of calls, 0 to {_LARGEST_RING}, got {self.ring:g}")
+        if not 0 <= self.long_wait_s < float("inf"):
+            raise SettingsError(
+                f"COMMLAYER_LONG_WAIT_S must be a number of seconds, 0 for never, got {self.long_wait_s:g}"
+            )
         if self.shadow is not None and not 1 <= self.shadow <= _RAREST:
             raise SettingsError(
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "

@@ -17,6 +17,8 @@ from typing import TypedDict
 from commlayer.profiles.counted import counted
 
 __all__ = [
+    "ENDED_GROUPS",
+    "MOST_ENDED",
     "CallStats",
     "DispatchStats",
     "GroupCounters",
@@ -244,9 +246,9 @@ class GroupCounters:
         }
 
 
-_MOST_CLOSED = 64
+MOST_ENDED = 64
 """The groups that are gone and still have numbers of their own: a job that makes one with every quorum has no end of them."""
-_ENDED = "ended groups"
+ENDED_GROUPS = "ended groups"
 
 _groups: list[GroupCounters] = []
 _ended: GroupCounters | None = None
@@ -261,9 +263,9 @@ def _fold_closed() -> None:
     global _ended
     with _folding:
         closed = [group for group in _groups if group.is_closed]
-        for group in closed[:-_MOST_CLOSED]:
+        for group in closed[:-MOST_ENDED]:
             if _ended is None:
-                _ended = GroupCounters(_ENDED, _groups[0].rank, [])
+                _ended = GroupCounters(ENDED_GROUPS, _groups[0].rank, [])
                 _groups.insert(0, _groups.pop(_groups.index(_ended)))  # its rank is that of the first group
             _ended.take(group)
             _groups.remove(group)

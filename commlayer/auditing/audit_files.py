@@ -57,7 +57,7 @@ class AuditedWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AuditedCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Calls of one collective by one plan, of one size class: see :class:`commlayer.auditing.ledger.AuditRow`."""
+    """Calls of one collective by one plan, of one size class: see :class:`commlayer.auditing.group_audits.AuditRow`."""
 
     collective: _Text
     plan: _Text
@@ -86,7 +86,7 @@ class PlanEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One group as one of its ranks knows it: see :class:`commlayer.auditing.ledger.GroupAudit`."""
+    """One group as one of its ranks knows it: see :class:`commlayer.auditing.group_audits.GroupAudit`."""
 
     group: _Text
     description: _Text

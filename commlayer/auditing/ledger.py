@@ -7,14 +7,24 @@ included, was chosen by a price.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from commlayer.auditing.beside import calls_under_way
+from commlayer.auditing.group_audits import (
+    EVENTS_KEPT,
+    Audit,
+    AuditRow,
+    Event,
+    GroupAudit,
+    LateRank,
+    ended_groups,
+)
 from commlayer.auditing.placements import audited_placements
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
@@ -24,14 +34,9 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.statistics import GroupCounters, PlacementStats
+from commlayer.statistics import MOST_ENDED, GroupCounters
 
 __all__ = [
-    "Audit",
-    "AuditRow",
-    "Event",
-    "GroupAudit",
-    "LateRank",
     "Ledger",
     "Sample",
     "StayedFlat",
@@ -42,81 +47,10 @@ __all__ = [
 
 _MAX_KEPT = 1024
 _WINDOW = 32
-_MOST_EVENTS = 256
 _WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
 """Collectives whose calls end on no rank before all have come and their bytes are through; and whose size is the same on all."""
 _OF_PLANS = {"all_to_all": "all_to_all_v"}
 _NO_CHOICES = Choices((1,), None, Settings())
-
-
-class AuditRow(TypedDict):
-    """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and more than half of that).
-
-    ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without waiting in the queue.
-    ``logical_bytes``, ``wire_bytes``: as in :class:`commlayer.statistics.CallStats`.
-    """
-
-    collective: str
-    plan: str
-    up_to_bytes: int
-    calls: int
-    promised_us: float
-    measured_us: float
-    logical_bytes: int
-    wire_bytes: dict[str, int] | None
-
-
-class LateRank(TypedDict):
-    """A global rank that came last to calls of the group, how often, and for how long the others waited, in all, µs."""
-
-    rank: int
-    calls: int
-    waited_us: float
-
-
-class Event(TypedDict):
-    """Something that happened to a group's plans: at which Unix time (s), before which of its calls, what."""
-
-    time_s: float
-    call: int
-    what: str
-
-
-class GroupAudit(TypedDict):
-    """The audit of one group. ``late`` and ``events`` are known on its first rank.
-
-    ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by which it plans now;
-    ``fabric_rate``: the rate of links between nodes by which it plans, of that at its start; ``node_rates``: that of the card of
-    each of ``nodes`` beside the usual one, empty where all are alike. ``comparable_calls``: those that ranks compare, of which
-    ``late`` counts as many as were compared. ``beside_calls``: calls that ran beside one of another group of this rank, with what
-    they were promised to take and took; ``held_us``: for how long chunks were held for lanes that go before the group's.
-    """
-
-    group: str
-    description: str
-    ranks: list[int]
-    nodes: list[list[int]]
-    began_s: float
-    profile: str
-    fabric_rate: float
-    node_rates: list[float]
-    calls: list[AuditRow]
-    beside_calls: int
-    beside_promised_us: float
-    beside_measured_us: float
-    held_us: float
-    comparable_calls: int
-    late: list[LateRank]
-    events: list[Event]
-
-
-class Audit(TypedDict):
-    """The audit of this rank's planned calls; ``rank`` is None before the first group. ``placements``: the last 256 migrations of
-    experts, on the first rank of a pipeline stage."""
-
-    rank: int | None
-    groups: list[GroupAudit]
-    placements: list[PlacementStats]
 
 
 class StayedFlat(NamedTuple):
@@ -183,7 +117,7 @@ class Ledger:
         """How many calls were noted that ranks compare."""
         self._samples: deque[tuple[int, int, float, int]] = deque(maxlen=_WINDOW)
         self.late: dict[int, LateRank] = {}
-        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.heard: Callable[[], None] | None = None
         """Told of the calls that ranks compare, from number ``told_from`` on, when they were noted."""
         self.told_from = 0
@@ -282,6 +216,12 @@ class Ledger:
         for kept in (self._of_plans, self._of_flat, self._kinds):
             kept.clear()
         self._choices = self._at_start = _NO_CHOICES
+        _fold_ended()
+
+    @property
+    def is_history(self) -> bool:
+        """Whether the group is gone and has learnt nothing of its links, so that its numbers may be added to those of others."""
+        return self._last is not None and self._last[1] is None
 
     def read(self) -> GroupAudit:
         """Return what is known by now."""
@@ -389,10 +329,25 @@ def _read_row(key: tuple[str, str, int], row: _Row) -> AuditRow:
 
 
 _ledgers: list[Ledger] = []
+_ended: GroupAudit | None = None
+"""The sum of the groups that are gone and have no ledger any more."""
+_folding = threading.Lock()
+
+
+def _fold_ended() -> None:
+    """Add up the groups that have been gone for longest, and forget which of them did what."""
+    global _ended
+    with _folding:
+        ended = [ledger for ledger in _ledgers if ledger.is_history]
+        for ledger in ended[:-MOST_ENDED]:
+            _ended = ended_groups(_ended, ledger.read())
+            _ledgers.remove(ledger)
 
 
 def _in_child() -> None:
     """A forked child's calls are its own."""
+    global _ended, _folding
+    _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _ledgers.clear()
 
 
@@ -400,14 +355,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def open_ledgers() -> list[Ledger]:
-    """Return the ledgers of this process, of groups that are gone too."""
+    """Return the ledgers of this process, of the last groups that are gone too."""
     return list(_ledgers)
 
 
 def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
     """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says something: of a group that was
     made again, what the latest says."""
-    found = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in _ledgers}
+    found = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in open_ledgers()}
     return {group: profile for group, profile in found.items() if profile is not None}
 
 
@@ -415,12 +370,15 @@ def audit() -> Audit:
     """Return promised against measured time of this rank's planned calls, by group, collective, plan and size, since the start,
     and of migrations of experts.
 
-    Plain data (:class:`Audit`), also of groups that are destroyed. Not collective: every rank has its own numbers. Which ranks
-    came late, and when plans changed, the first rank of each group knows.
+    Plain data (:class:`Audit`), also of groups that are destroyed: the last 64 of these each, all earlier ones as one group,
+    ``ended groups``. Not collective: every rank has its own numbers. Which ranks came late, and when plans changed, the first
+    rank of each group knows.
     """
-    groups = [ledger.read() for ledger in _ledgers]
+    with _folding:
+        ledgers, ended = list(_ledgers), _ended
+    groups = [*([] if ended is None else [ended]), *(ledger.read() for ledger in ledgers)]
     return {
-        "rank": _ledgers[0].rank if _ledgers else None,
+        "rank": ledgers[0].rank if ledgers else None,
         "groups": [group for group in groups if group["calls"] or group["events"]],
         "placements": audited_placements(),
     }

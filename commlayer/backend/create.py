@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +55,8 @@ from commlayer.wire.kernels import row_kernels
 __all__ = ["create_group", "make_group"]
 
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
+_FIRST = "gloo"
+"""The inner group whose ranks find each other in the job's store; others find theirs over it."""
 
 
 def make_group(
@@ -98,7 +101,8 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
         group.own_detector(detector)
         if group.remembers_calls:
             folder = group.diagnose_dir(stands_alone=request.stands_alone)
-            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", joined.store), folder))
+            own = PrefixStore("diagnosis/", joined.store)
+            group.own_inquiry(Inquiry(detector, own, folder, group.long_wait_s))
     inquiry = inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
@@ -112,7 +116,7 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
 def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> CommlayerGroup:
     is_default = request.is_default
     name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
-    gloo = connect.gloo("gloo")
+    gloo = connect.gloo(_FIRST)
     jobs = connect.agreed(gloo, request, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
@@ -238,6 +242,7 @@ class _Connector:
             start_sequence(gloo)
             if told is not None:
                 told.check_notes()
+                self._take_back_address()
             return gloo
 
         with self.connecting(f"for {tag}"):
@@ -247,6 +252,14 @@ class _Connector:
                 if told is not None:
                     told.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
                 raise
+
+    def _take_back_address(self) -> None:
+        """Delete this rank's address of the first inner group from the job's store, which would keep it as long as the job lasts.
+
+        Whoever has heard from all ranks over that group knows that all have connected, and that nobody looks for it any more.
+        """
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of the program's own may not delete
+            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.rank}")  # as Gloo calls it
 
     def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
         peers = Peers(Watched(gloo, self.board), tuple(self.global_ranks), self.rank, torch.device("cpu"))

@@ -50,6 +50,7 @@ class Ending:
 
     def _let_go(self, *, drain: bool) -> None:
         self._counters.close()
+        self._order.track.close()
         if self.ledger is not None:
             self.ledger.close()
         if self.inquiry is not None:

@@ -101,6 +101,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         )
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
+        board = weakref.ref(planned.board)
+        track.is_broken = lambda: (found := board()) is None or found.is_broken
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         if is_planning and planned.choices.planner is not None and options.audit is not False:
@@ -192,8 +194,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         limit = timeout if is_given else self._inner.timeout
         track = self._order.track
         number = track.note("monitored_barrier", None, 0, 0, None, False)
-        self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
-        track.done = number
+        try:
+            self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
+        finally:
+            track.done = number  # where it fails all ranks are told, and none is in it any more
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
@@ -443,6 +447,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def own_detector(self, detector: FailureDetector) -> None:
         """This group was the first of its ranks, and ends their failure detector with itself."""
         self._ending.detector = detector
+
+    @property
+    def long_wait_s(self) -> float:
+        """After how many seconds in one call somebody is told; 0: never."""
+        settings: Settings = self._inner.planned.settings
+        return settings.long_wait_s
 
     def own_inquiry(self, inquiry: Inquiry) -> None:
         """The same for what asks the ranks for their calls."""

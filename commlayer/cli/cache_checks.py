@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from commlayer.cli.variables import Verdict
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import MEASURED_ON, Profile, parse_profile
 from commlayer.profiles.topology import Topology
 from commlayer.settings import Settings
+from commlayer.transport.foreign_variables import Verdict
 
 __all__ = ["cache_lines"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from commlayer import __version__
-from commlayer.cli.variables import Verdict, variable_findings
 from commlayer.profiles.errors import CommlayerError, SettingsError
 from commlayer.profiles.profile import Profile
 from commlayer.settings import Settings
+from commlayer.transport.foreign_variables import Verdict, variable_findings
 
 __all__ = ["Finding", "all_findings"]
 

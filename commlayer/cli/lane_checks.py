@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from commlayer.cli.variables import OFF, Verdict
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES
+from commlayer.transport.foreign_variables import OFF, Verdict
 
 __all__ = ["at_hand", "lane_lines"]
 

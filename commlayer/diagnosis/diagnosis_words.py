@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
+from commlayer.diagnosis.long_waits import LongWait
 from commlayer.profiles.printable import printable
 from commlayer.units import format_binary
 
-__all__ = ["call_words", "headline", "in_words", "log_words", "one_line", "ranks_words", "short_call"]
+__all__ = [
+    "call_words",
+    "headline",
+    "in_words",
+    "log_words",
+    "one_line",
+    "ranks_words",
+    "short_call",
+    "wait_words",
+]
 
 _MOST_RANKS = 16
 _MOST_CALLS = 8
@@ -38,6 +49,26 @@ def one_line(diagnosis: Diagnosis) -> str:
         return in_words(diagnosis).splitlines()[0]
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     return f"{headline(found[0])}{more}"
+
+
+def wait_words(log: RankLog, wait: LongWait, diagnosis: Diagnosis, folder: Path) -> str:
+    """The long wait of the rank of ``log`` in a line: since when, in which call, for whom, and how to see more."""
+    place = next(place for place, group in enumerate(log.groups) if group.key == wait.key)
+    group = str(log.groups[place])
+    call = NamedCall(
+        rank=log.rank, group=group, kind=wait.kind, number=wait.number, peer=wait.peer, tag=wait.tag, site=None
+    )
+    what = place, wait.kind, wait.number, wait.peer, wait.tag
+    for each in log.calls:
+        if (each.group, each.kind, each.number, each.peer, each.tag) == what:
+            call = NamedCall.of_log(log.rank, group, each)
+    at = "" if call.site is None else f", called at {call.site}"
+    has_found = diagnosis.findings or diagnosis.waits
+    why = one_line(diagnosis) if has_found else "no rank is found that it waits for"
+    return (
+        f"rank {log.rank} has waited for {(log.now_ns - wait.since_ns) / 1e9:.0f} s in {call_words(call)}{at}: {why}. "
+        f"To see where every rank is: kill -USR1 {log.pid} on {printable(log.host)}, or commlayer diagnose {folder} there"
+    )
 
 
 def headline(finding: Trouble) -> str:

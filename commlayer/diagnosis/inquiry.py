@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from commlayer.diagnosis.call_logs import RankLog
-from commlayer.diagnosis.diagnosis_words import in_words, log_words, one_line
+from commlayer.diagnosis.diagnosis_words import in_words, log_words, one_line, wait_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
+from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
@@ -77,10 +78,11 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Inquiry:
     """Asks and answers for this rank, of a job whose ranks are those of ``detector``; ``store`` is its own in the job.
 
-    ``folder``: where files go; None: among temporary files.
+    ``folder``: where files go; None: among temporary files. ``long_wait_s``: after so long in one call somebody is told for
+    whom it waits; 0: nobody is.
     """
 
-    def __init__(self, detector: FailureDetector, store: Store, folder: str | None) -> None:
+    def __init__(self, detector: FailureDetector, store: Store, folder: str | None, long_wait_s: float = 0.0) -> None:
         self._detector, self._store, self._folder = detector, store, folder
         self.rank, self.ranks = detector.rank, detector.ranks
         self._round = 0
@@ -95,6 +97,9 @@ class Inquiry:
         """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
+        self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s)
+        if long_wait_s:
+            detector.call_regularly(self._long_waits.look)
         _inquiries.append(self)
         _take_signal(detector)
 
@@ -114,6 +119,14 @@ class Inquiry:
         log = self._snapshot("signal")
         print(f"commlayer: SIGUSR1: {log_words(log)}", file=sys.stderr, flush=True)
         self._ask(is_timeout=False)
+
+    def answered_s(self) -> float:
+        """When all ranks were asked last, by ``time.monotonic``."""
+        return self._answered_s
+
+    def waited_long(self, wait: LongWait) -> None:
+        """A call of this rank has waited for long: ask everybody for whom, and print it, where no rank has. Returns at once."""
+        self._start(self._say_wait, wait)
 
     def _ask(self, *, is_timeout: bool) -> None:
         began = time.monotonic()
@@ -202,6 +215,28 @@ class Inquiry:
         found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=offered)
         store.set(f"{asked}/found", msgspec.json.encode(found).decode())
         return found
+
+    def _say_wait(self, wait: LongWait) -> None:
+        store = self._client()
+        if within(_STORE_S, lambda: store.add(f"waits/{wait.claim}", 1)) != 1:
+            return
+        began = time.monotonic()
+        with self._lock:
+            asked = self._round
+        if within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) != 1:
+            return  # what is asked at this moment tells of all waits
+        log = self._snapshot("asked")
+        self._mark_answered(asked, is_timeout=False)
+        self._detector.tell(Asked(asked, self.rank, is_timeout=False))
+        if not store.check(["job"]):
+            store.set("job", secrets.token_hex(8))
+        log = self._publish(store, asked, log)
+        diagnosis = diagnose(self._gathered(store, asked, began, log))
+        text = wait_words(log, wait, diagnosis, folder_path(log.job, self._folder))
+        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=self.rank)
+        store.set(f"{asked}/found", msgspec.json.encode(found).decode())
+        self._say(asked, found)
+        self._write(log)
 
     def _say(self, asked: int, found: _Found | None) -> Diagnosed:
         """Print what was found, once, if that falls to this rank; the line of it for an error."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from sys import _getframe
@@ -54,6 +55,8 @@ Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
 """A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
 and since when, ns."""
 _Each = TypeVar("_Each")
+_NO_MESSAGES: OrderedDict[tuple[str, int, int], int] = OrderedDict()
+_NONE_SETTLED: dict[tuple[str, int, int], int] = {}
 _MOST_COUNTED = 8192
 """Peers and tags of messages that a group counts; a ring of more than half as many calls counts more."""
 
@@ -88,6 +91,7 @@ class Track:
     of a kind, with that peer (global) and tag, those that were used last at the end; ``settled``: how many of them somebody has
     waited for. Where a program takes ever new tags, the oldest are forgotten, once all of theirs are settled. ``ended``
     knows of calls that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
+    ``is_broken``: whether the group has failed, so that no wait in it goes on.
     ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
     """
 
@@ -98,6 +102,7 @@ class Track:
         "describe",
         "done",
         "ended",
+        "is_broken",
         "issued",
         "key",
         "lane",
@@ -121,10 +126,20 @@ class Track:
         self.describe, self.lane = describe, lane
         self.issued = self.done = 0
         self.ended: Callable[[], int] | None = None
+        self.is_broken: Callable[[], bool] = bool
         self.latest: Any = None
         self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
         self._room = _MOST_COUNTED
+
+    def close(self) -> None:
+        """The group is gone: keep what is told of it, and nothing else of it, for as long as the ring has a call of it."""
+        self.describe, self.lane = _saying(self.describe()), _saying(self.lane())
+        self.ended = self.latest = None
+        if not self.messages:  # as in most groups: one empty table for all of them
+            self.messages, self.settled = _NO_MESSAGES, _NONE_SETTLED
+        self.is_broken = bool
+        _tracks.discard(self)
 
     def note(
         self,
@@ -213,6 +228,12 @@ class Track:
         if found is not None and found[1] in MESSAGES:
             key = found[1], found[3], found[4]
             self.settled[key] = max(self.settled.get(key, 0), found[2])
+
+
+@lru_cache(maxsize=64)
+def _saying(text: str) -> Callable[[], str]:
+    """What says ``text``: one for all groups that are described alike."""
+    return partial(str, text)
 
 
 class Silent(Track):

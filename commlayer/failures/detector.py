@@ -2,7 +2,8 @@
 
 Each rank holds TCP connections to the ranks 1, 2, 4, 8, … places after it. The kernel closes those of a process that ends,
 whatever ended it, so some neighbour notices at once; what one rank notices, or reports, it passes on to all its neighbours
-(reliable broadcast by flooding). Nothing is sent while nothing fails, and one sleeping thread a process is all that it costs.
+(reliable broadcast by flooding). Nothing is sent while nothing fails, and one thread a process, which sleeps nearly always, is
+all that it costs.
 
 Prior art: ULFM's detector for MPI (Bosilca et al., "Failure detection and propagation in HPC systems", SC 2016: a ring of
 observers, and propagation over a circulant graph, which this overlay is), and NCCL's RAS subsystem (a ring of threads with
@@ -220,6 +221,7 @@ class FailureDetector:
         self._cards: dict[int, _Card] = {}
         self._is_closed = self._is_linked = False
         self._staying: threading.Thread | None = None
+        self._regularly: weakref.WeakMethod[Callable[[], float]] | None = None
         if store is None or len(self.ranks) < 2:
             return
         self._secret = os.urandom(_SECRET_BYTES)
@@ -289,6 +291,26 @@ class FailureDetector:
             self._selector.register(descriptor, selectors.EVENT_READ, read)
             os.eventfd_write(self._bell, 1)
         return True
+
+    def call_regularly(self, look: Callable[[], float]) -> None:
+        """Have ``look``, a method whose object is not kept alive, called on the detector's thread: now, and each time after as
+        many seconds as it returns."""
+        with self.changed:
+            if self._is_linked and not self._is_closed:
+                self._regularly = weakref.WeakMethod(look)
+                os.eventfd_write(self._bell, 1)
+
+    def _looked(self) -> float | None:
+        """Call what is to be called regularly; return after how many seconds it wants to be called again, None: never."""
+        look = None if self._regularly is None else self._regularly()
+        if look is None:
+            return None
+        try:
+            return look()
+        except Exception:  # noqa: BLE001  this thread is also the one that hears of deaths
+            traceback.print_exc()
+            self._regularly = None
+            return None
 
     def forget(self, descriptor: int) -> None:
         """The opposite of :meth:`listen`."""
@@ -770,7 +792,7 @@ def _serve(detector: weakref.ref[FailureDetector]) -> None:
     del found
     while not is_over():
         try:
-            events = selector.select()
+            events = selector.select(_looked(detector))
         except (OSError, ValueError, RuntimeError):  # it has been closed
             return
         current = detector()
@@ -778,6 +800,11 @@ def _serve(detector: weakref.ref[FailureDetector]) -> None:
             return
         current._turn(events)
         del current, events
+
+
+def _looked(detector: weakref.ref[FailureDetector]) -> float | None:
+    found = detector()
+    return None if found is None else found._looked()
 
 
 def _is_over(detector: weakref.ref[FailureDetector]) -> bool:

@@ -4,8 +4,9 @@ A device of Gloo's is a listener, and a thread that reads and writes what the co
 one for every group, which is a thread and four descriptors each. One serves as well: it copies bytes and waits for nobody, and
 what happens to one group's connections does not touch another's.
 
-Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``). In torch 2.13 who sends or receives is
-blocked until its peer does the same, in C++ and beyond the timeout, also where the peer is dead.
+Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``, which TORCH_GLOO_LAZY_INIT sets where
+nobody says it). In torch 2.13 who sends or receives is blocked until its peer does the same, in C++ and beyond the timeout, also
+where the peer is dead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed has it too, bu
 
 from commlayer.failures.descriptors import GLOO_DEVICE, of_gloo
 from commlayer.failures.waits import keep
+from commlayer.transport.foreign_variables import refuse_variables
 
 __all__ = ["gloo_in_order", "needed_descriptors"]
 
@@ -51,17 +53,24 @@ def _interfaces() -> tuple[str, ...]:
 
 
 def _shared_devices() -> list[Any]:
-    names, gloo = _interfaces(), dist.ProcessGroupGloo
+    names = _interfaces()
     with _making:
         found = _devices.get(names)
         if found is None:
-            found = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-            for (
-                device
-            ) in found:  # until the process ends: freeing one joins its thread, which a forked child does not have
+            found = [_device("create_device", interface=name) for name in names] or [_device("create_default_device")]
+            for device in found:  # freeing one joins its thread, which a forked child does not have
                 keep(device)
             _devices[names] = found
         return list(found)
+
+
+def _device(maker: str, **where: str) -> Any:
+    """A device that connects when a group is made. Raises SettingsError for a transport that is refused."""
+    refuse_variables(os.environ)
+    make = getattr(dist.ProcessGroupGloo, maker)
+    if "lazy_init" in (make.__doc__ or ""):  # torch before 2.8 has no other way to connect
+        where["lazy_init"] = False  # type: ignore[assignment]
+    return make(**where)
 
 
 def _in_child() -> None:

@@ -1,23 +1,32 @@
-"""Threads and descriptors of a rank by the number of its groups, and what shares one group's connections."""
+"""Threads and descriptors of a rank by the number of its groups, what shares one group's connections, and what groups leave."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
+from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer import statistics
+from commlayer.auditing import ledger
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.testing.synthetic import synthetic_profile
 from commlayer.transport.contract import FIRST_TAG
 
 pytestmark = pytest.mark.cluster
 
 COUNT = 40_000
 _MORE = 6
+_GONE = 20
 
 
 def start() -> int:
@@ -81,6 +90,60 @@ def test_python_threads_do_not_grow_with_groups(emulated_cluster: ClusterFactory
 
     for before, after in emulated_cluster(2, 2).run(job):
         assert after <= before + 1  # one that is just giving its group back
+
+
+def objects() -> Counter[str]:
+    """The objects that Python's garbage collector knows, by their type, once groups that are gone have been freed."""
+    until = time.monotonic() + 30.0
+    while any(thread.name == "commlayer end" for thread in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.01)
+    gc.collect()
+    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["flat", "planned"])
+def test_a_group_that_is_gone_leaves_nothing(
+    emulated_cluster: ClusterFactory, tmp_path: Path, is_planned: bool
+) -> None:
+    path = tmp_path / "profile.json"
+    synthetic_profile(nodes=2, ranks_per_node=2).save(path)
+
+    def job() -> dict[str, int]:
+        torch.set_num_threads(1)
+        os.environ.update({"COMMLAYER_PROFILE": str(path) if is_planned else "none", "COMMLAYER_RING": "8"})
+        for module in (statistics, ledger):
+            vars(module)["MOST_ENDED"] = 2  # of the last groups, as of the last calls, something is kept
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+        for _ in range(4):
+            dist.destroy_process_group(group_in_use())
+        before = objects()
+        for _ in range(_GONE):
+            dist.destroy_process_group(group_in_use())
+        return dict(objects() - before)
+
+    for grown in emulated_cluster(2, 2).run(job):
+        ours = {name: count for name, count in grown.items() if name.startswith("commlayer.")}
+        assert not ours, ours
+        # torch itself keeps a list of each group; and some threads, and weak references to them, may be there a moment longer.
+        others = {name: count for name, count in grown.items() if count >= 2 * _GONE}
+        assert not others, others
+
+
+def test_a_group_leaves_one_key_in_the_jobs_store(emulated_cluster: ClusterFactory) -> None:
+    """Which of its name it is. Gloo leaves the address of each rank."""
+
+    def job() -> list[int]:
+        start()
+        counts = []
+        for _ in range(3):
+            dist.destroy_process_group(group_in_use())
+            dist.barrier()
+            counts.append(_get_default_store().num_keys())
+            dist.barrier()
+        return counts
+
+    for counts in emulated_cluster(2, 2).run(job):
+        assert counts == [counts[0], counts[0] + 1, counts[0] + 2]
 
 
 @pytest.mark.parametrize("tag", [0, FIRST_TAG - 1, FIRST_TAG, FIRST_TAG + 3 * (1 << 14), (1 << 31) - 1])

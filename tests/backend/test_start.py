@@ -77,10 +77,9 @@ def test_a_rank_asks_the_store_little_more_than_torch_does(emulated_cluster: Clu
     for found in emulated_cluster(1, ranks).run(job):
         torchs, links = found["torch"][0], math.ceil(math.log2(ranks))
         assert torchs == 2 * ranks + 1  # an address, and for each a wait and a get
-        assert found["group"][0] <= torchs + 1  # and one arrival
-        assert (
-            found["init"][0] <= torchs + 1 + 1 + 2 * links
-        )  # and an address, and the neighbours' of the failure detector
+        assert found["group"][0] <= torchs + 2  # and one arrival, and the address is deleted
+        # And an address, and the neighbours' of the failure detector.
+        assert found["init"][0] <= torchs + 2 + 1 + 2 * links
         assert found["init"][1] <= 2 * GATHERS_OF_INIT * most_messages(ranks)
         assert found["group"][1] <= 2 * GATHERS_OF_GROUP * most_messages(ranks)
         assert found["torch"][1] == 0

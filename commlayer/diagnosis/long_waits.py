@@ -1,0 +1,103 @@
+"""Calls that a thread of this rank has waited in for long, of which somebody is told before any timeout passes.
+
+The failure detector's thread looks at the ring about once a second. Of the ranks that wait in one call, the first in the group's
+order asks all ranks and prints one line: each begins to look a moment after the one before it, and the first that asks marks
+the call in the job's store.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from time import monotonic
+from time import perf_counter_ns as now
+from typing import NamedTuple
+
+from commlayer.diagnosis.call_logs import MESSAGES
+from commlayer.diagnosis.ring import ANY, Track, opened_tracks, recorded_calls, waiting_threads
+
+__all__ = ["LongWait", "LongWaits", "waits_of_this_rank"]
+
+_LOOK_S = 1.0
+_LOOKS = 4
+"""How often a wait is looked at, at least, before it is a long one."""
+_NEXT_RANK_S = 0.02
+_LAST_RANK_S = 2.0
+_COVERED_S = 10.0
+"""What all ranks were asked so lately has told of this wait too."""
+
+
+class LongWait(NamedTuple):
+    """A thread's wait in a call. ``key``: of its group; ``place``: of this rank in the group; ``since_ns``: when it began, by
+    ``perf_counter_ns``; ``peer``, ``tag``: of a message."""
+
+    key: str
+    place: int
+    kind: str
+    number: int
+    since_ns: int
+    peer: int = ANY
+    tag: int = 0
+
+    @property
+    def claim(self) -> str:
+        """The call's name in the job: the same on all ranks that wait in it."""
+        if self.kind in MESSAGES:
+            return f"{self.key}/{self.kind}/{self.place}/{self.peer}/{self.tag}/{self.number}"
+        return f"{self.key}/{self.number}"
+
+
+def waits_of_this_rank(rank: int) -> list[LongWait]:
+    """List what threads of this process, which is ``rank``, wait in now: synchronous calls, and waits for earlier ones."""
+    found = []
+    open_tracks = [track for track in opened_tracks() if not track.is_broken()]
+    if any(track.issued > track.done for track in open_tracks):
+        busy = set(open_tracks)
+        for entry in recorded_calls():
+            track, number, kind, is_async, issued_ns = *entry[:3], entry[6], entry[-1]
+            if track in busy and kind not in MESSAGES and not is_async and number > track.done:
+                found.append(LongWait(track.key, track.ranks.index(rank), kind, number, issued_ns))
+    for track, kind, number, peer, tag, _, _, since_ns in waiting_threads().values():
+        if not track.is_broken() and not _has_ended(track, kind, number, peer, tag):
+            found.append(LongWait(track.key, track.ranks.index(rank), kind, number, since_ns, peer, tag))
+    return found
+
+
+def _has_ended(track: Track, kind: str, number: int, peer: int, tag: int) -> bool:
+    done = track.settled.get((kind, peer, tag), 0) if kind in MESSAGES else track.done
+    return number <= done
+
+
+class LongWaits:
+    """Looks for waits of ``rank`` that are longer than ``limit_s``, and tells ``say`` of each, once.
+
+    ``answered_s``: when all ranks were asked last, by ``time.monotonic``.
+    """
+
+    def __init__(
+        self, rank: int, limit_s: float, say: Callable[[LongWait], None], answered_s: Callable[[], float]
+    ) -> None:
+        self.rank, self.limit_s = rank, limit_s
+        self._say, self._answered_s = weakref.WeakMethod(say), weakref.WeakMethod(answered_s)
+        self._told: set[str] = set()
+
+    def look(self) -> float:
+        """Tell of the waits that are long by now; return after how many seconds to look again."""
+        look_s = min(_LOOK_S, self.limit_s / _LOOKS)
+        say, answered_s = self._say(), self._answered_s()
+        if say is None or answered_s is None:
+            return _LOOK_S
+        waits = waits_of_this_rank(self.rank)
+        self._told &= {wait.claim for wait in waits}
+        again_s = look_s
+        for wait in waits:
+            # Others look up to ``look_s`` later: from then on, one after the other.
+            due_s = self.limit_s + look_s + min(wait.place * _NEXT_RANK_S, _LAST_RANK_S)
+            left_s = due_s - (now() - wait.since_ns) / 1e9
+            if left_s > 0:
+                again_s = min(again_s, left_s)
+            elif wait.claim not in self._told:
+                self._told.add(wait.claim)
+                if monotonic() - answered_s() > _COVERED_S:
+                    say(wait)
+        return again_s

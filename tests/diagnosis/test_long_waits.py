@@ -1,0 +1,187 @@
+"""A call that takes long is told of in a line, long before any timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import HALF_AN_HOUR, group_with, start_with
+from test_hangs import printed
+
+from commlayer import GroupOptions
+from commlayer.diagnosis import long_waits, ring
+from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
+from commlayer.diagnosis.ring import Track, open_track
+from commlayer.profiles.errors import SettingsError
+from commlayer.settings import Settings
+from commlayer.testing.plugin import ClusterFactory
+
+
+@pytest.fixture
+def track(monkeypatch: pytest.MonkeyPatch) -> Track:
+    monkeypatch.setattr(ring, "_calls", deque(maxlen=0))
+    monkeypatch.setattr(ring, "_waiting", {})
+    monkeypatch.setattr(ring, "_tracks", weakref.WeakSet())
+    return open_track(16, "key", "name", [5, 7], lambda: "dp", lambda: "")
+
+
+def note(track: Track, *, is_async: bool = False) -> int:
+    return track.note("all_reduce", None, 4, 4, None, is_async, depth=1)
+
+
+def kinds(rank: int = 7) -> list[tuple[str, int, int]]:
+    return [(wait.kind, wait.number, wait.place) for wait in waits_of_this_rank(rank)]
+
+
+def test_a_synchronous_call_is_a_wait_until_it_is_done(track: Track) -> None:
+    number = note(track)
+    assert kinds() == [("all_reduce", 1, 1)]
+    track.done = number
+    assert kinds() == []
+
+
+def test_an_asynchronous_call_is_one_when_somebody_waits_for_it(track: Track) -> None:
+    number = note(track, is_async=True)
+    assert kinds() == []
+    track.wait("all_reduce", number)
+    assert kinds() == [("all_reduce", 1, 1)]
+    track.waited()
+    assert kinds() == []
+
+
+def test_a_call_behind_an_asynchronous_one_waits(track: Track) -> None:
+    note(track, is_async=True)
+    note(track)
+    assert kinds() == [("all_reduce", 2, 1)]
+
+
+def test_a_message_is_a_wait_when_somebody_waits_for_it(track: Track) -> None:
+    kind, number, peer, tag = track.note_message("recv", None, 4, 0, 3)
+    assert kinds() == []
+    track.wait(kind, number, peer, tag)
+    assert kinds() == [("recv", 1, 1)]
+    assert waits_of_this_rank(7)[0].claim == "key/recv/1/5/3/1"
+    track.waited()
+    assert kinds() == []
+
+
+def test_in_a_group_that_has_failed_or_is_gone_nobody_waits(track: Track) -> None:
+    note(track)
+    track.is_broken = lambda: True
+    assert kinds() == []
+    track.is_broken = lambda: False
+    assert kinds() == [("all_reduce", 1, 1)]
+    track.close()
+    assert kinds() == []
+
+
+class Told:
+    """Stands for an inquiry: what it was told of, and when all ranks were asked last."""
+
+    def __init__(self) -> None:
+        self.waits: list[LongWait] = []
+        self.asked_s = -1e9
+
+    def say(self, wait: LongWait) -> None:
+        self.waits.append(wait)
+
+    def answered_s(self) -> float:
+        return self.asked_s
+
+
+def test_a_wait_is_told_of_once_and_by_the_first_rank_first(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr(long_waits, "now", lambda: int(clock_s[0] * 1e9))
+    told = Told()
+    looks = LongWaits(7, 60.0, told.say, told.answered_s)
+    track.note("all_reduce", None, 4, 4, None, False, issued_ns=1, depth=1)
+    clock_s[0] = 60.5
+    assert looks.look() == pytest.approx(0.52, abs=0.01)  # rank 5, which comes first in the group, has until then
+    assert not told.waits
+    for clock_s[0] in (61.1, 62.0, 1000.0):
+        looks.look()
+    assert [wait.number for wait in told.waits] == [1]
+    track.done = 1
+    looks.look()
+    track.note("all_reduce", None, 4, 4, None, False, issued_ns=1, depth=1)
+    told.asked_s = time.monotonic()
+    looks.look()
+    assert len(told.waits) == 1, "what all ranks were just asked tells of this one too"
+
+
+def test_the_setting() -> None:
+    assert Settings().long_wait_s == 60.0
+    assert Settings.from_environment({"COMMLAYER_LONG_WAIT_S": "0"}).long_wait_s == 0
+    with pytest.raises(SettingsError, match="COMMLAYER_LONG_WAIT_S must be a number of seconds, 0 for never, got -1"):
+        Settings(long_wait_s=-1)
+
+
+def called_in(group: Any) -> None:
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def waited_for(group: Any) -> None:
+    work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def sent_to_the_first(group: Any) -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(4), 3, group=group)
+    elif dist.get_rank() == 3:
+        dist.send(torch.ones(4), 0, group=group)
+
+
+CASES: list[tuple[str, dict[str, Any], Callable[[Any], None], int, str]] = [
+    ("direct", {}, called_in, 3, "all_reduce #1 (float32, 16 B, SUM)"),
+    ("planned", {"plan": "hierarchical"}, called_in, 3, "all_reduce #1 (float32, 16 B, SUM)"),
+    ("on_a_lane", {"plan": "hierarchical", "lane": "dp"}, called_in, 3, "all_reduce #1 (float32, 16 B, SUM)"),
+    ("asynchronous", {"plan": "hierarchical"}, waited_for, 3, "all_reduce #1 (float32, 16 B, SUM)"),
+    ("message", {}, sent_to_the_first, 3, "recv #1 from rank 3 (float32, 16 B)"),
+    ("without_the_first", {}, called_in, 0, "all_reduce #1 (float32, 16 B, SUM)"),
+]
+"""A group's description and options, what its ranks do, which rank comes late, and the call that the others wait in."""
+
+
+@pytest.mark.cluster
+def test_a_line_says_for_whom_a_call_waits(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """In every kind of group and call, once each, of the lowest rank that waits; the calls then go on."""
+    path = tmp_path / "stderr"
+
+    def job() -> None:
+        torch.set_num_threads(1)
+        os.environ |= {"COMMLAYER_LONG_WAIT_S": "1", "COMMLAYER_DIAGNOSE_DIR": str(tmp_path)}
+        long_waits._COVERED_S = 0.0
+        long_waits._NEXT_RANK_S, long_waits._LAST_RANK_S = 5.0, 60.0  # much longer than a busy machine is late
+        start_with(HALF_AN_HOUR)
+        for name, options, program, late, _ in CASES:
+            group = group_with(HALF_AN_HOUR, pg_options=GroupOptions(**options), group_desc=name)
+            until = time.monotonic() + 60.0
+            while dist.get_rank() == late and f"of group {name}, called" not in path.read_text():
+                assert time.monotonic() < until, f"nothing is said of {name}"
+                time.sleep(0.05)
+            program(group)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    with printed(path) as lines:
+        emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+    said = [line for line in lines if "has waited for" in line]
+    for name, _, _, late, call in CASES:
+        (line,) = (each for each in said if f"of group {name}, called" in each)
+        first = 1 if late == 0 else 0
+        assert re.search(rf"commlayer: rank {first} has waited for \d+ s in {re.escape(call)} of group {name}, ", line)
+        assert "test_long_waits.py:" in line, line
+        assert f"rank {late} has not come to" in line, line
+        assert re.search(rf"kill -USR1 \d+ on \S+, or commlayer diagnose {tmp_path} there", line), line
+    assert len(said) == len(CASES), said
