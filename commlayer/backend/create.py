@@ -21,13 +21,14 @@ from commlayer.agree.messages import Peers
 from commlayer.auditing.at_exit import agreed_job, audit_report, open_audit_report
 from commlayer.auditing.first_step import tell_after_first_step
 from commlayer.backend import world
+from commlayer.backend.called_lists import group_key
 from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.joining import GroupRequest, Joined, join_group
-from commlayer.backend.patches import teach_batches, teach_monitored_barrier, teach_timeouts
+from commlayer.backend.patches import teach_batches, teach_lists, teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.devices.device_contract import Messenger
@@ -40,6 +41,7 @@ from commlayer.failures.descriptors import require
 from commlayer.failures.detector import set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
+from commlayer.failures.polled_store import PolledStore
 from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import BLAMING, UsageError
 from commlayer.scheduler.decision import Planner
@@ -86,11 +88,13 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     teach_monitored_barrier()
     teach_timeouts()
     teach_batches()
+    teach_lists()
     detector, me = joined.detector, request.global_rank
-    board = FailureBoard(detector, f"{request.name}#{joined.generation}", me, request.global_ranks)
+    board = FailureBoard(detector, group_key(request.name, joined.generation), me, request.global_ranks)
     try:
         connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
-        group = _make(connect, request, options_of(options))
+        with joined.comparing_lists():
+            group = _make(connect, request, options_of(options))
     except BaseException as error:
         why = why_left(error)
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
@@ -234,9 +238,10 @@ class _Connector:
         require(needed_descriptors(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
+        polled = PolledStore(self.store, self.timeout.total_seconds(), lambda: self.board.is_broken)
 
         def make() -> Any:
-            store = PrefixStore(f"{tag}/", told or self.store)
+            store = PrefixStore(f"{tag}/", told or polled)
             gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             start_sequence(gloo)

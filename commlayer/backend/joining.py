@@ -6,19 +6,20 @@ that never came: only their timeouts tell. So this module loads little, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer.backend.called_lists import CalledLists, asked_store, digest_of
 from commlayer.failures.detector import FailureDetector, job_detector
-from commlayer.failures.waits import within
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 
-__all__ = ["GroupRequest", "Joined", "join_group", "own_keys"]
+__all__ = ["GroupRequest", "Joined", "call_from_outside", "join_group", "own_keys"]
 
 _Loaded = TypeVar("_Loaded")
 
@@ -49,16 +50,22 @@ class GroupRequest:
         """This rank, global."""
         return self.global_ranks[self.rank]
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether torch has counted calls of ``new_group`` to name it: then all ranks of the job make that call."""
+        return self.name.isdecimal()
+
 
 @dataclass(frozen=True)
 class Joined:
     """A group's keys in the store, which of its name it is, and the detector that watches its ranks; ``is_own``: which was made
-    for it, and is not the job's."""
+    for it, and is not the job's. ``lists``: what the job's ranks gave ``new_group``, where they can compare it."""
 
     store: Store
     generation: str
     detector: FailureDetector
     is_own: bool
+    lists: CalledLists | None = None
 
     def load(self, load: Callable[[], _Loaded]) -> _Loaded:
         """``load()``. Where that fails the other ranks hear of it, in the words of its error, and wait no longer."""
@@ -67,6 +74,16 @@ class Joined:
         except BaseException as error:
             if self.is_own:
                 self.detector.fail(f"left with {type(error).__name__}: {error}")
+            raise
+
+    @contextmanager
+    def comparing_lists(self) -> Iterator[None]:
+        """Where what is inside fails because ranks gave ``new_group`` different lists, raise DisagreementError, which says so."""
+        try:
+            yield
+        except RuntimeError:  # the rank with another list has told this one, or is one that this one waited for
+            if self.lists is not None:
+                self.lists.check()
             raise
 
 
@@ -78,25 +95,45 @@ def join_group(request: GroupRequest) -> Joined:
     """
     me, size, timeout_s = request.global_rank, len(request.global_ranks), request.timeout.total_seconds()
     where = f"rank {me}, group {request.name} of {size} ranks, which is being made"
-    store, generation = own_keys(request.store, size, timeout_s, where)
+    shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
+    if shared is not None and request.is_numbered:
+        lists = _lists(request.name, request.global_ranks, me, shared, timeout_s)
+        lists.tell()
+        generation = f"{digest_of(request.global_ranks)}.{shared.life}"
+        return Joined(PrefixStore(f"{generation}/", request.store), generation, shared, is_own=False, lists=lists)
+    store, generation = own_keys(request.store, request.global_ranks, timeout_s, where)
     if request.stands_alone:
         generation += f".{_drawn(store, timeout_s, where)}"
-    shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
     keys = PrefixStore("detector/", store)
     detector = shared or FailureDetector(keys, me, request.global_ranks, timeout_s)
+    if request.is_default:
+        detector.life = generation
     return Joined(store, generation, detector, is_own=shared is None)
 
 
-def own_keys(store: Store, size: int, timeout_s: float, where: str) -> tuple[Store, str]:
-    """``store`` without what an earlier group of the same name has left in it, and the group's size and number, from 0.
+def call_from_outside(name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+    """Say that this rank calls ``new_group`` with ``ranks``, which it is not one of. Raises as
+    :meth:`commlayer.backend.called_lists.CalledLists.tell`."""
+    detector = job_detector([*ranks, rank])
+    if detector is not None and name.isdecimal():
+        _lists(name, ranks, rank, detector, timeout.total_seconds()).tell()
+
+
+def _lists(name: str, ranks: Sequence[int], rank: int, detector: FailureDetector, timeout_s: float) -> CalledLists:
+    return CalledLists(_get_default_store(), name, detector.life, rank, ranks, detector, timeout_s)
+
+
+def own_keys(store: Store, ranks: Sequence[int], timeout_s: float, where: str) -> tuple[Store, str]:
+    """``store`` without what an earlier group of the same name has left in it, and which group of its name and ranks it is.
 
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
-    found there. All ranks come once for each group, so the count of arrivals says which group of the name and size this is.
+    found there. All ranks come once for each group, so the count of arrivals says which group of the name it is, from 0.
 
-    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
+    Raises as :func:`commlayer.backend.called_lists.asked_store`.
     """
-    arrived = _asked(lambda: store.add(f"commlayer/arrivals/{size}", 1), timeout_s, where)
-    generation = f"{size}.{(arrived - 1) // size}"
+    digest = digest_of(ranks)
+    arrived = asked_store(lambda: store.add(f"commlayer/arrivals/{digest}", 1), timeout_s, where)
+    generation = f"{digest}.{(arrived - 1) // len(ranks)}"
     return PrefixStore(f"{generation}/", store), generation
 
 
@@ -107,17 +144,4 @@ def _drawn(store: Store, timeout_s: float, where: str) -> str:
     another store, and names of groups of before come back, which a rank has made too. Raises as ``own_keys``.
     """
     mine = token_hex(4)
-    return _asked(lambda: store.compare_set("commlayer/drawn", "", mine), timeout_s, where).decode()
-
-
-def _asked(ask: Callable[[], _Loaded], timeout_s: float, where: str) -> _Loaded:
-    """``ask()``, of the job's store, within the timeout. Raises as ``own_keys``."""
-    host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
-    try:
-        return within(timeout_s, ask)
-    except TimeoutError as error:
-        raise CollectiveTimeoutError(
-            f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
-        ) from error
-    except RuntimeError as error:
-        raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
+    return asked_store(lambda: store.compare_set("commlayer/drawn", "", mine), timeout_s, where).decode()

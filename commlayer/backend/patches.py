@@ -5,6 +5,8 @@
 - ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
 - ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
   send to each other before they receive wait for ever.
+- ``_new_process_group_helper`` asks a backend for a group on its members only. The ranks that call ``new_group`` for a group that
+  they are not in say with which list (called_lists.py).
 - ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
@@ -22,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["answer_to", "teach_batches", "teach_monitored_barrier", "teach_timeouts"]
+__all__ = ["answer_to", "teach_batches", "teach_lists", "teach_monitored_barrier", "teach_timeouts"]
 
 _MARK = "_commlayer_wraps"
 
@@ -100,6 +102,31 @@ def teach_batches() -> None:
         return batch_isend_irecv
 
     _replace("batch_isend_irecv", make)
+
+
+def teach_lists() -> None:
+    """Let a rank that calls ``new_group`` for a group of this backend that it is not in compare its list with the others'."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _new_process_group_helper(
+            group_size: int,
+            group_rank: int | None,
+            global_ranks_in_group: list[int],
+            backend: Any,
+            store: Any,
+            group_name: str,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            from commlayer.backend.joining import call_from_outside
+
+            if global_ranks_in_group and c10d.get_rank() not in global_ranks_in_group and "commlayer" in str(backend):
+                call_from_outside(str(group_name), global_ranks_in_group, c10d.get_rank(), kwargs.get("timeout"))
+            return original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
+
+        return _new_process_group_helper
+
+    _replace("_new_process_group_helper", make)
 
 
 def answer_to(alias: str) -> None:

@@ -199,6 +199,8 @@ class FailureDetector:
 
     def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
+        self.life = ""
+        """Of a job's detector: which of the default groups it is for that the job has made, the same text on all ranks."""
         self._members = frozenset(self.ranks)
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}

@@ -76,7 +76,7 @@ def test_a_store_that_is_gone_ends_joining() -> None:
 def test_making_a_group(silent: Any, is_silent: bool, error: type[ClusterError], words: str) -> None:
     store: Any = silent if is_silent else Gone()
     with pytest.raises(error, match=f"^rank 3, group ep: the job's store {words}"):
-        own_keys(store, 4, 0.1, "rank 3, group ep")
+        own_keys(store, range(4), 0.1, "rank 3, group ep")
 
 
 def checked(store: Any) -> SignatureCheck:

@@ -1,0 +1,148 @@
+"""The lists of ranks with which the ranks of a job call ``new_group``: told when a rank comes, and compared.
+
+torch gives groups numbers by counting its calls, and asks every rank of the job to make all of them with the same list. Ranks that
+give other lists meet under one number, where each waits for ranks that are in no group of its own. So the first one to come keeps
+its list in the job's store, and whoever has another one says so at once: to its caller, and to those who wait in the group of the
+first list. A call costs one more question to the store.
+
+Rejected: lists told with the failure detector's records, which would send each call of each rank to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from commlayer.failures.board import own_client
+from commlayer.failures.detector import FailureDetector, Report, told
+from commlayer.failures.waits import within
+from commlayer.profiles.counted import listed
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.printable import printable
+
+__all__ = ["CalledLists", "asked_store", "digest_of", "group_key"]
+
+_Answer = TypeVar("_Answer")
+_MOST_NAMED = 32
+_LONGEST = 400
+"""Characters of a list that a message shows."""
+_REMEDY = (
+    "every rank of the job has to call new_group equally often, in the same order and with the same lists, also for groups that it "
+    "is not in; where only a group's own ranks call it, give use_local_synchronization=True"
+)
+
+
+def digest_of(ranks: Sequence[int]) -> str:
+    """A short text that stands for a list of ranks in keys of the store."""
+    return sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def group_key(name: str, generation: str) -> str:
+    """The key of a group that is its own in the job."""
+    return f"{name}#{generation}"
+
+
+def asked_store(ask: Callable[[], _Answer], timeout_s: float, where: str) -> _Answer:
+    """``ask()``, of the job's store, within the timeout.
+
+    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
+    """
+    host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
+    try:
+        return within(timeout_s, ask)
+    except TimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
+        ) from error
+    except RuntimeError as error:
+        raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
+
+
+class CalledLists:
+    """The lists of one call of ``new_group`` as the rank ``rank`` (global) knows them, which calls it with ``ranks``.
+
+    ``store``: the job's; ``name``: the group's; ``life``: which of the job's default groups is there, since names come again
+    after destroy_process_group; ``detector``: that of the whole job.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        life: str,
+        rank: int,
+        ranks: Sequence[int],
+        detector: FailureDetector,
+        timeout_s: float,
+    ) -> None:
+        self._store = PrefixStore(f"commlayer/lists/{life}/{name}/", store)
+        self._name, self._life, self._rank, self._ranks = name, life, rank, tuple(ranks)
+        self._digest, self._detector, self._timeout_s = digest_of(ranks), detector, timeout_s
+
+    def tell(self) -> None:
+        """Say which list this rank gives. Raises DisagreementError, also on the ranks that wait with the first list, where that is
+        another one; as :func:`asked_store`."""
+        mine = f"{self._rank} {self._digest}"
+        first = self._ask(lambda: self._store.compare_set("first", "", mine)).decode(errors="replace")
+        if first == mine:
+            self._ask(lambda: self._store.set(f"list/{self._digest}", self._shown()))
+            return
+        digest = first.rpartition(" ")[2]
+        if digest == self._digest:
+            return
+        self._ask(self._differ)
+        words = self._words()
+        # Those who wait are in the group that has the first list.
+        key = group_key(self._name, f"{digest}.{self._life}")
+        self._detector.tell(Report(key, self._rank, (), told(f"called new_group with another list: {words}")))
+        raise DisagreementError(words)
+
+    def check(self) -> None:
+        """Raise DisagreementError where it is known by now that another rank gave another list.
+
+        Asked over a connection of its own: what this rank was to wait for may still wait on the usual one.
+        """
+        self._store = self._ask(lambda: own_client(self._store))
+        if self._ask(lambda: self._store.add("others", 0)):
+            raise DisagreementError(self._words())
+
+    def _differ(self) -> None:
+        self._store.set(f"list/{self._digest}", self._shown())
+        place = self._store.add("others", 1)
+        self._store.set(f"other/{place}", f"{self._rank} {self._digest}")
+
+    def _words(self) -> str:
+        """Who called with which list, as far as ranks have come."""
+        found: dict[str, set[int]] = {}
+        texts: dict[str, str] = {}
+
+        def read() -> None:
+            count = min(self._store.add("others", 0), _MOST_NAMED)
+            keys = ["first", *(f"other/{place}" for place in range(1, count + 1))]
+            for key in keys:
+                rank, _, digest = self._store.get(key).decode(errors="replace").partition(" ")
+                if rank.isdecimal():
+                    found.setdefault(digest, set()).add(int(rank))
+            found.setdefault(self._digest, set()).add(self._rank)
+            for digest in found:
+                texts[digest] = self._store.get(f"list/{digest}").decode(errors="replace")
+
+        self._ask(read)
+        each = "; ".join(
+            f"{listed('rank', sorted(ranks))} with {printable(texts[digest][:_LONGEST])}"
+            for digest, ranks in found.items()
+        )
+        return f"{self._where()}: ranks called new_group with different lists: {each}: {_REMEDY}"
+
+    def _shown(self) -> str:
+        text = str(list(self._ranks))
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(self._ranks)} ranks)"
+
+    def _where(self) -> str:
+        return f"rank {self._rank}, group {self._name}, which is being made"
+
+    def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
+        return asked_store(ask, self._timeout_s, self._where())
