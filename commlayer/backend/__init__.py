@@ -57,10 +57,11 @@ def _register() -> None:
         return
     if "commlayer" not in dist.Backend.backend_list:
         dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=["cpu", "cuda"])
+    from commlayer.backend.patches import answer_to, teach_store
+
+    teach_store()
     alias = os.environ.get("COMMLAYER_AS")
     if alias:
-        from commlayer.backend.patches import answer_to
-
         answer_to(alias)
 
 

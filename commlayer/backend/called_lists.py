@@ -1,9 +1,9 @@
 """The lists of ranks with which the ranks of a job call ``new_group``: told when a rank comes, and compared.
 
-torch gives groups numbers by counting its calls, and asks every rank of the job to make all of them with the same list. Ranks that
-give other lists meet under one number, where each waits for ranks that are in no group of its own. So the first one to come keeps
-its list in the job's store, and whoever has another one says so at once: to its caller, and to those who wait in the group of the
-first list. A call costs one more question to the store.
+torch numbers groups by counting the calls, and asks every rank of the job to make all of them, with the same lists. Ranks that
+give different lists meet under one number, where each waits for ranks that are in another group. So the first one to come keeps
+its list in the job's store, and whoever has another one says so at once: to its caller, and to those who wait in the group of
+the first list. A call costs one more question to the store.
 
 Rejected: lists told with the failure detector's records, which would send each call of each rank to all of them.
 """
@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.failures.board import own_client
-from commlayer.failures.detector import FailureDetector, Report, told
+from commlayer.failures.detector import FailureDetector, Report, store_host, told
 from commlayer.failures.waits import within
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
@@ -30,8 +29,8 @@ _MOST_NAMED = 32
 _LONGEST = 400
 """Characters of a list that a message shows."""
 _REMEDY = (
-    "every rank of the job has to call new_group equally often, in the same order and with the same lists, also for groups that it "
-    "is not in; where only a group's own ranks call it, give use_local_synchronization=True"
+    "every rank of the job has to call new_group equally often, in the same order and with the same lists, also for groups "
+    "that it is not in; where only a group's own ranks call it, give use_local_synchronization=True"
 )
 
 
@@ -45,20 +44,23 @@ def group_key(name: str, generation: str) -> str:
     return f"{name}#{generation}"
 
 
-def asked_store(ask: Callable[[], _Answer], timeout_s: float, where: str) -> _Answer:
-    """``ask()``, of the job's store, within the timeout.
+def asked_store(
+    ask: Callable[[], _Answer], timeout_s: float, where: str, detector: FailureDetector | None = None
+) -> _Answer:
+    """``ask()``, of the job's store, within the timeout. ``detector``: may know which rank took the store with it.
 
     Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
     """
-    host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
     try:
         return within(timeout_s, ask)
     except TimeoutError as error:
+        reach = "and whether it can be reached from here"
         raise CollectiveTimeoutError(
-            f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
+            f"{where}: the job's store did not answer within {timeout_s:g} s: {store_host()}, {reach}"
         ) from error
     except RuntimeError as error:
-        raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
+        why = store_host() if detector is None else detector.host_lost()
+        raise PeerError(f"{where}: the job's store is gone: {why} ({error})") from error
 
 
 class CalledLists:
@@ -83,8 +85,11 @@ class CalledLists:
         self._digest, self._detector, self._timeout_s = digest_of(ranks), detector, timeout_s
 
     def tell(self) -> None:
-        """Say which list this rank gives. Raises DisagreementError, also on the ranks that wait with the first list, where that is
-        another one; as :func:`asked_store`."""
+        """Say which list this rank gives.
+
+        Where the first list is another one this raises DisagreementError, also on the ranks that wait with the first list.
+        Else raises as :func:`asked_store`.
+        """
         mine = f"{self._rank} {self._digest}"
         first = self._ask(lambda: self._store.compare_set("first", "", mine)).decode(errors="replace")
         if first == mine:
@@ -103,9 +108,8 @@ class CalledLists:
     def check(self) -> None:
         """Raise DisagreementError where it is known by now that another rank gave another list.
 
-        Asked over a connection of its own: what this rank was to wait for may still wait on the usual one.
+        Not over a connection of its own: where the store is gone, to connect takes as long as the timeout.
         """
-        self._store = self._ask(lambda: own_client(self._store))
         if self._ask(lambda: self._store.add("others", 0)):
             raise DisagreementError(self._words())
 
@@ -145,4 +149,4 @@ class CalledLists:
         return f"rank {self._rank}, group {self._name}, which is being made"
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
-        return asked_store(ask, self._timeout_s, self._where())
+        return asked_store(ask, self._timeout_s, self._where(), self._detector)

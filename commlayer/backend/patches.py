@@ -7,7 +7,11 @@
   send to each other before they receive wait for ever.
 - ``_new_process_group_helper`` asks a backend for a group on its members only. The ranks that call ``new_group`` for a group that
   they are not in say with which list (called_lists.py).
-- ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
+- ``_store_based_barrier``, behind making a group where TORCH_DIST_INIT_BARRIER is 1, waits its whole timeout for a rank that is
+  dead (store_barrier.py).
+- ``init_process_group`` waits for the process that hosts the job's store as long as torch's client does, twice the timeout, and
+  names nobody. For groups of this backend the store is made by store_host.py.
+- ``init_process_group`` and ``new_group`` are wrapped once more where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
 Rejected: a name that compares equal to "gloo". It would answer wrongly to everybody else who asks.
@@ -24,21 +28,46 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["answer_to", "teach_batches", "teach_lists", "teach_monitored_barrier", "teach_timeouts"]
+__all__ = [
+    "answer_to",
+    "teach_barrier",
+    "teach_batches",
+    "teach_lists",
+    "teach_monitored_barrier",
+    "teach_store",
+    "teach_timeouts",
+]
 
-_MARK = "_commlayer_wraps"
+_MARK, _ALIAS_MARK = "_commlayer_wraps", "_commlayer_translates"
 
 
-def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``make(original)`` in the place of a function of torch.distributed, once."""
+def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], mark: str = _MARK) -> None:
+    """Put ``make(original)`` in the place of a function of torch.distributed, once for each ``mark``."""
     original = getattr(c10d, name)
-    if hasattr(original, _MARK):
+    if hasattr(original, mark):
         return
     wrapper = functools.wraps(original)(make(original))
-    setattr(wrapper, _MARK, original)
+    setattr(wrapper, mark, original)
     for module in [module for key, module in sys.modules.items() if key.startswith("torch.distributed")]:
         if getattr(module, name, None) is original:  # device_mesh has names of its own for it
             setattr(module, name, wrapper)
+
+
+def teach_store() -> None:
+    """Let ``init_process_group`` of this backend wait no longer than its timeout for the job's store, and say whose it is."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if "commlayer" not in str(backend).lower():
+                return original(backend, *args, **kwargs)
+            from commlayer.backend.store_host import own_store_waits
+
+            with own_store_waits():
+                return original(backend, *args, **kwargs)
+
+        return init_process_group
+
+    _replace("init_process_group", make)
 
 
 def teach_monitored_barrier() -> None:
@@ -129,6 +158,26 @@ def teach_lists() -> None:
     _replace("_new_process_group_helper", make)
 
 
+def teach_barrier() -> None:
+    """Let the barrier behind making a group (TORCH_DIST_INIT_BARRIER=1) end when a rank of a job of this backend fails."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _store_based_barrier(
+            rank: int, store: Any, group_name: str, rendezvous_count: int, timeout: timedelta, *args: Any, **kwargs: Any
+        ) -> Any:
+            from commlayer.backend.store_barrier import wait_at_barrier
+            from commlayer.failures.detector import job_detector
+
+            detector = job_detector([rank])
+            if detector is None:
+                return original(rank, store, group_name, rendezvous_count, timeout, *args, **kwargs)
+            return wait_at_barrier(original, detector, store, group_name, rendezvous_count, timeout)
+
+        return _store_based_barrier
+
+    _replace("_store_based_barrier", make)
+
+
 def answer_to(alias: str) -> None:
     """Make ``init_process_group`` and ``new_group`` build this backend where ``alias`` is asked for.
 
@@ -173,5 +222,5 @@ def answer_to(alias: str) -> None:
 
         return new_group
 
-    _replace("init_process_group", init)
-    _replace("new_group", new)
+    _replace("init_process_group", init, _ALIAS_MARK)
+    _replace("new_group", new, _ALIAS_MARK)

@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.failures.descriptors import CLIENT, require
-from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Record, Report, told
+from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Left, Record, Report, told
 from commlayer.failures.waits import is_timeout
+from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 
 if TYPE_CHECKING:
@@ -147,6 +148,18 @@ class _Verdict:
     seen_by: int
     is_unheard: bool = False
     """Whether a rank died that others may have heard."""
+    are_all: bool = False
+    """Whether it is all of these ranks, and not one of them."""
+    leaver: int | None = None
+    """The member that left because of these ranks, which are not in the group."""
+
+    @property
+    def culprit(self) -> str:
+        return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else _named(self.ranks)
+
+    @property
+    def is_late(self) -> bool:
+        return self.are_all or self.what.startswith(_LATE)
 
 
 def own_client(store: Any) -> Store:
@@ -202,6 +215,9 @@ class FailureBoard:
                 return
             with self._breaking:
                 self._first = self._first or record
+        elif isinstance(record, Absent):
+            if self.ranks.isdisjoint(record.ranks):
+                return
         elif record.rank not in self.ranks or record.rank == self.rank:
             return
         elif isinstance(record, Left) and not record.is_failure:
@@ -287,9 +303,10 @@ class FailureBoard:
         what was found out about it (:attr:`diagnosed`) is waited for, too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         verdict = self._verdict(wait, failure, settle_s)
-        culprit = _named(verdict.ranks)
+        culprit = verdict.culprit
         seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
-        kind = CollectiveTimeoutError if verdict.what.startswith(_LATE) else PeerError
+        seen += "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
+        kind = CollectiveTimeoutError if verdict.is_late else PeerError
         found = self.diagnosed() if failure.is_timeout else Diagnosed()
         diagnosed = (
             f"\n{found.words}" if found.words else ""
@@ -304,7 +321,7 @@ class FailureBoard:
         """The rank that failed first and what became of it, for messages; empty where none is known."""
         failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
         verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
-        return f"{_named(verdict.ranks)} {verdict.what}" if verdict.ranks else ""
+        return f"{verdict.culprit} {verdict.what}" if verdict.ranks else ""
 
     def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> _Verdict:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
@@ -359,8 +376,17 @@ class FailureBoard:
 
     def _dead(self) -> _Verdict | None:
         """The member that died first, or left by an exception: what came later may be a consequence of it."""
+        return self._first_of(self.ranks)
+
+    def _first_of(self, ranks: Container[int]) -> _Verdict | None:
+        """Which of ``ranks`` failed first, and not because of another one; None: none of them, as far as is known."""
         for record in self.detector.ended:
-            if record.rank not in self.ranks:
+            if isinstance(record, Absent):
+                absent = tuple(rank for rank in record.ranks if rank in ranks)
+                if absent:
+                    return _Verdict(absent, record.what, record.seen_by, are_all=True)
+                continue
+            if record.rank not in ranks:
                 continue
             left = self.detector.left.get(record.rank)
             if left is not None and left.is_failure and not left.is_consequence:
@@ -378,6 +404,10 @@ class FailureBoard:
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
+        if left and left[0].is_consequence:
+            cause = self._first_of(self.detector.ranks)
+            if cause is not None:
+                return replace(cause, leaver=left[0].rank), True
         if left:
             why = left[0].why if left[0].is_failure else f"has left the job ({left[0].why})"
             return _Verdict((left[0].rank,), why, left[0].rank), True

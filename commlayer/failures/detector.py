@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = [
+    "Absent",
     "Asked",
     "FailureDetector",
     "Gone",
@@ -64,6 +65,7 @@ __all__ = [
     "job_detector",
     "leave_all",
     "set_job_detector",
+    "store_host",
     "told",
 ]
 
@@ -83,6 +85,8 @@ _SECRET_BYTES = 16
 _STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited for."""
 _MOST_NAMED = 8
+_MOST_TOLD = 1024
+"""Ranks that have not come and are told of: a frame has room for so many."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
@@ -136,7 +140,20 @@ class Asked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     is_timeout: bool
 
 
-Record = Gone | Left | Report | Asked
+class Absent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ranks had not come to the job ``within_s`` seconds after ``seen_by`` came, which waits no longer."""
+
+    ranks: tuple[int, ...]
+    within_s: float
+    seen_by: int
+
+    @property
+    def what(self) -> str:
+        """What became of them, for messages."""
+        return f"did not come within {self.within_s:g} s"
+
+
+Record = Gone | Left | Report | Asked | Absent
 
 
 class _Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -163,7 +180,7 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trouble: str = ""
 
 
-_Frame = Gone | Left | Report | Asked | _Hello | _Welcome
+_Frame = Gone | Left | Report | Asked | Absent | _Hello | _Welcome
 _decode_frame = msgspec.msgpack.Decoder(_Frame).decode
 _decode_card = msgspec.msgpack.Decoder(_Card).decode
 
@@ -193,11 +210,20 @@ class FailureDetector:
     """Watches the processes of ``ranks`` (global ranks), of which this one is ``rank``. Made by all of them together.
 
     ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
-    those of this process: a forked child has neither. Raises CollectiveTimeoutError where a rank does not come in ``timeout_s``,
-    PeerError where one cannot listen, ClusterError where this one cannot.
+    those of this process: a forked child has neither. ``on_listening`` is called before this rank waits for another one.
+
+    Raises CollectiveTimeoutError where a rank does not come in ``timeout_s``, PeerError where one cannot listen, ClusterError
+    where this one cannot.
     """
 
-    def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        on_listening: Callable[[FailureDetector], None] = lambda _: None,
+    ) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
         self.life = ""
         """Of a job's detector: which of the default groups it is for that the job has made, the same text on all ranks."""
@@ -205,8 +231,9 @@ class FailureDetector:
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
-        self.ended: list[Gone | Left] = []
-        """The ranks that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
+        self.ended: list[Gone | Left | Absent] = []
+        """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it acts
+        on it."""
         self.reports: dict[tuple[str, int], Report] = {}
         self.asked: dict[int, Asked] = {}
         """The first question of each of the last rounds."""
@@ -250,6 +277,7 @@ class FailureDetector:
             self._say_where(store, timeout_s, until)
             set_aside(self)
             self._thread.start()
+            on_listening(self)
             self._join(store, timeout_s, until)
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
@@ -278,7 +306,8 @@ class FailureDetector:
             observer.observe(record)
 
     def _known(self) -> list[Record]:
-        return [*self.gone.values(), *self.left.values(), *self.reports.values()]
+        absent = [record for record in self.ended if isinstance(record, Absent)]  # first: who left did so because of it
+        return [*absent, *self.gone.values(), *self.left.values(), *self.reports.values()]
 
     def detach(self, observer: Observer) -> None:
         """The opposite of :meth:`attach`."""
@@ -424,18 +453,20 @@ class FailureDetector:
             raise
         except TimeoutError as error:
             raise CollectiveTimeoutError(
-                f"{me}: its store did not answer within {timeout_s:g} s: look at the process that hosts it (rank 0's, or "
-                "torchrun's), and whether it can be reached from here"
+                f"{me}: its store did not answer within {timeout_s:g} s: {store_host()}, and whether it can be reached from here"
             ) from error
         except RuntimeError as error:
             is_early = "timeout" in str(
                 error
             )  # the store counts in milliseconds, and gives up a moment before its time
             if time.monotonic() < until and not is_early:
-                raise PeerError(f"{me}: its store is gone: {self._host_lost()} ({error})") from error
-            missing = self._missing(store) or peers
+                raise PeerError(f"{me}: its store is gone: {self.host_lost()} ({error})") from error
+            missing = self._missing(store)
+            absent = Absent((missing or peers)[:_MOST_TOLD], timeout_s, self.rank)
+            if missing:
+                self.tell(absent)
             raise CollectiveTimeoutError(
-                f"{me}: {listed('rank', missing, _MOST_NAMED)} did not come within {timeout_s:g} s: look at the log of each"
+                f"{me}: {listed('rank', missing or peers, _MOST_NAMED)} {absent.what}: look at the log of each"
             ) from error
 
     def _answered(self, ask: Callable[[], _Answer], seconds: float, me: str) -> _Answer:
@@ -451,30 +482,35 @@ class FailureDetector:
         if answer.done():
             return answer.result()
         if failure:
-            raise PeerError(f"{me}: {failure}")
+            raise PeerError(f"{me}: {failure}: look at the log of each")
         raise TimeoutError(f"no answer within {seconds:g} s")
+
+    def failure(self) -> str:
+        """Who has failed first, in words, as far as is known; empty: nobody."""
+        with self.changed:
+            return self._failure()
 
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
     def _failure(self) -> str:
-        """Who has failed first, in words, as far as is known; empty: nobody. With the lock held."""
+        """:meth:`failure`, with the lock held."""
         for record in sorted(self.ended, key=lambda each: isinstance(each, Left) and each.is_consequence):
             if isinstance(record, Left):
                 return f"rank {record.rank} {record.why}"
+            if isinstance(record, Absent):
+                return f"{listed('rank', record.ranks, _MOST_NAMED)} {record.what} (seen by rank {record.seen_by})"
             return f"rank {record.rank} died: its process has ended (seen by rank {record.seen_by})"
         return ""
 
-    def _host_lost(self) -> str:
+    def host_lost(self) -> str:
         """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended, _HOST_NEWS_S)
             if self.ended:
                 return self._failure()
-        if os.environ.get(_AGENT_STORE) == str(True):
-            return "look at torchrun, whose agent hosts it"
-        return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
+        return store_host()
 
     def _missing(self, store: Store) -> tuple[int, ...]:
         """The ranks that have not said in the store where they are, as far as that answers soon."""
@@ -699,12 +735,20 @@ class FailureDetector:
 
     def _announce(self, record: Record) -> None:
         """Say on the terminal who has failed: whoever started the ranks may end this one before a call raises it."""
-        if not self._is_linked or self._is_closed or record.rank == self.rank:
+        if isinstance(record, Absent) and record.seen_by == self.rank:
+            self._news.has_heard = True  # its own error says it
+            return
+        if not self._is_linked or self._is_closed:
+            return
+        if not isinstance(record, Absent) and record.rank == self.rank:
             return
         if isinstance(record, Gone):
-            self._news.heard(record.rank, f"died: its process has ended (seen by rank {record.seen_by})")
+            self._news.heard(f"rank {record.rank}", f"died: its process has ended (seen by rank {record.seen_by})")
+        elif isinstance(record, Absent):
+            who = listed("rank", record.ranks, _MOST_NAMED)
+            self._news.heard(who, f"{record.what} (seen by rank {record.seen_by})")
         elif isinstance(record, Left) and record.is_failure:
-            self._news.heard(record.rank, record.why, is_consequence=record.is_consequence)
+            self._news.heard(f"rank {record.rank}", record.why, is_consequence=record.is_consequence)
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
@@ -712,6 +756,8 @@ class FailureDetector:
             return self._is_asked_first(record)
         if isinstance(record, Report):
             return self.reports.setdefault((record.key, record.rank), record) is record
+        if isinstance(record, Absent):
+            return self._is_first_absence(record)
         if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
             return False
         kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
@@ -719,6 +765,15 @@ class FailureDetector:
         if is_news and (isinstance(record, Gone) or record.is_failure):
             self.ended.append(record)
         return is_news
+
+    def _is_first_absence(self, absent: Absent) -> bool:
+        """Ranks run out of patience one after the other, each for the same ranks: the first one counts."""
+        if not absent.ranks or not self._members.issuperset(absent.ranks):
+            return False
+        if any(isinstance(record, Absent) for record in self.ended):
+            return False
+        self.ended.append(absent)
+        return True
 
     def _is_asked_first(self, asked: Asked) -> bool:
         if asked.round <= max(self.asked, default=-1) - _MOST_ROUNDS or asked.round in self.asked:
@@ -926,6 +981,13 @@ def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> No
     for detector in list(_detectors):
         detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
+
+
+def store_host() -> str:
+    """Who hosts the job's store, and what to look at where it does not answer."""
+    if os.environ.get(_AGENT_STORE) == str(True):
+        return "torchrun's agent hosts it: look at torchrun's log"
+    return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
 
 
 def told(text: str) -> str:

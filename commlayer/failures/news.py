@@ -26,16 +26,16 @@ class FailureNews:
         """Whether it is known who has failed first."""
         self._printed = threading.Event()
 
-    def heard(self, rank: int, what: str, *, is_consequence: bool = False) -> None:
-        """Print that ``rank`` has failed, "died: …" or "left with …", if that is news. Never waits: who reads may be slow.
+    def heard(self, who: str, what: str, *, is_consequence: bool = False) -> None:
+        """Print that ``who`` ("rank 3") has failed, "died: …" or "left with …", if that is news.
 
-        ``is_consequence``: of another rank's failure, which may be heard of later.
+        Never waits: who reads may be slow. ``is_consequence``: of another rank's failure, which may be heard of later.
         """
         if self.has_heard or (is_consequence and self._has_told_consequence):
             return
         self._has_told_consequence = True
         self.has_heard = not is_consequence
-        text = printable(f"commlayer: rank {self._rank}: rank {rank} {what}. Look at the log of rank {rank}", keep="\n")
+        text = printable(f"commlayer: rank {self._rank}: {who} {what}. Look at the log of {who}", keep="\n")
         thread = threading.Thread(target=self._print, args=(text,), name="commlayer-news", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
-from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Report, _framed, _frames
+from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Left, Report, _framed, _frames
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -75,6 +75,38 @@ def test_who_waits_for_whom_leads_to_the_silent_rank() -> None:
     error = board(detector).explain(wait(0, 1), LATE)
     assert isinstance(error, CollectiveTimeoutError)
     assert str(error).startswith("rank 3 did not answer within 2 s (seen by rank 2)")
+
+
+def test_ranks_that_never_came_are_blamed_and_not_who_gave_up_on_them() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine = board(detector)
+    detector.tell(Absent((2, 3), 6.0, 1))
+    detector.tell(Absent((2,), 6.0, 0))  # who gives up later says less
+    detector.tell(Left(1, "could not join its job: ranks 2, 3 did not come", is_failure=True, is_consequence=True))
+    assert mine.is_broken
+    error = mine.explain(wait(0, 1), CLOSED)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert str(error).startswith("ranks 2, 3 did not come within 6 s (seen by rank 1); here: rank 0, group world")
+    other = FailureBoard(detector, "others", 0, (0, 1))
+    assert other.culprit() == ""
+
+
+def test_a_member_that_left_because_of_another_groups_rank_is_not_blamed() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Gone(3, 2))
+    detector.tell(Left(2, "left with PeerError: rank 3 died", is_failure=True, is_consequence=True))
+    text = str(FailureBoard(detector, KEY, 0, (0, 1, 2)).explain(wait(0, 2), CLOSED))
+    assert text.startswith(
+        "rank 3 died: its process has ended (seen by rank 2), and rank 2 left because of it; here: rank 0, group world"
+    ), text
+    assert "look at the log of rank 3" in text
+
+
+def test_absence_of_a_stranger_is_no_news() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    for ranks in ((), (2, 9)):
+        detector.tell(Absent(ranks, 6.0, 1))
+    assert not detector.ended
 
 
 def test_a_rank_that_leaves_a_group_is_quoted() -> None:

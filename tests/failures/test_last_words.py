@@ -132,11 +132,11 @@ def test_whatever_its_speakers_raise_the_process_ends() -> None:
 
 def test_the_first_failure_is_printed_and_before_it_one_consequence(capsys: pytest.CaptureFixture[str]) -> None:
     news = FailureNews(0)
-    news.heard(1, "left with PeerError: rank 3 …", is_consequence=True)
-    news.heard(2, "left with PeerError: rank 3 …", is_consequence=True)
+    news.heard("rank 1", "left with PeerError: rank 3 …", is_consequence=True)
+    news.heard("rank 2", "left with PeerError: rank 3 …", is_consequence=True)
     assert not news.has_heard
-    news.heard(3, "died: its process has ended\x1b[2J (seen by rank 1)")
-    news.heard(4, "died: its process has ended (seen by rank 1)")
+    news.heard("rank 3", "died: its process has ended\x1b[2J (seen by rank 1)")
+    news.heard("rank 4", "died: its process has ended (seen by rank 1)")
     news.await_printed(60)
     assert capsys.readouterr().err.splitlines()[-1] == (
         "commlayer: rank 0: rank 3 died: its process has ended\\x1b[2J (seen by rank 1). Look at the log of rank 3"
