@@ -28,12 +28,12 @@ __all__ = ["autoload"]
 
 
 def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
-    from commlayer.backend.joining import GroupRequest, join_group
+    from commlayer.backend.joining import GroupRequest, joining_group
 
     request = GroupRequest.of_torch(opts)
-    joined = join_group(request)
-    create_group = joined.load(_creator)
-    return create_group(request, joined, pg_options)
+    with joining_group(request) as joined:
+        create_group = joined.load(_creator)
+        return create_group(request, joined, pg_options)
 
 
 def _creator() -> Callable[..., CommlayerGroup]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -27,12 +27,13 @@ from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.backend.inner import InnerGroups
-from commlayer.backend.joining import GroupRequest, Joined, join_group
-from commlayer.backend.patches import teach_batches, teach_lists, teach_monitored_barrier, teach_timeouts
+from commlayer.backend.joining import GroupRequest, Joined, joining_group
+from commlayer.backend.patches import teach_barrier, teach_batches, teach_lists, teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.devices.device_contract import Messenger
-from commlayer.diagnosis.inquiry import Inquiry, inquiry_of
+from commlayer.diagnosis.group_life import stage
+from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
@@ -74,7 +75,8 @@ def make_group(
     """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone; ``options``: as of
     :func:`create_group`; ``stands_alone``: as of :class:`commlayer.backend.joining.GroupRequest`."""
     request = GroupRequest(name, rank, tuple(global_ranks), store, timeout, stands_alone=stands_alone)
-    return create_group(request, join_group(request), options)
+    with joining_group(request) as joined:
+        return create_group(request, joined, options)
 
 
 def create_group(request: GroupRequest, joined: Joined, options: Any) -> CommlayerGroup:
@@ -89,8 +91,12 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     teach_timeouts()
     teach_batches()
     teach_lists()
+    teach_barrier()
     detector, me = joined.detector, request.global_rank
     board = FailureBoard(detector, group_key(request.name, joined.generation), me, request.global_ranks)
+    inquiry = joined.inquiry or inquiry_of(detector)
+    if inquiry is not None:
+        board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     try:
         connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
         with joined.comparing_lists():
@@ -103,13 +109,8 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
         raise
     if joined.is_own:
         group.own_detector(detector)
-        if group.remembers_calls:
-            folder = group.diagnose_dir(stands_alone=request.stands_alone)
-            own = PrefixStore("diagnosis/", joined.store)
-            group.own_inquiry(Inquiry(detector, own, folder, group.long_wait_s))
-    inquiry = inquiry_of(detector)
-    if inquiry is not None:
-        board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
+        if joined.inquiry is not None:
+            group.own_inquiry(joined.inquiry)
     if request.is_default:
         set_job_detector(detector)
     end_with_program(group)
@@ -192,7 +193,7 @@ def _keep_records(connect: _Connector, gloo: Any, request: GroupRequest, job: wo
         return
     global_ranks, rank, is_default = connect.global_ranks, connect.rank, request.is_default
     world_size = len(global_ranks) if is_default else dist.get_world_size()
-    with connect.connecting("to record calls"):
+    with connect.connecting("to record calls", "comparing clocks to record calls"):
         begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
     _report_at_exit(job, connect.store, me=global_ranks[rank], world_size=world_size, is_default=is_default)
 
@@ -271,17 +272,22 @@ class _Connector:
         told = {f"pg_options of the group {self.name} ({name})": value for name, value in (note or {}).items()}
         return GatheredStore(peers, self.timeout.total_seconds(), purpose, told)
 
-    def connecting(self, purpose: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def connecting(self, purpose: str, at: str = "") -> Iterator[None]:
         """Guard a block in which the group is made: a failure is told to the other ranks, and raised with the name of
-        the rank that failed first."""
-        return self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds())
+        the rank that failed first. ``at``: what this rank says of the stage, "connecting …" unless it is given."""
+        with (
+            stage(at or f"connecting {purpose}"),
+            self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds()),
+        ):
+            yield
 
     def agreed(self, gloo: Any, request: GroupRequest, options: GroupOptions) -> world.World:
         """Return the agreement of all ranks of the job; where there is none yet, or this group is no part of one, its ranks agree
         now."""
         job = None if request.is_default or request.stands_alone else world.current()
         if job is None:
-            with self.connecting("what all ranks must agree on"):
+            with self.connecting("what all ranks must agree on", "agreeing on settings and links"):
                 watched, detector = Watched(gloo, self.board), self.board.detector
                 job = world.agree(
                     watched,

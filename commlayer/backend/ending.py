@@ -95,12 +95,16 @@ class Ending:
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:
-        """Let what is queued end."""
+        """Let what is queued end: who asks what this rank waits for hears of the last call that has not."""
+        track = self._order.track
+        if track.issued > track.done:
+            track.wait("destroy_process_group", track.issued)
         if self._order.latest is not None:
             self._order.latest.settle()
         for queue in (self._order.progress, self._batches.sender):
             if queue is not None:
                 queue.drain()
+        track.waited()
 
     def _break(self) -> bool:
         """Break what is under way. Whether all of it has ended then, on this rank."""

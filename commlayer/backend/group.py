@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,10 +48,8 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.profiles.files import name_in_files
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
-from commlayer.settings import Settings
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
@@ -318,20 +315,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
         return predicted
 
-    @property
-    def remembers_calls(self) -> bool:
-        """Whether its calls are in the ring of this process, and there are others to compare them with."""
-        return self._inner.planned.settings.ring > 0 and self._members.size > 1
-
-    def diagnose_dir(self, *, stands_alone: bool) -> str | None:
-        """Where they are written, if somebody has said so: with those of the replica that the job is; or, of a group of several
-        replicas' ranks, which ``stands_alone``, in a folder of its own, for its ranks have other numbers."""
-        settings: Settings = self._inner.planned.settings
-        folder = settings.diagnose_dir
-        if folder is None or not stands_alone:
-            return settings.in_replica(folder)
-        return str(Path(folder) / name_in_files(self._members.name))
-
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
         store: Store = self._inner.store
@@ -447,12 +430,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def own_detector(self, detector: FailureDetector) -> None:
         """This group was the first of its ranks, and ends their failure detector with itself."""
         self._ending.detector = detector
-
-    @property
-    def long_wait_s(self) -> float:
-        """After how many seconds in one call somebody is told; 0: never."""
-        settings: Settings = self._inner.planned.settings
-        return settings.long_wait_s
 
     def own_inquiry(self, inquiry: Inquiry) -> None:
         """The same for what asks the ranks for their calls."""

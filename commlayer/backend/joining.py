@@ -7,19 +7,25 @@ that never came: only their timeouts tell. So this module loads little, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer.backend.called_lists import CalledLists, asked_store, digest_of
+from commlayer.backend.called_lists import CalledLists, asked_store, digest_of, group_key
 from commlayer.failures.detector import FailureDetector, job_detector
+from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, PeerError
+from commlayer.profiles.files import name_in_files
 
-__all__ = ["GroupRequest", "Joined", "call_from_outside", "join_group", "own_keys"]
+if TYPE_CHECKING:
+    from commlayer.diagnosis.inquiry import Inquiry
+
+__all__ = ["GroupRequest", "Joined", "call_from_outside", "joining_group", "own_keys"]
 
 _Loaded = TypeVar("_Loaded")
 
@@ -59,13 +65,15 @@ class GroupRequest:
 @dataclass(frozen=True)
 class Joined:
     """A group's keys in the store, which of its name it is, and the detector that watches its ranks; ``is_own``: which was made
-    for it, and is not the job's. ``lists``: what the job's ranks gave ``new_group``, where they can compare it."""
+    for it, and is not the job's. ``lists``: what the job's ranks gave ``new_group``, where they can compare it; ``inquiry``:
+    asks its ranks what they wait for, where ``detector`` is its own."""
 
     store: Store
     generation: str
     detector: FailureDetector
     is_own: bool
     lists: CalledLists | None = None
+    inquiry: Inquiry | None = None
 
     def load(self, load: Callable[[], _Loaded]) -> _Loaded:
         """``load()``. Where that fails the other ranks hear of it, in the words of its error, and wait no longer."""
@@ -83,32 +91,96 @@ class Joined:
             yield
         except RuntimeError:  # the rank with another list has told this one, or is one that this one waited for
             if self.lists is not None:
-                self.lists.check()
+                with suppress(
+                    PeerError, CollectiveTimeoutError
+                ):  # the store has died with the rank that the error names
+                    self.lists.check()
             raise
 
 
-def join_group(request: GroupRequest) -> Joined:
+@contextmanager
+def joining_group(request: GroupRequest) -> Iterator[Joined]:
     """Join the group ``request``: find its keys, and, where the job has no failure detector yet, tell its ranks where this one
-    listens, and connect with some of them.
+    listens, and connect with some of them. Inside, the group is made, which who asks what this rank waits for is told.
 
-    Raises CollectiveTimeoutError where the store or a rank does not answer, PeerError where it is gone.
+    Raises CollectiveTimeoutError where the store or a rank does not answer, PeerError where it is gone, DisagreementError where
+    the job's ranks call ``new_group`` with different lists.
     """
-    me, size, timeout_s = request.global_rank, len(request.global_ranks), request.timeout.total_seconds()
-    where = f"rank {me}, group {request.name} of {size} ranks, which is being made"
+    me, timeout_s = request.global_rank, request.timeout.total_seconds()
+    where = f"rank {me}, group {request.name} of {len(request.global_ranks)} ranks, which is being made"
     shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
+    lists = None
     if shared is not None and request.is_numbered:
         lists = _lists(request.name, request.global_ranks, me, shared, timeout_s)
-        lists.tell()
         generation = f"{digest_of(request.global_ranks)}.{shared.life}"
-        return Joined(PrefixStore(f"{generation}/", request.store), generation, shared, is_own=False, lists=lists)
-    store, generation = own_keys(request.store, request.global_ranks, timeout_s, where)
-    if request.stands_alone:
-        generation += f".{_drawn(store, timeout_s, where)}"
-    keys = PrefixStore("detector/", store)
-    detector = shared or FailureDetector(keys, me, request.global_ranks, timeout_s)
-    if request.is_default:
-        detector.life = generation
-    return Joined(store, generation, detector, is_own=shared is None)
+        store: Store = PrefixStore(f"{generation}/", request.store)
+    else:
+        store, generation = own_keys(request.store, request.global_ranks, timeout_s, where)
+        if request.stands_alone:
+            generation += f".{_drawn(store, timeout_s, where)}"
+    with _Attending(request, store, generation) as attending:
+        if shared is None:
+            keys = PrefixStore("detector/", store)
+            detector = FailureDetector(keys, me, request.global_ranks, timeout_s, attending.begin)
+        else:
+            detector = shared
+            attending.begin(None)
+        if request.is_default:
+            detector.life = generation
+        if lists is not None:
+            lists.tell()
+        attending.has_joined()
+        yield Joined(store, generation, detector, shared is None, lists, attending.inquiry)
+
+
+class _Attending:
+    """The rank's answers to who asks what it waits for, while a group is made: that it makes this group, and for how long.
+
+    What that takes is loaded once the rank has said where it listens (see this module's beginning). ``inquiry``: of the ranks of
+    a group that has a detector of its own, where they remember calls.
+    """
+
+    def __init__(self, request: GroupRequest, store: Store, generation: str) -> None:
+        self._request, self._store, self._generation = request, store, generation
+        self._stack, self._joining = ExitStack(), ExitStack()
+        self.inquiry: Inquiry | None = None
+
+    def begin(self, detector: FailureDetector | None) -> None:
+        """From now on. ``detector``: of the group, where it has one of its own."""
+        from commlayer.diagnosis.group_life import making_group, stage
+        from commlayer.diagnosis.inquiry import Inquiry
+        from commlayer.settings import Settings
+
+        request = self._request
+        try:
+            settings = Settings.from_environment()
+        except CommlayerError:  # the group is not made, which the ranks are told where they agree on settings
+            settings = Settings()
+        ring = int(settings.ring) if len(request.global_ranks) > 1 else 0
+        kind = "init_process_group" if request.is_default else "new_group"
+        key = group_key(request.name, self._generation)
+        self._stack.enter_context(making_group(ring, kind, key, request.name, request.global_ranks))
+        self._joining.enter_context(stage("joining"))
+        if detector is not None and ring:
+            folder = settings.in_replica(settings.diagnose_dir)
+            if settings.diagnose_dir is not None and request.stands_alone:  # its ranks have other numbers in the job
+                folder = str(Path(settings.diagnose_dir) / name_in_files(request.name))
+            own = PrefixStore("diagnosis/", self._store)
+            self.inquiry = Inquiry(detector, own, folder, settings.long_wait_s)
+
+    def has_joined(self) -> None:
+        """What comes is the making of the group."""
+        self._joining.close()
+
+    def __enter__(self) -> _Attending:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._joining.close()
+        self._stack.__exit__(*failure)
+        if failure[0] is not None and self.inquiry is not None:
+            self.inquiry.linger()  # what this rank has asked is to be answered
+            self.inquiry.close()
 
 
 def call_from_outside(name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:

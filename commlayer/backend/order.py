@@ -28,7 +28,7 @@ from commlayer.emulation.accelerators.device_clock import await_device, device_b
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
 from commlayer.traces.recorder import Recorder, recorder
@@ -234,7 +234,13 @@ class Order:
         if self.latest is not None:
             self.latest.settle()
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
-        self.progress.run("use_siblings", self._take_siblings, (siblings,))
+        number = self.track.note("use_siblings", None, -1, -1, None, False)
+        try:
+            self.progress.run("use_siblings", self._take_siblings, (siblings,))
+        except DisagreementError:  # all ranks raise it
+            self.track.take_back(number)
+            raise
+        self.track.done = number
         self.lane.follow_links()
 
     def _take_siblings(self, siblings: int) -> None:

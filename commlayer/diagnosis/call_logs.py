@@ -6,11 +6,26 @@ import msgspec
 
 from commlayer.profiles.printable import printable
 
-__all__ = ["LOG_FORMAT", "CallLog", "GroupLog", "MessageCount", "RankLog", "Site", "ThreadLog", "WaitLog"]
+__all__ = [
+    "LIFE_KEY",
+    "LOG_FORMAT",
+    "MAKING",
+    "CallLog",
+    "GroupLog",
+    "MessageCount",
+    "RankLog",
+    "Site",
+    "ThreadLog",
+    "WaitLog",
+]
 
 LOG_FORMAT = 1
 MESSAGES = ("send", "recv")
 """The kinds of messages between two ranks; all others are collectives."""
+MAKING = ("init_process_group", "new_group")
+"""The kinds of calls that make a group."""
+LIFE_KEY = "/life"
+"""The end of the key of a track that is of no group's calls, but of its making (:mod:`commlayer.diagnosis.group_life`)."""
 
 
 class Site(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +45,7 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``group``: the index of its group; ``number``: among the collectives of the group, or the messages of this kind, peer and tag;
     ``sent``, ``received``: bytes, −1 where ranks need not have them alike; ``to``, ``of``: bytes for and from each member, where
     they may differ; ``root``, ``peer``: global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
+    ``stage``: of a call that makes a group, what the rank is at.
     """
 
     group: int
@@ -49,6 +65,7 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     thread: int = 0
     is_async: bool = False
     issued_ns: int = 0
+    stage: str = ""
 
     @property
     def is_message(self) -> bool:

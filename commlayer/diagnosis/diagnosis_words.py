@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
+from commlayer.diagnosis.call_logs import LIFE_KEY, MAKING, CallLog, RankLog, Site
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
 from commlayer.diagnosis.long_waits import LongWait
 from commlayer.profiles.printable import printable
@@ -35,8 +35,10 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines += _finding(finding)
     for missing in diagnosis.waits:
         lines += _missing(missing)
+    if not lines and diagnosis.under_way:
+        lines = _under_way(diagnosis.under_way)
     if not lines:
-        lines = ["nothing is wrong: no rank waits for one that cannot come, and all calls that can be compared agree"]
+        lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
         lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")
     return "\n".join(lines)
@@ -146,6 +148,19 @@ def _missing(missing: Missing) -> list[str]:
     return lines
 
 
+def _under_way(waiters: Sequence[Waiter]) -> list[str]:
+    ranks = sorted({waiter.call.rank for waiter in waiters})
+    are = "waits" if len(ranks) == 1 else "wait"
+    lines = [
+        f"no call is missing, and all that can be compared agree; {ranks_words(ranks)} {are} for the end of calls:"
+    ]
+    for found, waiter in _waiters(waiters):
+        are = "waits" if len(found) == 1 else "wait"
+        where = f"{call_words(waiter.call)}, {_where(waiter.call, waiter.site)}"
+        lines.append(f"  {ranks_words(found)} {are} in {where}, for {waiter.waited_s:.1f} s")
+    return lines
+
+
 def _waiters(waiters: Sequence[Waiter]) -> list[tuple[list[int], Waiter]]:
     found: dict[tuple[str, str], tuple[list[int], Waiter]] = {}
     for waiter in waiters:
@@ -159,6 +174,8 @@ def _short(call: NamedCall) -> str:
 
 def short_call(call: NamedCall) -> str:
     """A call's kind and number, and a message's other end."""
+    if call.kind in MAKING:  # each makes one group
+        return call.kind
     if call.kind not in _WAYS:
         return f"{call.kind} #{call.number}"
     return f"{call.kind} #{call.number} {_WAYS[call.kind]} {'any rank' if call.peer < 0 else f'rank {call.peer}'}"
@@ -167,7 +184,7 @@ def short_call(call: NamedCall) -> str:
 def call_words(call: NamedCall) -> str:
     """A call: its kind and number, what it moves, and its group."""
     about = [call.dtype, format_binary(call.num_bytes) if call.num_bytes >= 0 else "", call.op]
-    about.append(f"root {call.root}" if call.root >= 0 else "")
+    about += [f"root {call.root}" if call.root >= 0 else "", printable(call.stage)]
     inside = ", ".join(word for word in about if word and call.kind != "barrier")
     return f"{_short(call)}{f' ({inside})' if inside else ''} of group {call.group}"
 
@@ -191,7 +208,7 @@ def log_words(log: RankLog) -> str:
         lines.append(f"  {len(log.hidden)} more threads not shown{among}")
     for wait in log.waits:
         lines.append(f"  waits at {wait.site} for {wait.kind} #{wait.number} of group {log.groups[wait.group]}")
-    for group in log.groups:
+    for group in (each for each in log.groups if not each.key.endswith(LIFE_KEY)):
         lines.append(f"  group {group}: {group.issued} calls made, {group.done} done")
     lines += [f"  {_logged(log, call)}" for call in log.calls[-_LAST_CALLS:]]
     return "\n".join(lines)

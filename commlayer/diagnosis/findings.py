@@ -36,6 +36,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     peer: int = -1
     tag: int = 0
     thread: str = ""
+    stage: str = ""
 
     @classmethod
     def of_log(cls, rank: int, group: str, call: CallLog) -> NamedCall:
@@ -52,6 +53,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
             root=call.root,
             peer=call.peer,
             tag=call.tag,
+            stage=call.stage,
         )
 
 
@@ -64,10 +66,11 @@ class CycleStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiter(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that waits in ``call``, at ``site``."""
+    """A rank that waits in ``call``, at ``site``, for ``waited_s`` seconds by now."""
 
     call: NamedCall
     site: Site
+    waited_s: float = -1.0
 
 
 class Cycle(msgspec.Struct, frozen=True, kw_only=True, tag="cycle"):
@@ -106,7 +109,8 @@ Trouble = Mismatch | Cycle | Missing
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may still come.
+    """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may still come; ``under_way``: ranks
+    in calls that all have come to, and that have not ended.
 
     ``ranks``: those of the job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then who is
     waited for is no longer only late.
@@ -117,6 +121,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     without: tuple[int, ...]
     is_timeout: bool
+    under_way: tuple[Waiter, ...] = ()
 
     @property
     def has_found(self) -> bool:
@@ -146,6 +151,7 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
         ranks=tuple(ranks),
         without=tuple(rank for rank in ranks if rank not in graph.views),
         is_timeout=is_timeout,
+        under_way=_waiters(graph, graph.under_way()),
     )
 
 
@@ -384,7 +390,14 @@ def _thread_of(log: RankLog, last: CallLog | None) -> Site | None:
 
 
 def _waiters(graph: Graph, blocked: Sequence[Blocked]) -> tuple[Waiter, ...]:
-    return tuple(Waiter(call=_blocked_call(graph, each), site=each.site) for each in blocked)
+    return tuple(
+        Waiter(
+            call=_blocked_call(graph, each),
+            site=each.site,
+            waited_s=(graph.views[each.rank].log.now_ns - each.since_ns) / 1e9,
+        )
+        for each in blocked
+    )
 
 
 # Calls, as findings show them

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog
+from commlayer.diagnosis.call_logs import LIFE_KEY, CallLog, GroupLog, RankLog
 from commlayer.profiles.files import write_file
 
 __all__ = ["flight_recorder_dump", "write_flight_recorder"]
@@ -40,6 +40,8 @@ def flight_recorder_dump(log: RankLog, logs: Sequence[RankLog]) -> dict[str, Any
     described = {group.key: group.description for each in logs for group in each.groups if group.description}
     config: dict[str, dict[str, str]] = {}
     for group in log.groups:
+        if group.key.endswith(LIFE_KEY):
+            continue
         name, description = group.key, described.get(group.key, "undefined")
         config[name] = {"name": name, "desc": description, "ranks": str(list(group.ranks))}
     oldest = _oldest(logs)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site
+from commlayer.diagnosis.call_logs import LIFE_KEY, CallLog, GroupLog, RankLog, Site
 
 __all__ = ["Blocked", "Graph", "Need", "Node", "View"]
 
@@ -89,7 +89,7 @@ class View:
         for call in log.calls:
             key = log.groups[call.group].key
             if call.thread in alive:
-                self.issuers.setdefault(key, set()).add(call.thread)
+                self.issuers.setdefault(_made_by_same(key), set()).add(call.thread)
             if call.is_message:
                 self.messages[key, call.kind, call.peer, call.tag, call.number] = call
             else:  # one that was refused, and made again, is there twice: the later one counts
@@ -164,6 +164,11 @@ class View:
 
 
 _LOOK_BACK = 64
+
+
+def _made_by_same(key: str) -> str:
+    """A key that groups share whose calls the same threads make: a thread that has made one group makes the next one too."""
+    return LIFE_KEY if key.endswith(LIFE_KEY) else key
 
 
 class Graph:
@@ -246,7 +251,7 @@ class Graph:
         return view.posted(node.group, "recv", sender, node.tag)
 
     def _needs_of_making(self, view: View, node: Node) -> list[Need]:
-        threads = view.issuers.get(node.group) or view.threads
+        threads = view.issuers.get(_made_by_same(node.group)) or view.threads
         if not threads or any(thread not in view.blocked for thread in threads):
             return [Need((), node.rank)] if node.rank in self.gone else []
         return [Need(tuple(Node("free", node.rank, "", thread) for thread in sorted(threads)))]
@@ -312,6 +317,12 @@ class Graph:
         return found
 
     # Who is waited for, but not stuck
+
+    def under_way(self) -> list[Blocked]:
+        """Blocked threads that wait for nobody: all that they wait for has been called, and has not ended yet."""
+        late = {(blocked.rank, blocked.thread) for blocked, _ in self.late()}
+        stuck = self.stuck
+        return [each for each in self.blocked if each.awaits not in stuck and (each.rank, each.thread) not in late]
 
     def late(self) -> list[tuple[Blocked, Node]]:
         """Blocked threads that are not stuck, and the calls that they wait for of ranks that may still make them."""

@@ -83,7 +83,7 @@ class Inquiry:
     """
 
     def __init__(self, detector: FailureDetector, store: Store, folder: str | None, long_wait_s: float = 0.0) -> None:
-        self._detector, self._store, self._folder = detector, store, folder
+        self._detector, self._store, self.folder = detector, store, folder
         self.rank, self.ranks = detector.rank, detector.ranks
         self._round = 0
         self._answered_s = -_AGAIN_S
@@ -205,7 +205,7 @@ class Inquiry:
     def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> _Found:
         logs = self._gathered(store, asked, began, log)
         diagnosis = diagnose(logs)
-        where = folder_path(log.job, self._folder)
+        where = folder_path(log.job, self.folder)
         text = (
             f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
             f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}\nEach rank's last calls are in {where} of its machine: "
@@ -303,7 +303,7 @@ class Inquiry:
 
     def _write(self, log: RankLog) -> None:
         try:
-            write_log(folder_of(log.job or str(os.getpid()), self._folder), log)
+            write_log(folder_of(log.job or str(os.getpid()), self.folder), log)
         except OSError as error:
             print(f"commlayer: rank {self.rank}: its calls could not be written: {error}", file=sys.stderr)
 

@@ -40,6 +40,7 @@ __all__ = [
     "open_track",
     "opened_tracks",
     "recorded_calls",
+    "ring_size",
     "waiting_threads",
 ]
 
@@ -93,6 +94,7 @@ class Track:
     knows of calls that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
     ``is_broken``: whether the group has failed, so that no wait in it goes on.
     ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
+    ``stage``: what the last call is at, where it has stages: those that make a group.
     """
 
     __slots__ = (
@@ -111,6 +113,7 @@ class Track:
         "name",
         "ranks",
         "settled",
+        "stage",
     )
 
     def __init__(
@@ -128,6 +131,7 @@ class Track:
         self.ended: Callable[[], int] | None = None
         self.is_broken: Callable[[], bool] = bool
         self.latest: Any = None
+        self.stage = ""
         self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
         self._room = _MOST_COUNTED
@@ -295,6 +299,11 @@ def open_track(
     track = Track(_calls.append, key, name, ranks, describe, lane)
     _tracks.add(track)
     return track
+
+
+def ring_size() -> int:
+    """How many calls the ring of this process keeps; 0: there is none."""
+    return _calls.maxlen or 0
 
 
 def main_state() -> int | None:

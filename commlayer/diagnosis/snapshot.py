@@ -131,6 +131,7 @@ def _call(entry: Entry, group: int, done: int) -> CallLog:
     root = getattr(opts, "rootRank", ANY)
     return CallLog(
         op=_operation(opts),
+        stage=track.stage if state != "done" and number == track.issued else "",
         root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
         to=to,
         of=of,

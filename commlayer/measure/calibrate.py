@@ -22,6 +22,7 @@ import msgspec
 
 from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
+from commlayer.diagnosis.group_life import stage
 from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.device_prober import DeviceLinks, DeviceProber
@@ -230,7 +231,7 @@ def _measured(
     """The profile of a probe, which rank 0 keeps as ``entry``; None where there is nothing to measure."""
     begin = time.perf_counter()
     try:
-        with phase("the links were being measured"):
+        with phase("the links were being measured"), stage("measuring links"):
             measured = measure_cluster(
                 replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s),
                 name=f"probe-{topology.shape}{'' if links is None else f'-{links.device.type}'}",

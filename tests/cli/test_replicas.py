@@ -15,8 +15,10 @@ from click.testing import CliRunner, Result
 from commlayer import statistics
 from commlayer.auditing.at_exit import close_audit_report
 from commlayer.cli.main import main
+from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.diagnosis.log_files import write_log
 from commlayer.diagnosis.snapshot import rank_log
+from commlayer.failures.detector import job_detector
 from commlayer.profiles.errors import SettingsError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -37,8 +39,9 @@ def test_each_replica_is_reported_by_itself(emulated_cluster: ClusterFactory, tm
         os.environ["COMMLAYER_DIAGNOSE_DIR"] = str(folders["calls"])
         dist.init_process_group("commlayer")
         dist.all_reduce(torch.ones(1 << 16))
-        group = dist.distributed_c10d._get_default_group()
-        folder = Path(group.diagnose_dir(stands_alone=False))  # type: ignore[attr-defined]
+        detector = job_detector((0, 1))
+        assert detector is not None
+        folder = Path(inquiry_of(detector).folder)  # type: ignore[union-attr, arg-type]
         folder.mkdir(parents=True, exist_ok=True)
         write_log(folder, rank_log(name, dist.get_rank(), (0, 1), "asked", {}))
         dist.destroy_process_group()

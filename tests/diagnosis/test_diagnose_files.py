@@ -23,7 +23,7 @@ from simulated import Groups, Job, Op, legal_program, run
 from commlayer.cli.main import main
 from commlayer.diagnosis import ring, snapshot
 from commlayer.diagnosis.call_logs import RankLog, Site
-from commlayer.diagnosis.diagnosis_words import log_words
+from commlayer.diagnosis.diagnosis_words import in_words, log_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
@@ -82,6 +82,25 @@ def test_the_command_says_when_nothing_is_wrong(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["diagnose", str(written(tmp_path / "logs", [job.log(0), job.log(1)]))])
     assert done.exit_code == 0, done.output
     assert "nothing is wrong" in done.output
+
+
+def test_a_call_that_has_not_ended_is_told_of_where_nothing_else_is_wrong() -> None:
+    """All of its ranks have come to it: perhaps its bytes do not arrive."""
+    job = Job({"dp": (0, 1)}, {0: [A], 1: [A]})
+    logs = []
+    for rank in (0, 1):
+        job.step(rank)
+    for rank in (0, 1):
+        log = job.log(rank)
+        groups = tuple(msgspec.structs.replace(group, done=0) for group in log.groups)
+        calls = tuple(msgspec.structs.replace(call, state="started") for call in log.calls)
+        logs.append(msgspec.structs.replace(log, groups=groups, calls=calls))
+    diagnosis = diagnose(logs)
+    words = in_words(diagnosis)
+    assert not diagnosis.has_found
+    assert "nothing is wrong" not in words
+    assert "ranks 0 and 1 wait for the end of calls:" in words
+    assert "  ranks 0 and 1 wait in all_reduce #1 (float32, 64 B, SUM) of group dp, at train.py:10" in words
 
 
 def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:

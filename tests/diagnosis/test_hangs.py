@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,57 @@ def test_a_rank_that_never_comes(emulated_cluster: ClusterFactory, tmp_path: Pat
     assert "rank 3 has not come to all_reduce #2 of group default_pg" in text, text
     assert "in wait_until, in no call" in text, text
     assert "its last call was all_reduce #1 (float32, 4 B, SUM)" in text
+
+
+def test_a_group_that_some_make_while_one_is_in_a_call(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        if rank == 3:
+            dist.barrier()
+        else:
+            dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=TIMEOUT_S))
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "ranks 0 and 3 wait for each other, in a circle of 2" in text, text
+    assert "waits in new_group (connecting for gloo) of group 1 (ranks 0, 1, 2, 3), at" in text, text
+    assert "which has not come to new_group of group 1" in text, text
+    assert "rank 3 waits in barrier #1 of group default_pg" in text, text
+
+
+def test_a_group_that_one_does_not_make(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        if rank == 3:
+            be_absent(2)
+        if rank == 1:
+            return
+        try:
+            dist.new_group([0, 2, 3], timeout=timedelta(seconds=TIMEOUT_S))
+        finally:
+            tell("done")
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "rank 3 has not come to new_group of group 1 (ranks 0, 2, 3), for which" in text, text
+    assert "in be_absent, in no call" in text or "in wait_until, in no call" in text, text
+
+
+def test_a_group_that_is_destroyed_waits_for_its_last_call(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+
+    def program(rank: int) -> None:
+        if rank == 3:
+            while not ended.exists():
+                time.sleep(0.01)
+            return
+        dist.all_reduce(torch.ones(1), async_op=True)
+        try:
+            dist.destroy_process_group()
+        finally:
+            if rank == 0:
+                ended.touch()
+
+    text = texts(emulated_cluster, tmp_path / "calls", program)
+    assert "rank 3 has not come to all_reduce #1 of group default_pg, for which ranks 0, 1 and 2 wait" in text, text
+    assert "called at" in text, text
+    assert "and waited for at" in text, text
 
 
 def test_splits_that_do_not_match(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,12 +20,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR
+from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.failures import detector as detectors
+from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
-from commlayer.profiles.errors import PeerError
+from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
 ELSEWHERE = "127.0.0.2"
@@ -153,8 +155,14 @@ def outcome() -> tuple[str, str]:
     try:
         dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
     except Exception as error:  # noqa: BLE001  the tests ask which it was
+        end_by(error)
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def end_by(error: Exception) -> None:
+    """Leave as a program does that ends by ``error``: ranks that are late hear why."""
+    detectors.leave_all(why_left(error), is_failure=True, is_consequence=isinstance(error, BLAMING))
 
 
 @pytest.mark.cluster
@@ -207,6 +215,99 @@ def test_a_death_ends_the_wait_for_a_rank_that_has_not_come(emulated_cluster: Cl
     kind, text = outcomes[0].value
     assert kind == "PeerError", text
     assert text.startswith("rank 0, joining the job of 3 ranks: rank 1 died: its process has ended"), text
+
+
+def named(text: str) -> set[str]:
+    """The ranks that an error names, but for the one that raises it and the one that has seen it."""
+    said = text.split("; here:")[0].removeprefix(re.match(r"(rank \d+, [^:]*: )?", text)[0])  # type: ignore[index]
+    said = re.sub(r" \(seen by rank \d+\)", "", said)
+    return {number for ranks in re.findall(r"ranks? ([\d, ]+)", said) for number in ranks.strip(", ").split(", ")}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("absent", [(1,), (2, 3)])
+def test_ranks_that_never_come_are_named_and_no_others(
+    emulated_cluster: ClusterFactory, tmp_path: Path, absent: tuple[int, ...]
+) -> None:
+    """Not rank 0 either, which is the first to give up, and takes the job's store with it."""
+
+    def job() -> tuple[str, str]:
+        rank = int(os.environ["RANK"])
+        (tmp_path / str(rank)).touch()
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.01)
+        if rank in absent:
+            os._exit(0)
+        os.environ["COMMLAYER_PROFILE"] = "none"
+        try:
+            dist.init_process_group("commlayer", timeout=timedelta(seconds=6 if rank == 0 else 60))
+        except RuntimeError as error:
+            end_by(error)
+            return type(error).__name__, str(error)
+        return "nothing", ""
+
+    for each in emulated_cluster(2, 2).run(job, check=False, grace_s=80.0):
+        if each.rank not in absent:
+            assert each.value is not None, each.failure
+            kind, text = each.value
+            assert kind in ("CollectiveTimeoutError", "PeerError"), text
+            assert named(text) == {str(rank) for rank in absent}, text
+            assert "did not come within 6 s" in text, text
+
+
+def test_a_store_that_is_not_up_is_named_with_its_host() -> None:
+    program = (
+        "import socket, torch, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "with socket.create_server(('127.0.0.1', 0)) as server:\n"
+        "    port = server.getsockname()[1]\n"
+        "dist.init_process_group('commlayer', init_method=f'tcp://127.0.0.1:{port}', rank=1, world_size=2,\n"
+        "                        timeout=timedelta(seconds=0.5))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "commlayer.profiles.errors.CollectiveTimeoutError: rank 1, joining the job: its store at 127."
+    ), last
+    assert "did not answer within 0.5 s: rank 0 hosts it" in last
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("dies", [True, False])
+def test_torchs_barrier_behind_a_new_group_names_who_does_not_come(
+    emulated_cluster: ClusterFactory, dies: bool
+) -> None:
+    """All ranks of the job wait in it, also rank 2, which the group does not have."""
+
+    def job() -> tuple[str, str]:
+        os.environ |= {"TORCH_DIST_INIT_BARRIER": "1", "COMMLAYER_PROFILE": "none"}
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
+        if dist.get_rank() == 3:
+            wait_until("comes", 3)
+            if dies:
+                os._exit(1)
+            be_absent(3)
+            return "", ""
+        tell("comes")
+        try:
+            dist.new_group([0, 1], timeout=timedelta(seconds=HALF_AN_HOUR if dies else 1))
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        finally:
+            if not dies:
+                tell("done")
+        return "", ""
+
+    for each in emulated_cluster(2, 2).run(job, check=False, grace_s=60.0)[:3]:
+        assert each.value is not None, each.failure
+        kind, text = each.value
+        assert text.startswith(f"rank {each.rank}, group 1, which has been made: waiting for 4 ranks"), text
+        if dies:
+            assert kind == "PeerError", text
+            assert "rank 3 died: its process has ended" in text, text
+        else:
+            assert kind == "CollectiveTimeoutError", text
+            assert "rank 3 has not come to new_group of group 1 (ranks 0, 1, 2, 3), for which" in text, text
 
 
 @pytest.mark.cluster

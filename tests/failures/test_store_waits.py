@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from commlayer.backend.joining import GroupRequest, join_group, own_keys
+from commlayer.backend.joining import GroupRequest, joining_group, own_keys
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
@@ -97,7 +97,9 @@ def test_comparing_a_call(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         refuse(7, "barrier", TensorError(f"a tensor of {torch.int8}"))  # the caller's own mistake matters more
 
 
-@pytest.mark.parametrize(("is_agents", "host"), [("False", "rank 0 hosts it, unless"), ("True", "look at torchrun")])
+@pytest.mark.parametrize(
+    ("is_agents", "host"), [("False", "rank 0 hosts it, unless"), ("True", "torchrun.s agent hosts it")]
+)
 def test_whoever_hosts_a_store_that_is_gone_is_named(
     is_agents: str, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,8 +118,8 @@ def test_a_group_that_stands_alone_has_another_key_in_another_store() -> None:
 
         def join(rank: int) -> None:
             request = GroupRequest("quorum 1", rank, (0, 1), store, timedelta(seconds=20), stands_alone=True)
-            joined = join_group(request)
-            found.append(joined.generation)
+            with joining_group(request) as joined:
+                found.append(joined.generation)
             joined.detector.close("ended")
 
         ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
