@@ -3,12 +3,16 @@
 Each trial is a job of its own on an emulated cluster of 400 Mbit/s a node: a shape, a plan, a timeout, a way inside nodes,
 with or without ``COMMLAYER_DEBUG=detail``, a group (all ranks, or some of them), and a victim (rank 0, which hosts the store,
 as often as any other). The victim ends at a random moment by a signal that it does not handle, as by ``kill -9``, in one of
-the phases of a job: while it joins (from its first act on), while the ranks start, measure their links, connect for their first
-planned call, try plans, have data in flight, plan anew at appointments, or close their groups. Every survivor calls collectives
-until one raises; where groups are closed it has to come back, with an error or without. Counted are the seconds from the death
-to that, whether the error names the victim, and hangs. A rank that dies before it has said where it listens is one that never
-came, which only the timeout tells: such trials have a row of their own, and are not in the first row, nor are groups that are
-closed, where who comes back before the death has nothing to name. ``--json FILE`` keeps every trial.
+the phases of a job: while it joins (from the call of ``init_process_group`` on, so that rank 0 may die before its store is up),
+while the ranks start, measure their links, make other groups, connect for their first planned call, try plans, have data in
+flight, plan anew at appointments, or close their groups. In trials called "other lists" nobody is killed: the victim gives
+``new_group`` another list than the others do. Every survivor calls collectives until one raises; where groups are closed it has
+to come back, with an error or without. Counted are the seconds from the death to that, whether the error names the victim and
+no other rank, and hangs; of other lists, the seconds from the victim's call, and whether the error says who gave which list.
+
+A rank that dies before it has said where it listens is one that never came, which only the timeout tells: such trials have a
+row of their own, and are not in the first row, nor are groups that are closed, where who comes back before the death has nothing
+to name, nor other lists. ``--moments joining,"new group"`` keeps to some moments; ``--json FILE`` keeps every trial.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import json
 import mmap
 import os
 import random
+import re
 import signal
 import struct
 import sys
@@ -41,17 +46,20 @@ import commlayer.backend.create
 import commlayer.measure.calibrate
 import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise
-from commlayer.backend import joining
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
-from commlayer.failures.detector import FailureDetector
+from commlayer.failures.board import why_left
+from commlayer.failures.detector import FailureDetector, leave_all
+from commlayer.profiles.errors import BLAMING
 
 SHAPES = ((3, 2), (2, 2), (2, 4), (1, 4), (3, 1))
 PLANS = ("auto", "none", "hierarchical", "flat_direct", "pipelined:3")
 LATEST_S = {
-    "joining": 0.02,
+    "joining": 0.1,
     "starting": 0.15,
     "probing": 1.5,
+    "new group": 0.1,
+    "other lists": 0.0,
     "connecting": 0.06,
     "trying": 0.3,
     "in flight": 0.6,
@@ -59,6 +67,13 @@ LATEST_S = {
     "closing": 0.03,
 }
 """The moments, and how long after each begins a rank dies at the latest."""
+_OF_GROUPS = ("joining", "new group", "other lists")
+"""Moments in which groups are made: errors come within the timeout, which is a short one."""
+_LATEST_CALL_S = 0.5
+"""How much later than the first rank another one calls ``new_group``, at most, where lists differ."""
+_NUM_GROUPS = 12
+_SPARE_TIMEOUT_S = 2.0
+"""How much later than its timeout an error may come on a machine that is shared."""
 _OF_ALL = ("joining", "starting", "probing")
 """Moments of the whole job, before there are groups."""
 _OF_PLANS = ("probing", "trying", "re-planning")
@@ -123,10 +138,10 @@ class Survivor:
     text: str
 
 
-def draw(seed: int, victims: str = "any") -> Trial:
+def draw(seed: int, victims: str = "any", moments: Sequence[str] = tuple(LATEST_S)) -> Trial:
     """The trial of a seed."""
     pick = random.Random(seed)
-    moment = pick.choices(list(LATEST_S), [1 if moment == "joining" else 5 for moment in LATEST_S])[0]
+    moment = pick.choices(moments, [1 if moment == "joining" else 5 for moment in moments])[0]
     shape = pick.choice([shape for shape in SHAPES if moment not in _OF_PLANS or min(shape) > 1])
     world_size = shape[0] * shape[1]
     return Trial(
@@ -134,12 +149,12 @@ def draw(seed: int, victims: str = "any") -> Trial:
         shape=shape,
         plan="auto" if moment in _OF_PLANS else pick.choice(PLANS),
         moment=moment,
-        timeout_s=TIMEOUTS_S[0] if moment == "joining" else pick.choice(TIMEOUTS_S),
+        timeout_s=TIMEOUTS_S[0] if moment in _OF_GROUPS else pick.choice(TIMEOUTS_S),
         verb=pick.choice(VERBS),
         num_bytes=pick.choice(SIZES),
         intra=pick.choice(("auto", "gloo")),
         detail=pick.random() < 0.33,
-        part=world_size > 3 and moment not in _OF_ALL and pick.random() < 0.25,
+        part=world_size > 3 and moment not in (*_OF_ALL, *_OF_GROUPS) and pick.random() < 0.25,
         victim=0 if victims == "first" or pick.random() < 0.2 else pick.randrange(world_size),
         delay_s=pick.uniform(0.0, LATEST_S[moment]),
     )
@@ -183,19 +198,15 @@ def die_soon(trial: Trial, moment_of_death: mmap.mmap) -> None:
 
 
 def _die_while_joining(trial: Trial, moment_of_death: mmap.mmap) -> None:
-    """On the victim, which notes when it has said where it listens."""
-    join, say_where = joining.join_group, FailureDetector._say_where
-
-    def begin(request: joining.GroupRequest) -> joining.Joined:
-        die_soon(trial, moment_of_death)
-        return join(request)
+    """On the victim, before it joins; it notes when it has said where it listens."""
+    say_where = FailureDetector._say_where
 
     def say(detector: FailureDetector, *arguments: Any) -> None:
         say_where(detector, *arguments)
         moment_of_death[_SAID] = 1
 
-    joining.join_group = begin
     FailureDetector._say_where = say  # type: ignore[method-assign, assignment]
+    die_soon(trial, moment_of_death)
 
 
 def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
@@ -233,13 +244,52 @@ def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | N
     try:
         return calls(trial, moment_of_death, is_victim=is_victim)
     except RuntimeError as error:
-        return time.monotonic(), type(error).__name__, str(error)
+        ended = time.monotonic()
+        # As a program does that ends by it: ranks that are late hear why. A process of the emulated cluster ends without.
+        leave_all(why_left(error), is_failure=True, is_consequence=isinstance(error, BLAMING))
+        return ended, type(error).__name__, str(error)
+
+
+def lists_of(trial: Trial) -> dict[int, list[int]]:
+    """The list that each rank gives ``new_group``, where lists differ: the victim's is another one."""
+    pick, everyone = random.Random(trial.seed + 1), list(range(trial.world_size))
+    others = [rank for rank in everyone if rank != trial.victim]
+    usual = sorted({trial.victim, *pick.sample(others, pick.randint(1, len(others)))})
+    kind = pick.choice(("halves", "without oneself", "without another", "alone"))
+    if kind == "halves" and trial.world_size > 3:
+        half = trial.world_size // 2
+        return {rank: everyone[:half] if rank < half else everyone[half:] for rank in everyone}
+    odd = [rank for rank in usual if rank != (trial.victim if kind == "without oneself" else usual[-1])]
+    if kind == "alone" or not odd or odd == usual:
+        odd = [trial.victim]
+    return {rank: odd if rank == trial.victim else usual for rank in everyone}
+
+
+def make_groups(trial: Trial, moment_of_death: mmap.mmap, *, is_victim: bool) -> None:
+    """Where that is the moment: make group after group, in one of which the victim dies; or one of different lists."""
+    if trial.moment not in ("new group", "other lists"):
+        return
+    everyone = list(range(trial.world_size))
+    if trial.moment == "other lists":
+        mine = lists_of(trial)[dist.get_rank()]
+        time.sleep(random.Random(trial.seed + 2 + dist.get_rank()).uniform(0.0, _LATEST_CALL_S))
+        if is_victim:
+            moment_of_death[:8] = struct.pack("d", time.monotonic())
+        dist.new_group(mine)
+        return
+    pick = random.Random(trial.seed + 1)
+    dist.barrier()
+    if is_victim:
+        die_soon(trial, moment_of_death)
+    for _ in range(_NUM_GROUPS):
+        dist.new_group(sorted(pick.sample(everyone, pick.randint(2, len(everyone)))))
 
 
 def calls(trial: Trial, moment_of_death: mmap.mmap, *, is_victim: bool) -> tuple[float | None, str, str]:
     """Make groups and call until something raises, or, where a group is to be closed, close it."""
     dist.init_process_group("commlayer", timeout=timedelta(seconds=trial.timeout_s))
     group = dist.new_group(trial.members) if trial.part else None
+    make_groups(trial, moment_of_death, is_victim=is_victim)
     if dist.get_rank() not in trial.members:
         while (died := struct.unpack("d", moment_of_death[:8])[0]) == 0.0 or time.monotonic() < died + _SPARE_S:
             time.sleep(0.1)
@@ -251,7 +301,7 @@ def calls(trial: Trial, moment_of_death: mmap.mmap, *, is_victim: bool) -> tuple
     if trial.moment in ("in flight", "re-planning", "closing"):
         for verb in verbs:
             call(verb, x, whole, group)
-    if is_victim and trial.moment not in _OF_ALL:
+    if is_victim and trial.moment not in (*_OF_ALL, *_OF_GROUPS):
         die_soon(trial, moment_of_death)
     if trial.moment == "closing":
         dist.destroy_process_group()
@@ -274,7 +324,7 @@ def run(trial: Trial, cluster: EmulatedCluster, cache: str) -> tuple[Trial, list
     survivors = [
         _survivor(trial, outcome, died)
         for outcome in outcomes
-        if outcome.rank in trial.members and outcome.rank != trial.victim
+        if outcome.rank in trial.members and (outcome.rank != trial.victim or trial.moment == "other lists")
     ]
     has_come = trial.moment != "joining" or bool(moment_of_death[_SAID])
     return replace(trial, has_come=has_come), survivors
@@ -286,9 +336,20 @@ def _survivor(trial: Trial, outcome: RankOutcome, died: float) -> Survivor:
     ended, kind, text = outcome.value
     if text == CLOSED:  # perhaps before the death
         return Survivor(outcome.rank, max(ended - died, 0.0), True, kind, text)
-    blamed = text.split("; here:")[0]
-    is_named = f"rank {trial.victim} " in blamed and "one of" not in blamed
-    return Survivor(outcome.rank, None if ended is None else ended - died, is_named, kind, text)
+    if trial.moment == "other lists":
+        lists = lists_of(trial)
+        others = {str(each) for each in lists.values()}
+        is_named = "called new_group with different lists" in text and all(f"with {each}" in text for each in others)
+    else:
+        is_named = named(text) == {trial.victim}
+    return Survivor(outcome.rank, None if ended is None else max(ended - died, 0.0), is_named, kind, text)
+
+
+def named(text: str) -> set[int]:
+    """The ranks that an error blames: not the one that raises it, nor the one that has seen it."""
+    blamed = re.sub(r"^rank \d+, [^:]*: ", "", text.split("; here:")[0])
+    blamed = re.sub(r" \(seen by rank \d+\)|, and rank \d+ left because of it", "", blamed)
+    return {int(rank) for ranks in re.findall(r"ranks? (\d+(?:, \d+)*)", blamed) for rank in ranks.split(", ")}
 
 
 def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> bool:
@@ -296,8 +357,9 @@ def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> b
     table = Table(title="Seconds from a rank's death to every survivor's error")
     for column in ("trials", "", "survivors", "median", "90 %", "99 %", "largest", "named", "hung"):
         table.add_column(column, justify="left" if not column else "right")
-    judged = [each for each in found if each[0].has_come and each[0].moment != "closing"]
+    judged = [each for each in found if each[0].has_come and each[0].moment not in ("closing", "other lists")]
     groups: dict[str, list[tuple[Trial, list[Survivor]]]] = {"all": judged}
+    is_met = True
     for name, of in (
         ("moment", lambda t: t.met),
         ("plan", lambda t: t.plan),
@@ -311,17 +373,49 @@ def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> b
             groups.setdefault(f"{name} {of(trial)}", []).append((trial, survivors))
     for name, rows in groups.items():
         everyone = [survivor for _, survivors in rows for survivor in survivors]
+        if not everyone:
+            continue
         times = sorted(s.after_s for s in everyone if s.after_s is not None)
         hung = sum(s.after_s is None for s in everyone)
-        named = sum(s.is_named for s in everyone) / max(len(everyone), 1)
+        share_named = sum(s.is_named for s in everyone) / len(everyone)
         cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else [float("nan")] * 99
         shown = (median(times) if times else float("nan"), cuts[89], cuts[98], times[-1] if times else float("nan"))
-        table.add_row(str(len(rows)), name, str(len(everyone)), *(f"{t:.2f}" for t in shown), f"{named:.1%}", str(hung))
+        table.add_row(
+            str(len(rows)), name, str(len(everyone)), *(f"{t:.2f}" for t in shown), f"{share_named:.1%}", str(hung)
+        )
         if name == "all":
-            is_met = shown[0] <= 0.5 and shown[2] <= 3.0 and named >= 0.99
+            is_met = bool(shown[0] <= 0.5 and shown[2] <= 3.0 and share_named >= 0.99)
     is_met &= not any(survivor.after_s is None for _, survivors in found for survivor in survivors)
     console.print(table)
+    if any(trial.moment in _OF_GROUPS for trial, _ in found):
+        is_met &= report_groups(found, console)
     console.print("targets (median ≤ 0.5 s, 99 % ≤ 3 s, named ≥ 99 %, none hangs): " + ("met" if is_met else "MISSED"))
+    return is_met
+
+
+def report_groups(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> bool:
+    """Print how the trials ended in which groups were made; whether the targets are met."""
+    is_met = True
+    for moment in _OF_GROUPS:
+        of_moment = [(trial, survivors) for trial, survivors in found if trial.moment == moment]
+        if not of_moment:
+            continue
+        everyone = [survivor for _, survivors in of_moment for survivor in survivors]
+        hung = sum(each.after_s is None for each in everyone)
+        share_named = sum(each.is_named for each in everyone) / max(len(everyone), 1)
+        late = sum(
+            each.after_s is not None and each.after_s > trial.timeout_s + _SPARE_TIMEOUT_S
+            for trial, survivors in of_moment
+            for each in survivors
+        )
+        is_met &= not hung and not late and share_named >= 0.95
+        console.print(
+            f"{moment}: {len(of_moment)} trials, {len(everyone)} survivors: hung {hung}, cause named {share_named:.1%}, "
+            f"later than the timeout and {_SPARE_TIMEOUT_S:g} s {late}"
+        )
+    console.print(
+        "targets (none hangs, the cause named ≥ 95 %, at most the timeout): " + ("met" if is_met else "MISSED")
+    )
     return is_met
 
 
@@ -331,12 +425,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first trial's seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no trial after so long")
     parser.add_argument("--only", default="", help="keep trials whose fields contain this, e.g. plan='hierarchical'")
+    parser.add_argument("--moments", default=",".join(LATEST_S), help="the moments to draw from, with commas between")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print every survivor that is late or names another")
     options = parser.parse_args()
     found: list[tuple[Trial, list[Survivor]]] = []
+    moments = options.moments.split(",")
+    if not set(moments) <= LATEST_S.keys():
+        parser.error(f"--moments: expected some of {', '.join(LATEST_S)}, got {options.moments}")
     console = Console(width=110) if not Console().is_terminal else Console()
-    trials = [trial for k in range(options.trials) if options.only in str(trial := draw(options.seed + k))]
+    trials = [
+        trial for k in range(options.trials) if options.only in str(trial := draw(options.seed + k, moments=moments))
+    ]
     until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as cache:
         clusters: dict[tuple[int, int], EmulatedCluster] = {}
