@@ -103,7 +103,9 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
             group = _make(connect, request, options_of(options))
     except BaseException as error:
         why = why_left(error)
-        board.leave(why)  # of several words the first counts: one that was told why says nothing new
+        board.leave(
+            why, is_consequence=isinstance(error, BLAMING)
+        )  # of several words the first counts: one that was told why says nothing new
         if joined.is_own:
             detector.fail(why, is_consequence=isinstance(error, BLAMING))
         raise
@@ -257,6 +259,8 @@ class _Connector:
             except RuntimeError:  # of a wait that was ended: what another rank found is a consequence for this one
                 if told is not None:
                     told.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
+                if polled.is_lost:  # with a rank that need not be in this group
+                    self.board.leave(f"lost the job's store: {self.board.detector.host_lost()}", is_consequence=True)
                 raise
 
     def _take_back_address(self) -> None:

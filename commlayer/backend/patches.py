@@ -150,7 +150,8 @@ def teach_lists() -> None:
             from commlayer.backend.joining import call_from_outside
 
             if global_ranks_in_group and c10d.get_rank() not in global_ranks_in_group and "commlayer" in str(backend):
-                call_from_outside(str(group_name), global_ranks_in_group, c10d.get_rank(), kwargs.get("timeout"))
+                timeout = kwargs.get("timeout") or c10d.default_pg_timeout
+                call_from_outside(str(group_name), global_ranks_in_group, c10d.get_rank(), timeout)
             return original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
 
         return _new_process_group_helper

@@ -232,7 +232,7 @@ class Inquiry:
             store.set("job", secrets.token_hex(8))
         log = self._publish(store, asked, log)
         diagnosis = diagnose(self._gathered(store, asked, began, log))
-        text = wait_words(log, wait, diagnosis, folder_path(log.job, self._folder))
+        text = wait_words(log, wait, diagnosis, folder_path(log.job, self.folder))
         found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=self.rank)
         store.set(f"{asked}/found", msgspec.json.encode(found).decode())
         self._say(asked, found)

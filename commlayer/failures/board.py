@@ -293,9 +293,9 @@ class FailureBoard:
             why = f"{type(error).__name__}: {error}"
             print(f"commlayer: rank {self.rank} could not ask who waits for whom: {why}", file=sys.stderr, flush=True)
 
-    def leave(self, why: str) -> None:
-        """Tell that this rank leaves the group on its own account, and why."""
-        self.detector.tell(Report(self.key, self.rank, (), told(why)))
+    def leave(self, why: str, *, is_consequence: bool = False) -> None:
+        """Tell that this rank leaves the group on its own account, and why; ``is_consequence``: of another rank's failure."""
+        self.detector.tell(Report(self.key, self.rank, (), told(why), is_consequence=is_consequence))
         self._break()
 
     def explain(self, wait: FailedWait, failure: Failure) -> ClusterError:
@@ -342,7 +342,7 @@ class FailureBoard:
             return dead, not dead.is_unheard
         own = self.detector.reports.get((self.key, self.rank))
         if own is not None and own.is_leaving:
-            return _Verdict((self.rank,), own.what, self.rank), True
+            return self._of_leaver(own), True
         first = None if failure.is_timeout else self._first
         # Who was woken by a rank that waited for this one follows its own wait, too.
         seen = {wait.rank} if first is None else set()
@@ -351,7 +351,7 @@ class FailureBoard:
             reports = {peer: self.detector.reports.get((self.key, peer)) for peer in sources}
             leaving = next((report for report in reports.values() if report is not None and report.is_leaving), None)
             if leaving is not None:
-                return _Verdict((leaving.rank,), leaving.what, leaving.rank), True
+                return self._of_leaver(leaving), True
             silent = [peer for peer, report in reports.items() if report is None]
             if silent:
                 return self._silent(silent, *sources[silent[0]])
@@ -396,6 +396,14 @@ class FailureBoard:
                 return _Verdict((record.rank,), "died: its process has ended", record.seen_by, is_unheard)
         return None
 
+    def _of_leaver(self, record: Report | Left) -> _Verdict:
+        """Who is to blame for it that a member left: itself, or the rank of the job because of which it did."""
+        cause = self._first_of(frozenset(self.detector.ranks)) if record.is_consequence else None
+        if cause is None:
+            what = record.what if isinstance(record, Report) else record.why
+            return _Verdict((record.rank,), what, record.rank)
+        return replace(cause, leaver=None if record.rank in (self.rank, *cause.ranks) else record.rank)
+
     @property
     def has_leaver(self) -> bool:
         """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
@@ -404,13 +412,10 @@ class FailureBoard:
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
-        if left and left[0].is_consequence:
-            cause = self._first_of(self.detector.ranks)
-            if cause is not None:
-                return replace(cause, leaver=left[0].rank), True
+        if left and left[0].is_failure:
+            return self._of_leaver(left[0]), True
         if left:
-            why = left[0].why if left[0].is_failure else f"has left the job ({left[0].why})"
-            return _Verdict((left[0].rank,), why, left[0].rank), True
+            return _Verdict((left[0].rank,), f"has left the job ({left[0].why})", left[0].rank), True
         return _Verdict(tuple(silent), what, seen_by), False
 
 

@@ -116,7 +116,8 @@ class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of the group (``is_all``).
 
-    Neither: it left on its own account. All others are not listed: of a large group every rank would send every rank a list.
+    Neither: it left on its own account, or (``is_consequence``) because another rank of the job failed. All others are not
+    listed: of a large group every rank would send every rank a list.
     """
 
     key: str
@@ -124,6 +125,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     peers: tuple[int, ...]
     what: str
     is_all: bool = False
+    is_consequence: bool = False
 
     @property
     def is_leaving(self) -> bool:

@@ -9,7 +9,8 @@ ranks that wait for one do not keep the process busy that hosts the store.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -30,33 +31,48 @@ class PolledStore(Store):
     def __init__(self, store: Store, timeout_s: float, is_over: Callable[[], bool]) -> None:
         super().__init__()
         self._store, self._timeout_s, self._is_over = store, timeout_s, is_over
+        self.is_lost = False
+        """Whether a question to the store has failed: the process that hosts it is gone."""
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.is_lost = True
+            raise
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``."""
-        self._store.set(key, value)  # type: ignore[arg-type]  # it takes bytes too
+        with self._asking():
+            self._store.set(key, value)  # type: ignore[arg-type]  # it takes bytes too
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, once it is there. Raises as :meth:`wait`."""
         self.wait([key])
-        return self._store.get(key)
+        with self._asking():
+            return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to a number; return the sum."""
-        return self._store.add(key, amount)
+        with self._asking():
+            return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of ``keys`` are there."""
-        return self._store.check(keys)
+        with self._asking():
+            return self._store.check(keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected``; return what it is then."""
-        return self._store.compare_set(key, expected, desired)  # type: ignore[arg-type]
+        with self._asking():
+            return self._store.compare_set(key, expected, desired)  # type: ignore[arg-type]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all of ``keys`` are there. Raises RuntimeError."""
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         began, names = time.monotonic(), list(keys)
-        while not self._store.check(names):
+        while not self.check(names):
             waited_s = time.monotonic() - began
             if self._is_over():
                 raise RuntimeError("Connection closed: another rank of the job has failed")

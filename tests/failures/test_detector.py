@@ -102,6 +102,20 @@ def test_a_member_that_left_because_of_another_groups_rank_is_not_blamed() -> No
     assert "look at the log of rank 3" in text
 
 
+def test_a_group_that_lost_the_store_names_the_rank_that_had_it() -> None:
+    """It is none of the group's ranks; one member has noticed already, the other one waits for it."""
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine, other = (FailureBoard(detector, KEY, rank, (0, 1)) for rank in (0, 1))
+    detector.tell(Gone(3, 2))
+    other.leave("lost the job's store: rank 3 died", is_consequence=True)
+    text = str(mine.explain(wait(0, 1), CLOSED))
+    assert text.startswith(
+        "rank 3 died: its process has ended (seen by rank 2), and rank 1 left because of it; here"
+    ), text
+    text = str(other.explain(wait(1, 0), CLOSED))
+    assert text.startswith("rank 3 died: its process has ended (seen by rank 2); here: rank 1"), text
+
+
 def test_absence_of_a_stranger_is_no_news() -> None:
     detector = FailureDetector(None, 0, RANKS, 0.0)
     for ranks in ((), (2, 9)):
@@ -410,7 +424,8 @@ def test_every_rank_hears_how_another_ended(emulated_cluster: ClusterFactory, wa
             )
             sys.exit(0)
         assert await_news(detector)
-        return [(type(r).__name__, r.rank) for r in detector.ended], [
+        ended = [r for r in detector.ended if not isinstance(r, Absent)]
+        return [(type(r).__name__, r.rank) for r in ended], [
             (r.rank, r.why) for r in detector.left.values() if r.rank == 0
         ]
 

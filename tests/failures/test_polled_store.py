@@ -27,6 +27,19 @@ def test_it_ends_after_its_time() -> None:
         PolledStore(HashStore(), 60.0, lambda: False).wait(["one", "two"], timedelta(seconds=0.01))
 
 
+def test_a_store_that_is_gone_is_told_from_a_wait_that_is_over() -> None:
+    class Gone(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    over, lost = PolledStore(HashStore(), 0.0, lambda: True), PolledStore(Gone(), 60.0, lambda: False)
+    for polled in (over, lost):
+        with pytest.raises(RuntimeError):
+            polled.get("key")
+    assert lost.is_lost
+    assert not over.is_lost
+
+
 def test_it_ends_when_it_is_over() -> None:
     with pytest.raises(RuntimeError, match="Connection closed: another rank of the job has failed"):
         PolledStore(HashStore(), 1800.0, lambda: True).get("key")
