@@ -90,12 +90,9 @@ class CalledLists:
         Where the first list is another one this raises DisagreementError, also on the ranks that wait with the first list.
         Else raises as :func:`asked_store`.
         """
-        mine = f"{self._rank} {self._digest}"
+        mine = self._told()
         first = self._ask(lambda: self._store.compare_set("first", "", mine)).decode(errors="replace")
-        if first == mine:
-            self._ask(lambda: self._store.set(f"list/{self._digest}", self._shown()))
-            return
-        digest = first.rpartition(" ")[2]
+        _, digest, _ = _parts(first)
         if digest == self._digest:
             return
         self._ask(self._differ)
@@ -114,9 +111,8 @@ class CalledLists:
             raise DisagreementError(self._words())
 
     def _differ(self) -> None:
-        self._store.set(f"list/{self._digest}", self._shown())
         place = self._store.add("others", 1)
-        self._store.set(f"other/{place}", f"{self._rank} {self._digest}")
+        self._store.set(f"other/{place}", self._told())
 
     def _words(self) -> str:
         """Who called with which list, as far as ranks have come."""
@@ -127,12 +123,12 @@ class CalledLists:
             count = min(self._store.add("others", 0), _MOST_NAMED)
             keys = ["first", *(f"other/{place}" for place in range(1, count + 1))]
             for key in keys:
-                rank, _, digest = self._store.get(key).decode(errors="replace").partition(" ")
+                rank, digest, text = _parts(self._store.get(key).decode(errors="replace"))
                 if rank.isdecimal():
                     found.setdefault(digest, set()).add(int(rank))
+                    texts[digest] = text
             found.setdefault(self._digest, set()).add(self._rank)
-            for digest in found:
-                texts[digest] = self._store.get(f"list/{digest}").decode(errors="replace")
+            texts[self._digest] = self._shown()
 
         self._ask(read)
         each = "; ".join(
@@ -140,6 +136,9 @@ class CalledLists:
             for digest, ranks in found.items()
         )
         return f"{self._where()}: ranks called new_group with different lists: {each}: {_REMEDY}"
+
+    def _told(self) -> str:
+        return f"{self._rank} {self._digest} {self._shown()}"
 
     def _shown(self) -> str:
         text = str(list(self._ranks))
@@ -150,3 +149,10 @@ class CalledLists:
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
         return asked_store(ask, self._timeout_s, self._where(), self._detector)
+
+
+def _parts(words: str) -> tuple[str, str, str]:
+    """The rank, the digest and the list of ranks in what a rank told; empty where it told something else."""
+    rank, _, rest = words.partition(" ")
+    digest, _, text = rest.partition(" ")
+    return rank, digest, text
