@@ -26,7 +26,7 @@ from commlayer.agree.appointments import Appointment, Appointments
 from commlayer.failures import detector as detectors
 from commlayer.failures.detector import FailureDetector, Gone, Left
 from commlayer.measure.calibrate import cache_folder
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.readers import cluster_files, model_files
 from commlayer.settings import Settings
@@ -333,7 +333,7 @@ def test_a_false_appointment_is_refused(words: bytes) -> None:
     store = HashStore()
     store.set("appointment/1", words)  # type: ignore[arg-type]  # bytes, too
     mine = Appointments(lambda: store, 1, 2, lambda waited_s: None)  # type: ignore[arg-type,return-value]
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(DisagreementError):
         mine.turn()
     assert mine.next_call() is None, "calls go on as planned"
     assert Appointment(1, 5, "measure", 1.0).call == 5
