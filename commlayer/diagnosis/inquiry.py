@@ -21,7 +21,6 @@ import faulthandler
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -40,6 +39,7 @@ from commlayer.diagnosis.snapshot import rank_log
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
+from commlayer.profiles.printable import say
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -112,7 +112,7 @@ class Inquiry:
     def signalled(self) -> None:
         """Print this rank's own log, and ask everybody. Returns at once."""
         log = self._snapshot("signal")
-        print(f"commlayer: SIGUSR1: {log_words(log)}", file=sys.stderr, flush=True)
+        say(f"SIGUSR1: {log_words(log)}", keep="\n")
         self._ask(is_timeout=False)
 
     def _ask(self, *, is_timeout: bool) -> None:
@@ -158,7 +158,7 @@ class Inquiry:
             try:
                 task(*args)
             except Exception as error:  # noqa: BLE001  the job's own error must not be hidden by this one
-                print(f"commlayer: rank {self.rank} could not say what it waits for: {error}", file=sys.stderr)
+                say(f"rank {self.rank} could not say what it waits for: {error}")
 
         thread = threading.Thread(target=run, name="commlayer-diagnose", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
@@ -180,7 +180,7 @@ class Inquiry:
         except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
                 result = Diagnosed(log_words(log))
-                print(f"commlayer: the job's store does not answer; {result.words}", file=sys.stderr, flush=True)
+                say(f"the job's store does not answer; {result.words}", keep="\n")
         finally:
             with self._lock:
                 if asked == self._asking:  # else another question is newer, whose error this answer does not explain
@@ -210,7 +210,7 @@ class Inquiry:
         with self._lock:  # one that has answered may then time out itself
             is_mine, self._printed = found.printer == self.rank and asked > self._printed, max(asked, self._printed)
         if is_mine:
-            print(f"commlayer: {found.text}", file=sys.stderr, flush=True)
+            say(found.text, keep="\n")
         return Diagnosed(f"{found.line} (rank {found.printer} has printed all of it)", found.has_cause)
 
     def _is_lowest(self, log: RankLog) -> bool:
@@ -270,7 +270,7 @@ class Inquiry:
         try:
             write_log(folder_of(log.job or str(os.getpid()), self._folder), log)
         except OSError as error:
-            print(f"commlayer: rank {self.rank}: its calls could not be written: {error}", file=sys.stderr)
+            say(f"rank {self.rank}: its calls could not be written: {error}")
 
     def close(self) -> None:
         """The job is over: answer nobody any more."""
@@ -411,7 +411,7 @@ def _take_signal(detector: FailureDetector) -> None:
             return
         hearing = _Hearing(detector)
     except OSError as error:  # the job runs without it as well
-        print(f"commlayer: rank {detector.rank} does not answer SIGUSR1: {error}", file=sys.stderr, flush=True)
+        say(f"rank {detector.rank} does not answer SIGUSR1: {error}")
         return
     if hearing.listen():
         _hearing = hearing
