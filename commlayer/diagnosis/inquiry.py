@@ -25,13 +25,13 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.call_logs import RankLog, as_foreign
 from commlayer.diagnosis.diagnosis_words import in_words, log_words, one_line
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
@@ -39,7 +39,10 @@ from commlayer.diagnosis.snapshot import rank_log
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
-from commlayer.profiles.printable import say
+from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal
+from commlayer.profiles.errors import DisagreementError
+from commlayer.profiles.files import name_in_files
+from commlayer.profiles.printable import printable, say, shortened
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -59,6 +62,10 @@ _STORE_S = 1.0
 _LOOK_S = 0.01
 _MOST_CALLS = 128
 """The most calls of a log that is told; files have the whole ring."""
+_MOST_LOG_BYTES = 4 << 20
+"""The most bytes of a log that is told, unpacked: one of a thousand ranks in two hundred groups has fewer."""
+_MOST_TEXT, _MOST_LINE = 1 << 16, 2000
+"""The most characters of a diagnosis, and of the line of it that errors say."""
 _LINGER_S = 2.0
 _ACTION_BYTES = 512
 """More than the system's struct sigaction has."""
@@ -177,10 +184,12 @@ class Inquiry:
                 log = self._publish(store, asked, log)
             found = self._lead(store, asked, log, began) if is_first and log else self._read(store, asked)
             result = self._say(asked, found)
-        except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
+        except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
+                is_stores = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, DisagreementError)
+                why = "the job's store does not answer" if is_stores else f"nothing was found out, because {error}"
                 result = Diagnosed(log_words(log))
-                say(f"the job's store does not answer; {result.words}", keep="\n")
+                say(f"{why}; {result.words}", keep="\n")
         finally:
             with self._lock:
                 if asked == self._asking:  # else another question is newer, whose error this answer does not explain
@@ -190,18 +199,29 @@ class Inquiry:
             self._write(log)
 
     def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> _Found:
-        logs = self._gathered(store, asked, began, log)
+        logs, damaged = self._gathered(store, asked, began, log)
         diagnosis = diagnose(logs)
+        unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
         where = folder_path(log.job, self._folder)
         text = (
             f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}\nEach rank's last calls are in {where} of its machine: "
-            "see `commlayer diagnose`"
+            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
+            f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
         )
-        offered = int(store.get(f"{asked}/prints")) if store.check([f"{asked}/prints"]) else self.rank
-        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=offered)
-        store.set(f"{asked}/found", msgspec.json.encode(found).decode())
+        line = one_line(diagnosis)
+        found = _Found(
+            shortened(text, _MOST_TEXT), line, has_cause=diagnosis.has_cause, printer=self._printer(store, asked)
+        )
+        store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
         return found
+
+    def _printer(self, store: Store, asked: int) -> int:
+        """The rank that has offered to print what is found; this one where none has, or what it says is no rank."""
+        offered = self.rank
+        with contextlib.suppress(DisagreementError):
+            if store.check([f"{asked}/prints"]):
+                offered = read_number(store.get(f"{asked}/prints"), "the rank that prints")
+        return offered if offered in self.ranks else self.rank
 
     def _say(self, asked: int, found: _Found | None) -> Diagnosed:
         """Print what was found, once, if that falls to this rank; the line of it for an error."""
@@ -211,7 +231,8 @@ class Inquiry:
             is_mine, self._printed = found.printer == self.rank and asked > self._printed, max(asked, self._printed)
         if is_mine:
             say(found.text, keep="\n")
-        return Diagnosed(f"{found.line} (rank {found.printer} has printed all of it)", found.has_cause)
+        line = printable(shortened(found.line, _MOST_LINE), keep="")
+        return Diagnosed(f"{line} (rank {found.printer} has printed all of it)", found.has_cause)
 
     def _is_lowest(self, log: RankLog) -> bool:
         """Whether no lower rank is known to live."""
@@ -239,30 +260,34 @@ class Inquiry:
         until = time.monotonic() + _STORE_S
         while not store.check(["job"]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        job = store.get("job").decode(errors="replace") if store.check(["job"]) else ""
+        job = name_in_files(read_text(store.get("job"))) if store.check(["job"]) else ""  # a part of a folder's name
         return msgspec.structs.replace(log, job=job)
 
-    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> list[RankLog]:
-        """The logs of those ranks that answer in time."""
-        logs = {self.rank: own}
+    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
+        """The logs of those ranks that answer in time; and why what others have answered is none."""
+        logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
         left = [rank for rank in self.ranks if rank != self.rank]
         gone = set(own.gone)
         while left:
             there = [rank for rank in left if store.check([f"{asked}/log/{rank}"])]
             for rank in there:
-                logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"))
-            left = [rank for rank in left if rank not in logs]
+                try:
+                    logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"), rank, self.ranks)
+                except DisagreementError as error:  # noqa: PERF203  one such log must not end the diagnosis of all
+                    damaged[rank] = str(error)
+            left = [rank for rank in left if rank not in logs and rank not in damaged]
             if not set(left) - gone or time.monotonic() - began > _GATHER_S:
                 break
             time.sleep(_LOOK_S)
-        return list(logs.values())
+        return list(logs.values()), damaged
 
     @staticmethod
     def _read(store: Store, asked: int) -> _Found | None:
         until = time.monotonic() + _RESULT_S
         while time.monotonic() < until:
             if store.check([f"{asked}/found"]):
-                return msgspec.json.decode(store.get(f"{asked}/found"), type=_Found)
+                found: _Found = read_words(store.get(f"{asked}/found"), _Found, "the rank that asked first")
+                return found
             time.sleep(_LOOK_S)
         return None
 
@@ -297,8 +322,16 @@ def _packed(log: RankLog) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(log), 1)
 
 
-def _unpacked(data: bytes) -> RankLog:
-    return msgspec.msgpack.decode(zlib.decompress(data), type=RankLog)
+def _unpacked(data: bytes, rank: int, ranks: Sequence[int]) -> RankLog:
+    """Read the log that ``rank``, of a job of ``ranks``, has packed. Raises DisagreementError."""
+    who = f"rank {rank}"
+    log: RankLog = read_words(inflated(data, who, _MOST_LOG_BYTES), RankLog, who, _MOST_LOG_BYTES)
+    try:
+        if (log.rank, log.ranks) != (rank, tuple(ranks)):
+            raise ValueError(f"expected its own log, got one of rank {log.rank} of {len(log.ranks)}")
+        return as_foreign(log)
+    except ValueError as error:
+        raise refusal(who, str(error)) from error
 
 
 # Of this process
