@@ -1,4 +1,4 @@
-"""All that commlayer prints goes through the gates, which spell out what a terminal would obey."""
+"""All that commlayer prints, and all that it reads of others, goes through the gates, which obey none of it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,69 @@ PRINTS = {
     "warnings.warn_explicit",
     "warnings.showwarning",
 }
+DECODES = {
+    "array.array.frombytes",
+    "gzip.decompress",
+    "json.load",
+    "json.loads",
+    "msgspec.json.decode",
+    "msgspec.json.Decoder",
+    "msgspec.msgpack.decode",
+    "msgspec.msgpack.Decoder",
+    "zlib.decompress",
+    "zlib.decompressobj",
+}
+DECODERS = {
+    "commlayer/peer_words.py": "words of peers",
+    "profiles/strict_json.py": "JSON files of ours",
+    "commlayer/readers/routing_files.py": "counts that are packed within one of these, unpacked to the size that the file says",
+    "commlayer/readers/nccl_files.py": "files of NCCL's, in three forms of text",
+    "commlayer/emulation/accelerators/device.py": "what the emulator tells its own processes",
+    "commlayer/emulation/accelerators/starting.py": "what its own processes tell the emulator",
+    "commlayer/emulation/fabric.py": "the same",
+    "commlayer/emulation/fabric_process.py": "the same",
+    "commlayer/emulation/requests.py": "the same",
+    "commlayer/testing/witness.py": "what a test's own processes have seen",
+}
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+def used(source: str, wanted: set[str]) -> list[str]:
+    """The names of ``wanted`` that ``source`` reads, by whatever name it has imported them."""
+    tree = ast.parse(source)
+    names = imported(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            first, dot, rest = ast.unparse(node).partition(".")
+            found.add(names.get(first, first) + dot + rest)
+    return sorted(wanted & found)
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """What the names that a module imports stand for."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    return names
 
 
 def bypasses(source: str) -> list[str]:
     """What in ``source`` prints beside the gates: ``sys.exit(text)`` does too, and so does a function given away by its name."""
     tree = ast.parse(source)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    names = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    names = imported(tree)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name == "logging"]
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
             continue
-        name = ast.unparse(node)
-        name = names.get(name, name)
+        first, dot, rest = ast.unparse(node).partition(".")
+        name = names.get(first, first) + dot + rest
         call = called.get(id(node))
         is_stream = name.startswith(("sys.stdout.", "sys.stderr.", "sys.__std")) and ".write" in name
         if name == "os.write" and call is not None:
@@ -94,6 +138,7 @@ def test_nothing_prints_beside_the_gates() -> None:
         ("from warnings import warn as tell\ntell(x)", "warnings.warn"),
         ("import click\nclick.echo(x)", "click.echo"),
         ("from rich.console import Console\nConsole().print(x)", "rich.console.Console"),
+        ("import click as c\nc.echo(x)", "click.echo"),
         ("import logging", "logging"),
         ("import traceback\ntraceback.print_exc()", "traceback.print_exc"),
     ],
@@ -107,6 +152,30 @@ def test_what_prints_beside_the_gates_is_found(source: str, name: str) -> None:
 )
 def test_what_prints_nothing_is_not(source: str) -> None:
     assert bypasses(source) == []
+
+
+def test_nothing_decodes_beside_the_gates() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        if used(path.read_text(encoding="utf-8"), DECODES)
+    }
+    assert found == set(DECODERS), "read_words or inflated of a peer's words, parse_object or parse_record of a file"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import msgspec\nmsgspec.msgpack.decode(x)", "msgspec.msgpack.decode"),
+        ("from msgspec import json as j\nread = j.decode", "msgspec.json.decode"),
+        ("import zlib as z\nz.decompress(x)", "zlib.decompress"),
+        ("from json import loads\nloads(x)", "json.loads"),
+    ],
+)
+def test_what_decodes_beside_the_gates_is_found(source: str, name: str) -> None:
+    assert used(source, DECODES) == [name]
+    assert used("import msgspec, zlib\nzlib.compress(msgspec.json.encode(x))", DECODES) == []
 
 
 def test_what_a_job_says_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:

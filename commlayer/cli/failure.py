@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from commlayer.cli.tables import echo
 from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "wants_traceback", "without_field"]
+__all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "refuse", "wants_traceback", "without_field"]
 
 _NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
 """A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
@@ -54,6 +54,12 @@ def failure_of(error: Exception, command: click.Command | None) -> CommandFailur
         status, text = 3, f"{type(error).__name__}: {error}"
     hint = f"\n{_BUG}" if status == 3 else ""
     return CommandFailure(fitting(text) + hint, status)
+
+
+def refuse(damaged: Sequence[str]) -> None:
+    """End the command, which has printed what sound files say, with the errors of those that are not; without any: do nothing."""
+    if damaged:
+        raise CommandFailure("\n".join(map(fitting, damaged)), 2)
 
 
 def _of_system(error: OSError) -> str:
