@@ -147,7 +147,8 @@ def _refuse(error: msgspec.ValidationError, where: str, allowed: Mapping[str, st
         reason = f"expected {allowed.get(path.rpartition('.')[2], 'another value')}, got {got}"
     else:
         reason = reason.replace("Expected", "expected", 1).replace("`", "")
-    raise ProfileError(f"{where}: field {path.lstrip('.') or '(the whole)'}: {reason}") from error
+    field = shortened(path.lstrip(".")) or "(the whole)"
+    raise ProfileError(f"{where}: field {field}: {shortened(reason, 1000)}") from error
 
 
 def pretty(value: Any, indent: str = "") -> str:

@@ -62,7 +62,7 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"
 
 
 def used(source: str, wanted: set[str]) -> list[str]:
-    """The names of ``wanted`` that ``source`` reads, by whatever name it has imported them."""
+    """Return the names of ``wanted`` that ``source`` reads, by whatever name it has imported them."""
     tree = ast.parse(source)
     names = imported(tree)
     found = set()
@@ -74,7 +74,7 @@ def used(source: str, wanted: set[str]) -> list[str]:
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """What the names that a module imports stand for."""
+    """Return the names that a module imports, and what each stands for."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -85,7 +85,7 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 
 def bypasses(source: str) -> list[str]:
-    """What in ``source`` prints beside the gates: ``sys.exit(text)`` does too, and so does a function given away by its name."""
+    """Find what prints beside the gates in ``source``: ``sys.exit(text)`` does too, and a function given away by its name."""
     tree = ast.parse(source)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     names = imported(tree)

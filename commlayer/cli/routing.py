@@ -265,8 +265,10 @@ def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:
 
 
 def _scaled(loads: ExpertLoads, tokens: int | None) -> ExpertLoads:
-    """The loads with so many tokens a step, in whole choices of which none are lost: each load is rounded down, and what is missing
-    goes to those that lost most. Raises UsageError for loads of no choices."""
+    """The loads with so many tokens a step, in whole choices of which none are lost.
+
+    Each load is rounded down, and what is missing goes to those that lost most. Raises UsageError for loads of no choices.
+    """
     from dataclasses import replace
 
     if not loads.counts.any():

@@ -97,7 +97,8 @@ def read_routing(path: StrPath) -> ExpertLoads:
         raise UsageError(f"{where}: field format: expected {ROUTING_FORMAT!r}, {got}: this is no routing file")
     if isinstance(version, int) and version > _VERSION:
         raise UsageError(
-            f"{where}: field version: expected at most {_VERSION}, got {version}: a newer commlayer wrote it. Upgrade commlayer"
+            f"{where}: field version: expected at most {_VERSION}, got {shortened(str(version))}: a newer commlayer wrote it. "
+            "Upgrade commlayer"
         )
     file = convert(content, _RoutingFile, where, {"version": str(_VERSION)})
     if file.checksum != _checksum({name: value for name, value in content.items() if name != "checksum"}):
