@@ -245,7 +245,7 @@ HOSTILE = {
 
 
 def answer_to(first: Inquiry, **words: bytes | str) -> str:
-    """What ``first`` finds out where the other ranks have put these words into the store."""
+    """Return what ``first`` finds out where the other ranks have put these words into the store."""
     for key, value in words.items():
         first._store.set(f"0/{key.replace('_', '/')}", value)  # type: ignore[arg-type]  # it takes bytes too
     first.timed_out()
