@@ -75,7 +75,7 @@ def used(source: str, wanted: set[str]) -> list[str]:
 
 def imported(tree: ast.AST) -> dict[str, str]:
     """Return the names that a module imports, and what each stands for."""
-    names = {}
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}

@@ -21,7 +21,7 @@ from commlayer.auditing.audit_words import (
 )
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import refuse
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -87,7 +87,7 @@ def audit_command(
             if name:
                 echo(f"replica {name}")
             _show(each, show_all)
-    refuse(damaged)
+    refuse_damaged(damaged)
 
 
 def _print_prometheus(audits: Sequence[RankAudit]) -> None:

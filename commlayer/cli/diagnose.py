@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import refuse
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -73,7 +73,7 @@ def diagnose_command(
 
         write_flight_recorder(flight_recorder, logs)
         echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
-    refuse(damaged)
+    refuse_damaged(damaged)
     ctx.exit(1 if any(each.has_found for each in results.values()) else 0)
 
 

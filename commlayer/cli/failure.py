@@ -15,7 +15,7 @@ from commlayer.cli.tables import echo
 from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "refuse", "wants_traceback", "without_field"]
+__all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "refuse_damaged", "wants_traceback", "without_field"]
 
 _NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
 """A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
@@ -56,7 +56,7 @@ def failure_of(error: Exception, command: click.Command | None) -> CommandFailur
     return CommandFailure(fitting(text) + hint, status)
 
 
-def refuse(damaged: Sequence[str]) -> None:
+def refuse_damaged(damaged: Sequence[str]) -> None:
     """End the command, which has printed what sound files say, with the errors of those that are not; without any: do nothing."""
     if damaged:
         raise CommandFailure("\n".join(map(fitting, damaged)), 2)

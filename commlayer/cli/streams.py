@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import sys
+from _codecs import register_error  # of codecs; a program in benchmarks/ has that name too, for type checkers
 from typing import TextIO
 
 __all__ = ["give_up_stdout", "make_usable"]
@@ -32,7 +32,7 @@ def make_usable() -> None:
         sys.stdout = _to(os.open(os.devnull, os.O_RDONLY))
     if sys.stderr is None:
         sys.stderr = _to(os.devnull)
-    codecs.register_error(_ERRORS, _spelt)
+    register_error(_ERRORS, _spelt)
     for stream in (sys.stdout, sys.stderr):
         _spell_out(stream)
 

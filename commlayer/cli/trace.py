@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import refuse
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, json_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
@@ -82,7 +82,7 @@ def trace(
             if name:
                 echo(f"replica {name}")
             _show(ranks, show_all)
-    refuse(damaged)
+    refuse_damaged(damaged)
 
 
 def _read(folder: Path, job: str | None, damaged: list[str]) -> list[RankTrace]:
