@@ -225,7 +225,7 @@ def test_a_long_value_is_not_quoted_whole(name: str, value: str, files: dict[str
 @pytest.mark.parametrize("field", ["name", "kind", "source", "topology", "gather", "fingerprint", "created"])
 def test_a_long_field_of_a_profile_is_not_quoted_whole(field: str, files: dict[str, Path], tmp_path: Path) -> None:
     bad = tmp_path / "p.json"
-    bad.write_text(json.dumps({**json.loads(files["profile"].read_text()), field: "x" * 200_000}))
+    bad.write_text(json.dumps({**json.loads(files["profile"].read_text(encoding="utf-8")), field: "x" * 200_000}))
     assert "p.json" in refused(["profiles", "show", str(bad)])
 
 
