@@ -6,6 +6,7 @@ import json
 import unicodedata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -170,3 +171,17 @@ def test_statistics_of_a_group_show_its_reasons(capsys: pytest.CaptureFixture[st
 
 def test_the_file_keeps_what_its_maker_wrote(evil_files: dict[str, str]) -> None:
     assert read_profile(evil_files["profile"]).name == EVIL
+
+
+@pytest.mark.parametrize(
+    "command", [["profiles", "show", "{profile}"], ["plan", "-p", "{profile}", "-b", "1MiB"]], ids=["profile", "plan"]
+)
+@pytest.mark.parametrize("text", [EVIL, "costs $x^$ and $"], ids=["escapes", "dollars"])
+def test_a_picture_shows_a_source_as_it_is(tmp_path: Path, command: list[str], text: str) -> None:
+    """SVG is XML, which has no control characters; between dollars matplotlib reads mathematics."""
+    profile, picture = str(tmp_path / "p.json"), tmp_path / "p.svg"
+    synthetic_profile(error=0.01).replace(name=text, source=text).save(profile)
+    arguments = [word.format(profile=profile) for word in command]
+    result = CliRunner().invoke(main, [*arguments, "--picture", str(picture)])
+    assert result.exit_code == 0, result.output
+    ElementTree.fromstring(picture.read_text(encoding="utf-8"))
