@@ -24,6 +24,7 @@ from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.strict_json import parse_record
 from commlayer.scheduler.moves import MAX_TAGS
 from commlayer.scheduler.plan import Gather, Plan, Span, Strategy
 from commlayer.scheduler.rails import exchange_over
@@ -278,7 +279,7 @@ def read_call(path: Path) -> list[SavedCall]:
 
 def _read(path: Path) -> SavedCall:
     try:
-        data = read_file(path, MOST_SAVED_BYTES + _MOST_HEADER)
+        data = read_file(path, MOST_SAVED_BYTES + _MOST_HEADER, begins=_MAGIC)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the call: {error.strerror or error}") from error
     start = len(_MAGIC) + 4
@@ -298,11 +299,8 @@ def _read(path: Path) -> SavedCall:
 
 
 def _header(path: Path, data: bytes) -> SavedHeader:
-    try:
-        header = msgspec.json.decode(data, type=SavedHeader)
-        is_ours = msgspec.json.encode(header) == data
-    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
-        raise UsageError(f"{path}: expected the header of a call, got a damaged file: {error}") from error
+    header = parse_record(data, SavedHeader, path, "the header of a call")
+    is_ours = msgspec.json.encode(header) == data
     wrong = header.call.check() if is_ours else "it is not written as this version writes it"
     size = header.call.size
     if not wrong and (len(header.global_ranks) != size or header.rank >= size or max(header.global_ranks) >= 1 << 31):

@@ -16,8 +16,9 @@ nothing. All else is imported when the first group is made.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
+
+from commlayer.profiles.printable import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ def autoload() -> None:
     try:
         _register()
     except Exception as error:  # noqa: BLE001  import torch must not fail because commlayer is installed
-        warnings.warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
+        warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _register() -> None:

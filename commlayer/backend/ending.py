@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 
 from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
@@ -15,6 +14,7 @@ from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
+from commlayer.profiles.printable import warn
 from commlayer.statistics import GroupCounters
 
 __all__ = ["Ending"]
@@ -76,7 +76,7 @@ class Ending:
             words = each.under_way_after(max(0.001, until - time.monotonic()))
             if words:
                 has_ended = False
-                warnings.warn(
+                warn(
                     f"commlayer: {self._members.who}: {words} had not run on {kind} {patience_s:g} s after the group was to end; "
                     "it is broken off: look at the log of the rank that is late, or wait for calls before the end",
                     RuntimeWarning,

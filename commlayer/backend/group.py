@@ -10,7 +10,6 @@ The group itself does nothing: a verb is a row of a table (verbs.py), and state 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -50,6 +49,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.files import name_in_files
+from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
@@ -145,7 +145,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         order, groups = self._order, self._inner
         choices.reasons = groups.planned.choices.reasons  # one list for the statistics
         if groups.planned.settings.shadow is not None and choices.is_planning:
-            warnings.warn(
+            warn(
                 f"commlayer: COMMLAYER_SHADOW compares planned calls of CPU tensors; those on {device_type} are not compared",
                 stacklevel=2,
             )

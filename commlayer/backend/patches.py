@@ -22,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from commlayer.profiles.printable import say
+
 __all__ = ["answer_to", "teach_batches", "teach_monitored_barrier", "teach_timeouts"]
 
 _MARK = "_commlayer_wraps"
@@ -130,11 +132,7 @@ def answer_to(alias: str) -> None:
                 how = "made a group of that backend, which is not planned"
                 how += "" if other is None else f": COMMLAYER_AS={other} would have it planned"
             if str(backend).lower() != "commlayer" and dist.get_rank() == 0:
-                print(
-                    f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") {how}',
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f'COMMLAYER_AS={alias}: init_process_group("{backend}") {how}')
             return result
 
         return init_process_group

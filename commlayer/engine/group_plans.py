@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from functools import cached_property
 
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.contest import Contender, Contest, contenders
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
@@ -431,7 +431,7 @@ class Choices:
     def _warn(self, why: str) -> None:
         if why not in self._warned:
             self._warned.add(why)
-            warnings.warn(
+            warn(
                 f"commlayer: {why}. Until then tensors go in their own format; a format with ! behind it is used always",
                 stacklevel=2,
             )

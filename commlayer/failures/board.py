@@ -11,7 +11,6 @@ innocent rank.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Record, Report, told
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
+from commlayer.profiles.printable import say
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -275,7 +275,7 @@ class FailureBoard:
             self.on_timeout()
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {error}"
-            print(f"commlayer: rank {self.rank} could not ask who waits for whom: {why}", file=sys.stderr, flush=True)
+            say(f"rank {self.rank} could not ask who waits for whom: {why}")
 
     def leave(self, why: str) -> None:
         """Tell that this rank leaves the group on its own account, and why."""

@@ -30,7 +30,6 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -47,8 +46,10 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import on_a_thread, within
+from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.printable import say
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -164,8 +165,6 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Frame = Gone | Left | Report | Asked | _Hello | _Welcome
-_decode_frame = msgspec.msgpack.Decoder(_Frame).decode
-_decode_card = msgspec.msgpack.Decoder(_Card).decode
 
 
 class Observer(Protocol):
@@ -308,7 +307,7 @@ class FailureDetector:
         try:
             return look()
         except Exception:  # noqa: BLE001  this thread is also the one that hears of deaths
-            traceback.print_exc()
+            say(traceback.format_exc(), keep="\n")
             self._regularly = None
             return None
 
@@ -401,13 +400,8 @@ class FailureDetector:
             store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
             return store.get(key)
 
-        try:
-            card: _Card = _decode_card(self._asked(read, store, (peer,), timeout_s, until))
-        except msgspec.MsgspecError as error:
-            raise DisagreementError(
-                f"rank {self.rank}: what rank {peer} says of itself cannot be read ({error}): start the same commlayer on all "
-                "ranks"
-            ) from error
+        words = self._asked(read, store, (peer,), timeout_s, until)
+        card: _Card = read_words(words, _Card, f"rank {peer}", _MAX_FRAME_BYTES)
         return card
 
     def _asked(
@@ -510,7 +504,7 @@ class FailureDetector:
                 if is_known and peer not in self.left and not self._is_closed:
                     self._learn(Gone(peer, self.rank, is_unheard=peer not in self._heard), None)
                     return None
-            except (OSError, msgspec.MsgspecError, EOFError):
+            except (OSError, DisagreementError, EOFError):
                 continue
             else:
                 link = _Link(connection, peer, card)
@@ -521,7 +515,7 @@ class FailureDetector:
         return None
 
     def _greeted(self, address: str, card: _Card) -> socket.socket:
-        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, MsgspecError."""
+        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, DisagreementError."""
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
             connection.settimeout(_DIAL_S)
@@ -556,10 +550,9 @@ class FailureDetector:
             if self._dial(peer, card) is not None:
                 return
             if attempt == _SAY_AFTER_DIALS:
-                print(
-                    f"commlayer: rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
-                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use",
-                    file=sys.stderr,
+                say(
+                    f"rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
+                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use"
                 )
             self._pause(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S), card)
 
@@ -602,7 +595,7 @@ class FailureDetector:
                     self._serve_event(key.data, event)
             except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
                 if not self._is_closed:
-                    traceback.print_exc()
+                    say(traceback.format_exc(), keep="\n")
 
     def _accept(self) -> None:
         try:
@@ -635,7 +628,7 @@ class FailureDetector:
         try:
             for frame in _frames(link.inbox):
                 self._take(link, frame)
-        except (msgspec.MsgspecError, ValueError):
+        except (DisagreementError, ValueError):
             self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
             return
         if not data:
@@ -692,7 +685,7 @@ class FailureDetector:
             try:
                 observer.observe(record)
             except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
-                traceback.print_exc()
+                say(traceback.format_exc(), keep="\n")
         self._announce(record)
 
     def _announce(self, record: Record) -> None:
@@ -870,7 +863,7 @@ def _framed(frame: _Frame) -> bytes:
 
 
 def _frames(inbox: bytearray) -> list[_Frame]:
-    """The whole frames of ``inbox``, taken out of it. Raises ValueError, MsgspecError for what is none."""
+    """The whole frames of ``inbox``, taken out of it. Raises ValueError, DisagreementError for what is none."""
     frames = []
     while len(inbox) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(inbox)
@@ -878,16 +871,20 @@ def _frames(inbox: bytearray) -> list[_Frame]:
             raise ValueError(f"a frame of {length} bytes")
         if len(inbox) < _LENGTH.size + length:
             break
-        frames.append(_decode_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
+        frames.append(_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
         del inbox[: _LENGTH.size + length]
     return frames
 
 
+def _frame(data: bytes) -> _Frame:
+    found: _Frame = read_words(data, _Frame, "a visitor", _MAX_FRAME_BYTES)
+    return found
+
+
 def _received(connection: socket.socket) -> _Frame:
     """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other end closes it), EOFError,
-    MsgspecError."""
-    frame: _Frame = _decode_frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
-    return frame
+    DisagreementError."""
+    return _frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file, write_file
-from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.printable import say, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
 from commlayer.profiles.topology import Topology
@@ -204,7 +203,7 @@ def _with_all_formats(
         )
     if ranks.rank == 0:
         took_s, where = time.perf_counter() - began, _keep(whole, entry)
-        _print(
+        say(
             f"the cached profile did not know what encoding in {', '.join(lacking)} costs: measured it in {took_s:.1f} s, {where}"
         )
     return whole
@@ -250,7 +249,7 @@ def _measured(
         why = (
             f"no profile of this {what} ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
         )
-        _print(
+        say(
             f"{why} in {took_s:.1f} s, {_keep(profile, entry)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
@@ -314,11 +313,11 @@ def _cached(settings: Settings, key: str) -> _Entry:
     except FileNotFoundError:
         return _Entry(path)
     except CommlayerError as error:
-        _print(f"the cached profile cannot be used and is measured again: {error}")
+        say(f"the cached profile cannot be used and is measured again: {error}")
         return _Entry(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         why = getattr(error, "strerror", None) or error
-        _print(
+        say(
             f"the cache cannot be used, so what is measured here is not kept: {where}: {why}. Remove that, or name another "
             "folder in COMMLAYER_CACHE"
         )
@@ -364,8 +363,4 @@ def _first_kept(profile: Profile, path: Path) -> str:
 
 def _say(ranks: AllRanks, text: str) -> None:
     if ranks.rank == 0:
-        _print(text)
-
-
-def _print(text: str) -> None:
-    print(f"commlayer: {printable(text)}", file=sys.stderr)
+        say(text)

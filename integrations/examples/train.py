@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from commlayer import recorder, stats
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
+from commlayer.cli.failure import failure_of, wants_traceback
 from commlayer.cli.option_types import RealNumber, in_order, json_option
 from commlayer.cli.place import is_first
 from commlayer.cli.progress_bars import progress
@@ -156,7 +156,7 @@ class _Program(Command):
         except CommlayerError as error:
             if wants_traceback(ctx):
                 raise
-            raise CommandFailure(str(error), exit_code(error)) from error
+            raise failure_of(error, None) from error
 
 
 @contextmanager

@@ -17,7 +17,6 @@ threads that ask a store.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -45,7 +44,7 @@ from commlayer.integrations.moe.replica_gradients import placed_layers
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say as say_on_stderr
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
@@ -114,7 +113,7 @@ class ExpertPlacer:
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         _check(self._layers, self._optimizers, mesh, every, horizon)
         self._every, self._horizon = every, horizon or max(every, 1)
-        self._profile, self._work, self._say = profile, work, say or _print
+        self._profile, self._work, self._say = profile, work, say or say_on_stderr
         self._group, self._world = GroupCommunicator(_own_group(mesh), "dp"), dist.group.WORLD
         self._places = StagePlaces.of(mesh, self._group)
         self._node_of = self._agreed_nodes()
@@ -268,7 +267,7 @@ class ExpertPlacer:
             self._loads.close()
             self._let_spill([True] * len(self._layers))  # no later decision turns it on again
             if found is not None:
-                _print(f"experts stay where they are from now on: {found.words}")
+                say_on_stderr(f"experts stay where they are from now on: {found.words}")
         elif answer == _MOVE:
             self._take(under_way.told, found)
         elif found is not None:
@@ -617,7 +616,3 @@ def _said(decisions: Sequence[PlacementDecision]) -> str:
     words += f" ({', '.join(f'{number} {form}' for form, number in sorted(forms.items()))}); "
     words += f"their steps are predicted to take {after_us / 1e3:.4g} ms in place of {before_us / 1e3:.4g}"
     return f"{words}. {best.reason()}"
-
-
-def _print(words: str) -> None:
-    print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)

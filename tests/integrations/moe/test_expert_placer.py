@@ -335,7 +335,7 @@ def without_profile() -> tuple[list[str], int]:
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     printed: list[str] = []
-    vars(expert_placer)["_print"] = printed.append
+    vars(expert_placer)["say_on_stderr"] = printed.append
     with FoldedMesh({"ep": 2}) as mesh:
         layer = MoELayer(32, 32, ROUTER, mesh=mesh, dispatch="all_to_all", chunks=1, spare_slots=1)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
