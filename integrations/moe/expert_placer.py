@@ -43,6 +43,7 @@ from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.integrations.spread_parameters import is_dtensor
 from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.profiles.printable import say as say_on_stderr
 from commlayer.profiles.profile import Profile
@@ -546,7 +547,7 @@ def _check(
                 "rows are padded to a capacity, so every expert has as many: there is nothing to place; leave pad_to_capacity "
                 "out, or the ExpertPlacer"
             )
-        if is_sharded(layer.experts):
+        if is_sharded(layer.experts) or any(is_dtensor(each) for each in layer.experts.parameters()):
             raise UsageError(
                 "experts that FSDP shards cannot be placed: their slots are cut over ranks; leave them out of fully_shard, "
                 "and share the optimizer's state out by ShardedOptimizer over edp"

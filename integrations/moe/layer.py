@@ -153,10 +153,11 @@ class MoELayer(nn.Module):
             )
         self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
-        if tokens == "sharded":  # whole on every tp rank, each of which has tokens of its own
-            mark_replicated(self.router)
-            if self.shared is not None:
-                mark_replicated(self.shared)
+        # Whole on every tp rank: each of which has tokens of its own, or all of which have the same.
+        over = ("tp",) if tokens == "sharded" else ()
+        mark_replicated(self.router, over=over)
+        if self.shared is not None:
+            mark_replicated(self.shared, over=over)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP, also where this

@@ -417,12 +417,12 @@ def test_axes_of_parameters_survive_a_copy() -> None:
     """torch drops the marks of parameters in deepcopy(); a module's own remain."""
     (layer,) = mapping().layers(None, range(1))
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    axes = {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(layer).items()}
+    axes = {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(layer, None).items()}
     assert axes["edp"] == ["moe.experts.w_gate", "moe.experts.w_up", "moe.experts.w_down"]
     assert sum(map(len, axes.values())) == len(names)
     copied = copy.deepcopy(layer)
     names = {id(parameter): name for name, parameter in copied.named_parameters()}
-    assert {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(copied).items()} == axes
+    assert {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(copied, None).items()} == axes
 
 
 def test_a_pipeline_needs_a_micro_batch() -> None:

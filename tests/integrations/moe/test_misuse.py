@@ -340,7 +340,7 @@ def test_a_router_that_refuses_does_so_last() -> None:
 
 
 def is_marked(module: nn.Module) -> bool:
-    axes = gradient_axes(module)
+    axes = gradient_axes(module, None)
     return not axes["dp_cp"] and len(axes["edp"]) == len(list(module.parameters()))
 
 
