@@ -21,9 +21,10 @@ from ranks import DTYPES
 
 import commlayer
 import commlayer.backend.create
-from commlayer import GroupOptions
+from commlayer import Communicator, CompressedGroup, GroupOptions, WireFormat, WirePolicy
 from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.testing.synthetic import synthetic_profile
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.cluster
@@ -328,6 +329,52 @@ def test_a_storage_is_freed_and_taken_again_between_calls(emulated_cluster: Clus
         dist.destroy_process_group()
 
     emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
+    """A Communicator and a CompressedGroup: they have nothing to be held against, so nothing at all may be left."""
+
+    def afterwards(tensors: Sequence[torch.Tensor], call: Callable[[], object], *, is_in_place: bool) -> list[str]:
+        before = [(x._version, owners_of(x)) for x in tensors]
+        call()
+        until = time.monotonic() + _PATIENCE_S
+        while [owners_of(x) for x in tensors] != [owners for _, owners in before] and time.monotonic() < until:
+            time.sleep(0.001)
+        return [
+            f"tensor {place}: resizable {x.untyped_storage().resizable()}, changed {x._version - version} times, "
+            f"{owners_of(x) - owners} owners more"
+            for place, (x, (version, owners)) in enumerate(zip(tensors, before, strict=True))
+            if not x.untyped_storage().resizable()
+            or owners_of(x) != owners
+            or (x._version != version and not is_in_place)
+        ]
+
+    def compressed_calls(group: CompressedGroup, size: int) -> list[str]:
+        part, whole, other = torch.ones(8, 128), torch.ones(8 * size, 128), torch.ones(8 * size, 128)
+        return [
+            *afterwards([whole, part], lambda: group.all_gather(whole, part).wait(), is_in_place=False),
+            *afterwards([part, whole], lambda: group.reduce_scatter(part, whole).wait(), is_in_place=False),
+            *afterwards([whole, other], lambda: group.all_to_all(whole, other).wait(), is_in_place=False),
+            *afterwards([whole], lambda: group.all_reduce(whole).wait(), is_in_place=True),
+        ]
+
+    def job() -> list[str]:
+        torch.set_num_threads(1)
+        os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN="hierarchical")
+        gc.disable()
+        dist.init_process_group("commlayer")
+        group, size, wrong = dist.group.WORLD, dist.get_world_size(), []
+        ep, tp = (dist.new_subgroups_by_enumeration(each)[0] for each in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
+        with Communicator(ep, tp, profile=synthetic_profile(nodes=2, ranks_per_node=2)) as communicator:
+            for count in (64, 1 << 16):
+                x = torch.ones(count)
+                wrong += afterwards([x], lambda x=x: communicator.all_to_all(x), is_in_place=False)
+        for wire in (WireFormat.BF16, WireFormat.INT8):
+            wrong += compressed_calls(CompressedGroup(group, WirePolicy((wire,)), "dp"), size)
+        dist.destroy_process_group()
+        return wrong
+
+    require_none(emulated_cluster(nodes=2, ranks_per_node=2).run(job))
 
 
 def test_plans_on_a_device_tell_autograd_of_no_change(emulated_cluster: ClusterFactory) -> None:
