@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 ONE_EACH_RANK = -1
-"""As many changes as the group has ranks: Gloo copies a block at a time."""
+"""One change for each rank of the group: Gloo copies a block at a time."""
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
 Method = Callable[..., Work]
@@ -91,9 +91,9 @@ class Verb:
     also: tuple[Any, ...] = ()
     """Other options of torch's that are taken."""
     changes: int = 0
-    """How many changes of each output a call on the CPU tells autograd of (``Tensor._version``), or :data:`ONE_EACH_RANK`: as
-    many as torch's Gloo. A backward pass refuses a tensor that was saved for it and has changed since. Bodies tell of none: how
-    a call runs must not be seen there."""
+    """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a number, or
+    :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was saved for it and has changed since. Bodies
+    tell of none: how a call runs must not be seen there."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What torch decides by a backend's name and devices, where there is no CUDA: as on Gloo."""
+"""Torch's decisions by a backend's name and devices, where there is no CUDA: the same as on Gloo. See docs/names.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start(backend: str) -> None:
 
 
 def as_on_gloo(cluster: ClusterFactory, job: Callable[[], Found]) -> None:
-    """What ``job`` finds on each rank is the same on both backends."""
+    """Run ``job`` on both backends, on which it finds the same on each rank."""
 
     def on(backend: str) -> Found:
         start(backend)

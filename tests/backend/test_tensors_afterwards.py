@@ -45,7 +45,7 @@ _PATIENCE_S = 60.0
 
 
 class Trace(NamedTuple):
-    """What can be seen of a tensor beside its values; ``changes`` and ``owners`` count from before the call."""
+    """The visible state of a tensor beside its values; ``changes`` and ``owners`` count from before the call."""
 
     is_resizable: bool
     changes: int
@@ -310,7 +310,7 @@ def test_parameters_and_other_layouts(emulated_cluster: ClusterFactory) -> None:
 
 
 def test_a_storage_is_freed_and_taken_again_between_calls(emulated_cluster: ClusterFactory) -> None:
-    """As FSDP1 does with the parameters of a layer, and Megatron-Core with what it offloads."""
+    """FSDP1 does so with the parameters of a layer, and Megatron-Core with what it offloads."""
 
     def job() -> None:
         torch.set_num_threads(1)
@@ -378,7 +378,7 @@ def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
 
 
 def test_plans_on_a_device_tell_autograd_of_no_change(emulated_cluster: ClusterFactory) -> None:
-    """As NCCL, whose kernels write into an output and tell nobody."""
+    """NCCL's kernels, too, write into an output and tell nobody."""
 
     def job() -> list[str]:
         os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN="hierarchical")
