@@ -11,6 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ VERBS = [name for name, method in vars(Cases).items() if getattr(method, "__anno
 
 def owners_of(x: torch.Tensor) -> int:
     """How many tensors, and handles of Python, hold the storage of ``x``."""
-    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def traces(case: Callable[[], Case], group: Any, *, is_async: bool) -> list[Trace]:
@@ -363,12 +364,13 @@ def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
         os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN="hierarchical")
         gc.disable()
         dist.init_process_group("commlayer")
-        group, size, wrong = dist.group.WORLD, dist.get_world_size(), []
+        group: Any = dist.group.WORLD
+        size, wrong = dist.get_world_size(), list[str]()
         ep, tp = (dist.new_subgroups_by_enumeration(each)[0] for each in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
         with Communicator(ep, tp, profile=synthetic_profile(nodes=2, ranks_per_node=2)) as communicator:
             for count in (64, 1 << 16):
                 x = torch.ones(count)
-                wrong += afterwards([x], lambda x=x: communicator.all_to_all(x), is_in_place=False)
+                wrong += afterwards([x], partial(communicator.all_to_all, x), is_in_place=False)
         for wire in (WireFormat.BF16, WireFormat.INT8):
             wrong += compressed_calls(CompressedGroup(group, WirePolicy((wire,)), "dp"), size)
         dist.destroy_process_group()

@@ -79,7 +79,7 @@ def train(model: Any) -> list[float]:
 
 def every_precision() -> dict[str, list[float]]:
     # Offloading takes two things that torch has for an accelerator only, which Gloo is no help with either.
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
     found = {}
     for name, options in PRECISIONS.items():
@@ -95,7 +95,7 @@ def every_precision() -> dict[str, list[float]]:
 
 
 def batched_power_sgd() -> dict[str, list[float]]:
-    orthogonalize = powerSGD_hook._orthogonalize
+    orthogonalize: Any = powerSGD_hook._orthogonalize
 
     def of_one(matrices: torch.Tensor, epsilon: float = 0) -> None:
         """torch 2.13's takes a batch of matrices, and its own batched hook gives it one, which fails on every backend."""
