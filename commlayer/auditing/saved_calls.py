@@ -31,6 +31,7 @@ from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
+from commlayer.transport.contract import CallMemory
 
 __all__ = [
     "MOST_SAVED_BYTES",
@@ -232,14 +233,14 @@ def saved_name(rank: int) -> str:
 
 def write_call(folder: Path, saved: SavedCall) -> Path:
     """Write a rank's file, which only its user may read, as the folder if it is made here. Raises OSError."""
-    parts = [as_bytes(tensor) for tensor in (saved.input, saved.planned, saved.flat)]
-    total = sum(part.numel() for part in parts)
+    parts = [CallMemory(as_bytes(tensor)) for tensor in (saved.input, saved.planned, saved.flat)]
+    total = sum(len(part.bytes) for part in parts)
     if total > MOST_SAVED_BYTES:
         raise OSError(f"{total} bytes are more than the {MOST_SAVED_BYTES} that are kept")
     header = msgspec.json.encode(saved.header)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / saved_name(saved.header.global_ranks[saved.header.rank])
-    content = b"".join([_MAGIC, len(header).to_bytes(4, "little"), header, *(part.numpy().tobytes() for part in parts)])
+    content = b"".join([_MAGIC, len(header).to_bytes(4, "little"), header, *(part.bytes for part in parts)])
     write_file(path, content)
     os.chmod(path, 0o600)
     return path

@@ -9,8 +9,8 @@ Programs that accept only names that they know (accelerate, the HF Trainer) get 
 asked for, also in ``cpu:gloo,cuda:nccl``, and where ``init_process_group`` is called without one. ``get_backend()`` then
 says ``commlayer``. Rank 0 prints a line about it.
 
-This module runs inside ``import torch``: it imports nothing but torch.distributed, which is loaded by then, and raises
-nothing. All else is imported when the first group is made.
+This module runs inside ``import torch``: it imports nothing but torch and torch.distributed, which are loaded by then, and
+raises nothing. All else is imported when the first group is made.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ def autoload() -> None:
 
 
 def _register() -> None:
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         return
     if "commlayer" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=["cpu", "cuda"])
+        # Whether there is a GPU is asked when a group is made: its driver, once asked, cannot be used by forked children.
+        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+        dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=devices)
     alias = os.environ.get("COMMLAYER_AS")
     if alias:
         from commlayer.backend.patches import answer_to

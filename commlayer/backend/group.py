@@ -281,6 +281,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def name(self) -> str:
         return "commlayer"
 
+    def _get_backend_name(self) -> str:
+        """``gloo`` in a group without CUDA, else ``commlayer``: torch's ShardedTensor and SyncBatchNorm ask by this name whether
+        tensors are on the CPU, and take a CUDA device where it is another. ``get_backend()`` does not ask here."""
+        return "commlayer" if "cuda" in self._inner.on_devices else "gloo"
+
     @property
     def who(self) -> str:
         """This rank and group, for messages."""

@@ -5,6 +5,8 @@
 - ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
 - ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
   send to each other before they receive wait for ever.
+- A backend is registered for types of devices before anybody may ask whether the machine has any; ``ShardedTensor.gather`` makes
+  tensors on one that is not the CPU, if there is one. The list is corrected when a group is made.
 - ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
@@ -24,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commlayer.profiles.printable import say
 
-__all__ = ["answer_to", "teach_batches", "teach_monitored_barrier", "teach_timeouts"]
+__all__ = ["answer_to", "correct_devices", "teach_batches", "teach_monitored_barrier", "teach_timeouts"]
 
 _MARK = "_commlayer_wraps"
 
@@ -39,6 +41,13 @@ def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     for module in [module for key, module in sys.modules.items() if key.startswith("torch.distributed")]:
         if getattr(module, name, None) is original:  # device_mesh has names of its own for it
             setattr(module, name, wrapper)
+
+
+def correct_devices() -> None:
+    """Let torch know for which types of devices this backend has collectives in this process."""
+    from commlayer.transport.nccl import is_usable  # this module may be imported inside ``import torch``
+
+    dist.Backend.backend_capability["commlayer"] = ["cpu", "cuda"] if is_usable() else ["cpu"]
 
 
 def teach_monitored_barrier() -> None:

@@ -271,6 +271,7 @@ def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[st
         with heard(said), flip if calls.rank == liar else nullcontext() as lie:
             result, expected = getattr(calls, name)(number)
             assert is_right(result, expected, name), f"{name}, {plan}: not the right result"
+            assert result.untyped_storage().resizable(), f"{name}, {plan}: keeping the call has changed its storage"
         where = [None] * calls.n
         dist.all_gather_object(where, None if lie is None else lie.where)
         was_over = [None] * calls.n
