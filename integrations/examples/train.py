@@ -1,6 +1,7 @@
 """Train a small MoE language model on any mapping: ``python -m commlayer.integrations.examples.train``, alone or on ranks.
 
-The losses are the same under every mapping, up to rounding; docs/moe_training.md takes it apart.
+The losses are the same under every mapping, up to rounding; with a balance loss and several micro-batches they depend on dp.
+docs/moe_training.md takes it apart.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
+from commlayer.integrations.moe.routing import ValidTokens
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
@@ -159,39 +160,46 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             mark_replicated(self.shared, over=over)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP, also where this
-        rank has no tokens.
+        rank has no tokens, or no valid ones.
 
-        ``positions`` [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
+        Args:
+            positions: [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
+            valid: bool, as many as tokens, True where a token is no padding; None: all are valid. Padding is neither routed nor
+                sent nor computed: its output is zero, and so is its gradient. Where tokens are replicated, the ranks that hold
+                them pass the same.
+
         Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.
         """
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-        routing = self._routed(tokens, positions)
+        tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
-            return self._mix_shared(tokens, routing).view(x.shape)
+            return padding.put_back(self._mix_shared(tokens, routing)).view(x.shape)
         handle, beside = self._prepared(tokens, routing), self._beside(tokens)
         out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
-        return (out if other is None else out + other).view(x.shape)
+        return padding.put_back(out if other is None else out + other).view(x.shape)
 
-    def parts(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Parts[torch.Tensor]:
+    def parts(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Parts[torch.Tensor]:
         """The parts of the layer's forward pass, with what it returns, for passes that go in turns
         (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one. Hooks of the module do not run.
         """
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-        routing = self._routed(tokens, positions)
+        tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
-            return self._mix_shared(tokens, routing).view(x.shape)
+            return padding.put_back(self._mix_shared(tokens, routing)).view(x.shape)
         handle, beside = self._prepared(tokens, routing), self._beside(tokens)
         out, other = yield from self.dispatcher.run_in_parts(
             tokens, handle, self.experts, routing.weights, beside=beside
         )
-        return (out if other is None else out + other).view(x.shape)
+        return padding.put_back(out if other is None else out + other).view(x.shape)
 
     def _prepared(self, tokens: torch.Tensor, routing: Routing) -> DispatchHandle:
         return self.dispatcher.prepare(
             routing.indices,
-            capacity=routing.capacity if routing.is_padded else None,
+            capacity=routing.padded_rows,
             like=tokens,
             weights=routing.weights,
             experts=self.experts,
@@ -202,15 +210,25 @@ class MoELayer(nn.Module):
         shared = self.shared
         return None if shared is None else lambda: shared(tokens)
 
-    def _routed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
-        routing = self._route(tokens, positions)
+    def _routed(
+        self, x: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Routing, ValidTokens]:
+        """The valid tokens [V, H] of ``x`` [..., H], their routing, and where they lie among all."""
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+        if valid is not None and valid.shape == x.shape[:-1]:  # of another shape the router refuses it
+            valid = valid.flatten()
+        routing = self._route(tokens, positions, valid)
         losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
-        return routing
+        found = routing.valid_tokens
+        if found.places is None:
+            return tokens, routing, found
+        of_taken = replace(routing, indices=found.take(routing.indices), weights=found.take(routing.weights))
+        return found.take_tokens(tokens), of_taken, found
 
-    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
+    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None) -> Routing:
         try:
-            routing: Routing = self.router(tokens, positions)
+            routing: Routing = self.router(tokens, positions, valid)
         except (PeerError, CollectiveTimeoutError):  # nothing more can be sent
             raise
         except Exception as error:  # of this rank alone, perhaps
@@ -229,8 +247,8 @@ class MoELayer(nn.Module):
 
     def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights
-        if self._goes_by_plans and self.replicated is not None and routing.capacity is not None:
-            return self.replicated.run(tokens, indices, weights, routing.capacity, self.experts)
+        if self._goes_by_plans and self.replicated is not None and routing.padded_rows is not None:
+            return self.replicated.run(tokens, indices, weights, routing.padded_rows, self.experts)
         return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
 
 

@@ -60,7 +60,9 @@ class Drawn(nn.Module):
         super().__init__()
         self.config, self.indices, self.weights = config, indices, weights
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Routing:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Routing:
         counts = torch.bincount(self.indices[self.indices >= 0], minlength=self.config.num_experts)
         return Routing(self.indices, self.weights, counts, counts)  # which does not mind an expert that is chosen twice
 

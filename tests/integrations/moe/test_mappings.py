@@ -105,7 +105,7 @@ def _expected(key: str, case: Case) -> Expected:
         x, gradient = case.data()
         y = x.requires_grad_()
         for layer in layers:
-            layer.scale_losses(1)
+            layer.scale_losses(step_tokens=max(1, case.rows * case.batch))
             y = layer(y)
         y.backward(gradient)
         for layer in layers:
@@ -126,7 +126,7 @@ def run_on(mesh: FoldedMesh, case: Case) -> list[str]:
     pp = GroupCommunicator(mesh.group("pp"), "pp")
     tp, cp = sequence_groups(mesh)
     (layer,) = case.layers(mesh, range(pp.rank, pp.rank + 1))
-    layer.scale_losses(case.micro_batches)
+    layer.scale_losses(step_tokens=max(1, case.rows * case.batch))
 
     def mine(whole: torch.Tensor) -> torch.Tensor:
         return split_sequence(whole.split(even_rows(case.batch, mesh.size("dp")), dim=1)[mesh.rank("dp")], cp=cp, tp=tp)
