@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from commlayer.backend.group_options import GroupOptions
-from commlayer.engine.group_plans import TRIED
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.named_plans import TRIED
 from commlayer.statistics import name_replica
 
 __all__ = ["planned_process_group"]
