@@ -83,8 +83,8 @@ class Measurements:
 
     @property
     def num_local_experts(self) -> float:
-        """How many experts a rank has: the median, of which the measured times are. Not this rank's, for others may have one more,
-        and all must find the same."""
+        """How many experts a rank has: the median, of which the measured times are. Not this rank's, as others may have one
+        more, and all must find the same."""
         return median(self._grid.experts)
 
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:

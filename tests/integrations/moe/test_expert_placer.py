@@ -344,7 +344,7 @@ def without_decision() -> tuple[list[str], int]:
         layer = MoELayer(32, 32, ROUTER, mesh=mesh, dispatch="all_to_all", chunks=1, spare_slots=1)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
         with pytest.raises(
-            UsageError, match="ExpertPlacer: there is no profile of the expert group: .* every=0 to move"
+            UsageError, match=r"ExpertPlacer: there is no profile of the expert group: .* every=0 to move"
         ):
             ExpertPlacer(layer, optimizer, mesh, every=2)
         profile = clusters.load("h100-eos").profile_of((2,))
