@@ -1,4 +1,4 @@
-"""What exchanges among the ranks of an expert group take, by the curves of a profile.
+"""The times of exchanges among the ranks of an expert group, by the curves of a profile.
 
 Curves are looked up once, at sizes a factor of the square root of two apart; what lies between follows as between a curve's own
 points. So a price takes microseconds.
