@@ -30,7 +30,7 @@ from commlayer.measure.profiler import (
     HOSTS,
     UNFINISHED,
     SweepOptions,
-    complete,
+    complete_profile,
     lacking_formats,
     measure_cluster,
     node_hosts,
@@ -239,7 +239,7 @@ def _completed(
     began = time.perf_counter()
     options = replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s)
     with phase("curves that the cached profile lacks were being measured"):
-        whole = complete(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
+        whole = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
     if ranks.rank == 0:
         took_s, where = time.perf_counter() - began, _keep(whole, entry, is_same=True)
         lacked = (

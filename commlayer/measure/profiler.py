@@ -44,7 +44,7 @@ __all__ = [
     "HOSTS",
     "UNFINISHED",
     "SweepOptions",
-    "complete",
+    "complete_profile",
     "lacking_formats",
     "measure_cluster",
     "measure_groups",
@@ -177,7 +177,7 @@ def lacking_formats(profile: Profile, topology: Topology) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(probe.unit.wire) for probe in lacking if isinstance(probe.leg, CodedLeg)))
 
 
-def complete(
+def complete_profile(
     profile: Profile,
     options: SweepOptions,
     *,
