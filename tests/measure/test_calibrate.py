@@ -299,12 +299,17 @@ def test_of_two_profiles_that_hold_in_turn_neither_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Machines that are busy in one job and not in the next; a third kind of links takes the place of the one before the last."""
-    measured = []
+    measured: list[float] = []
 
     def starts(took_us: float) -> str:
         monkeypatch.setattr(OneSpeaks, "time_all_reduce", lambda *_: took_us)
         profile = of_all_ranks(took_us).replace(name=f"{took_us:.0f}")
-        monkeypatch.setattr(calibrate, "measure_cluster", lambda *_, **__: measured.append(took_us) or profile)
+
+        def measure(*_: Any, **__: Any) -> Profile:
+            measured.append(took_us)
+            return profile
+
+        monkeypatch.setattr(calibrate, "measure_cluster", measure)
         return planner_of_a_job(tmp_path).profile.name
 
     assert [starts(took_us) for took_us in (1e3, 9e3, 1e3, 9e3, 9e3, 1e3)] == [
