@@ -14,6 +14,7 @@ from pathlib import Path
 
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
+from commlayer.scheduler.named_plans import AUTO, plan_words
 from commlayer.scheduler.wire import WireFormat, parse_wire
 
 __all__ = ["MOST_CONNECTIONS", "Settings"]
@@ -44,7 +45,8 @@ class Settings:
         debug: ``off``, or ``detail`` to compare every call across ranks before it moves a byte.
         emulation: ``auto``, ``netns`` or ``loopback``.
         plan: one plan for every call of the backend to which it applies, such as ``hierarchical`` or ``pipelined:4`` (tests,
-            comparisons).
+            comparisons); ``tried``: plans take turns in the first calls of a group; ``auto``, which is None here: the profile
+            decides.
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
@@ -133,6 +135,9 @@ class Settings:
                 f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
                 "unset for one"
             )
+        if self.plan is not None:
+            words = plan_words(self.plan)
+            object.__setattr__(self, "plan", None if words == AUTO else words)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -158,7 +158,7 @@ def check_drawing() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise UsageError("figures need matplotlib, which is not installed: pip install 'commlayer[plots]'")
+        raise UsageError("figures need matplotlib, which is not installed: pip install 'matplotlib>=3.8'")
 
 
 def _show_texts(figure: Figure) -> None:

@@ -18,7 +18,7 @@ from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.handle import DispatchHandle
-from commlayer.integrations.moe.planning import slices_of
+from commlayer.integrations.moe.layer_options import check_layer_options
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.moe.routing import ValidTokens
@@ -74,8 +74,8 @@ class MoELayer(nn.Module):
             (tensor parallelism without sequence parallelism) and get the same outputs; see
             :mod:`commlayer.integrations.moe.replicated_tokens`.
         wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
-        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
-            each rank takes its share of them.
+        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans, and goes with no
+            option that a dispatcher looks at. Without it each rank takes its share of the tokens.
         spare_slots: places for copies of experts on each rank, beside those that experts in order take. Given, 0 too, experts
             can be placed anew while the model trains (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
         spilling: where routing is uneven, rows of busy ranks may be computed on idle ones, to which the experts' weights go
@@ -88,7 +88,8 @@ class MoELayer(nn.Module):
         routing: what the router decided in the latest forward pass, and its losses, for logs: without gradients.
 
     Raises:
-        UsageError: what does not go together.
+        UsageError: options that are none, or do not go together; ``priced`` without a profile that can price this expert group.
+        GroupError: ``two_level`` over an expert group that has not two levels.
     """
 
     def __init__(
@@ -112,15 +113,24 @@ class MoELayer(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_options(router, mesh, chunks, weights_at=weights_at, tokens=tokens)
-        if communicator is not None and (spare_slots is not None or spilling is not None):
-            name = "spare_slots" if spare_slots is not None else "spilling"
-            raise UsageError(f"a communicator's plans send rows to experts in order: leave {name} out, or communicator")
-        if spilling is not None and router.pad_to_capacity:
-            raise UsageError(
-                "rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave pad_to_capacity "
-                "out, or spilling"
-            )
+        check_layer_options(
+            hidden=hidden,
+            width=width,
+            router=router,
+            mesh=mesh,
+            shared_width=shared_width,
+            dispatch=dispatch,
+            chunks=chunks,
+            weights_at=weights_at,
+            tokens=tokens,
+            wire=wire,
+            communicator=communicator,
+            spare_slots=spare_slots,
+            spilling=spilling,
+            sequence=sequence,
+            balance=balance,
+            seed=seed,
+        )
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
@@ -250,19 +260,6 @@ class MoELayer(nn.Module):
         if self._goes_by_plans and self.replicated is not None and routing.padded_rows is not None:
             return self.replicated.run(tokens, indices, weights, routing.padded_rows, self.experts)
         return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
-
-
-_OPTIONS = {"weights_at": ("combine", "experts"), "tokens": ("sharded", "replicated")}
-
-
-def _check_options(router: RouterConfig, mesh: object, chunks: int | Sequence[int] | str, **options: str) -> None:
-    for name, value in options.items():
-        if value not in _OPTIONS[name]:
-            raise UsageError(f"{name} must be {' or '.join(_OPTIONS[name])}, got {value!r}")
-    if mesh is not None and not isinstance(mesh, FoldedMesh):
-        raise UsageError(f"mesh must be a FoldedMesh, such as FoldedMesh({{'ep': 2}}), got {mesh!r}")
-    if router.pad_to_capacity and chunks != "auto" and len(slices_of(chunks)) > 1:
-        raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
 
 
 def _slots_in_order(num_experts: int, mesh: FoldedMesh | None, spare: int) -> ExpertSlots:

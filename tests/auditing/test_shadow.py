@@ -23,8 +23,8 @@ import commlayer
 from commlayer import CompressedGroup, WireFormat, WirePolicy
 from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.saved_calls import read_call
-from commlayer.engine.group_plans import parse_plan
 from commlayer.profiles.errors import DisagreementError
+from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.wire import Scaling
 from commlayer.testing.faults import flipped_in_step
 from commlayer.testing.payload import bits
