@@ -20,8 +20,8 @@ which a rank of the job has answered before, or a port at which a connection has
 firewall drops, or a peer that has no time to answer, costs nothing.
 
 A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who have read it then: to close a
-socket in which something is unread throws away what is still on its way to the other end. So a rank that has left in good order is
-not taken for dead, and calls for which nothing more is needed from it go on.
+socket in which something is unread throws away what is still on its way to the other end. So a rank that has left in good
+order is not taken for dead, and calls for which nothing more is needed from it go on.
 """
 
 from __future__ import annotations

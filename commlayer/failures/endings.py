@@ -13,8 +13,8 @@ first (:func:`end_with_program`), and then the process's other threads are given
 
 Programs end by ``os._exit(0)`` too, as every child does that ``multiprocessing`` forks, and then nothing of what is registered
 for the program's end is called. The others would take such a rank for one that died, and break calls of which it has done its
-part. So once there is a group, ``os._exit(0)`` first says that the rank leaves, and ends what is under way. With any other status,
-and by a signal, a rank has died.
+part. So once there is a group, ``os._exit(0)`` first says that the rank leaves, and ends what is under way. With any other
+status, and by a signal, a rank has died.
 """
 
 from __future__ import annotations
