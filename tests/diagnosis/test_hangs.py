@@ -235,3 +235,56 @@ def test_without_a_ring_nothing_is_asked(emulated_cluster: ClusterFactory, tmp_p
     assert "did not answer within 2 s" in text
     assert "has not come to" not in text
     assert os.listdir(tmp_path) == []
+
+
+def test_a_call_on_a_thread_for_which_the_main_thread_waits(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """Rank 0 leaves out what a thread of rank 1 calls: that call timed out first, and is in the answer."""
+
+    def program(rank: int) -> None:
+        pair = group_of(0, 1, name="pair")
+        errors: list[BaseException] = []
+
+        def side() -> None:
+            try:
+                dist.all_reduce(torch.ones(4), group=pair)
+            except RuntimeError as error:
+                errors.append(error)
+
+        if rank == 1:
+            thread = threading.Thread(target=side)
+            thread.start()
+            thread.join()
+            raise errors[0]
+        dist.barrier()
+
+    text = texts(emulated_cluster, tmp_path, program, ranks=2)
+    assert "rank 0 has not come to all_reduce #1 of group pair, for which a thread of rank 1 waits" in text, text
+    assert "rank 0 waits in barrier #1 of group default_pg" in text, text
+    assert "in program, in no call" in text, text
+
+
+def test_two_threads_that_use_one_group(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """As a checkpoint that is saved on a thread, beside a barrier of the same group; one rank does not take part."""
+
+    def program(rank: int) -> None:
+        if rank == 3:
+            be_absent(3)
+            return
+
+        def save() -> None:
+            with contextlib.suppress(RuntimeError):
+                dist.all_gather_into_tensor(torch.empty(4), torch.ones(1))
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        while dist.group.WORLD._order.track.issued < 1:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        try:
+            dist.barrier()
+        finally:
+            tell("done")
+            thread.join()
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "ranks 0, 1 and 2 use group default_pg from several threads at once:" in text, text
+    assert "give each thread a group of its own" in text, text
