@@ -157,7 +157,7 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     cycles = _cycles(graph)
     ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
     is_timeout = any(log.reason == "timeout" for log in logs)
-    is_over = is_timeout or any(log.reason == "program" for log in logs)  # nobody is still on the way
+    is_over = is_timeout or any(log.reason in ("program", "abort") for log in logs)  # nobody is still on the way
     return Diagnosis(
         findings=(*mismatches, *cycles, *_gone(graph, 0 if is_over else _MOMENT_NS)),
         waits=tuple(_late(graph)),

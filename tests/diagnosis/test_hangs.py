@@ -21,6 +21,7 @@ import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then st
 from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
 from commlayer.diagnosis.log_files import log_name, read_logs
+from commlayer.failures import aborts
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -288,3 +289,31 @@ def test_two_threads_that_use_one_group(emulated_cluster: ClusterFactory, tmp_pa
     text = texts(emulated_cluster, tmp_path, program)
     assert "ranks 0, 1 and 2 use group default_pg from several threads at once:" in text, text
     assert "give each thread a group of its own" in text, text
+
+
+@pytest.mark.parametrize("what", ["size", "dtype"])
+def test_a_rank_that_gloo_ends_tells_what_it_called(
+    emulated_cluster: ClusterFactory, tmp_path: Path, what: str
+) -> None:
+    """Gloo aborts a process that is sent more than its call expects; the calls of all ranks are there all the same."""
+
+    def job() -> None:
+        aborts._LONGEST_S = 60
+        rank = start(tmp_path, HALF_AN_HOUR)
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        if rank == 1:
+            x = torch.ones(100_000) if what == "size" else x.double()
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=60.0)
+    aborted = [outcome.rank for outcome in outcomes if outcome.failure is not None]
+    assert [outcomes[rank].failure.signal for rank in aborted] == [signal.SIGABRT] * len(aborted)  # type: ignore[union-attr]
+    assert aborted
+    logs = read_logs(tmp_path)
+    assert {log.rank for log in logs} >= set(aborted)
+    mismatch = diagnose(logs).findings[0]
+    assert isinstance(mismatch, Mismatch)
+    assert (mismatch.number, mismatch.what, mismatch.odd) == (2, what, (1,))
