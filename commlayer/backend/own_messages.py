@@ -47,7 +47,7 @@ class OwnMessage:
         self._is_done = True
 
     def end(self) -> None:
-        """Of a send: it has been taken in."""
+        """Note that the send has been taken in."""
         self._is_done = True
 
     def is_completed(self) -> bool:

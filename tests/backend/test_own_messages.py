@@ -67,7 +67,7 @@ def test_a_message_of_another_size_is_said_where_it_is_received() -> None:
 
 @pytest.mark.cluster
 def test_a_batch_may_include_oneself(emulated_cluster: ClusterFactory) -> None:
-    """As of an all_to_all that is written with messages, strided tensors and bytes too; then the next one pairs rightly."""
+    """An all_to_all that is written with messages, of strided tensors too; then the next one pairs rightly."""
 
     def job() -> list[list[float]]:
         torch.set_num_threads(1)

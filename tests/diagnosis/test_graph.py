@@ -350,7 +350,7 @@ def test_a_thread_that_waits_in_a_call_is_told_of_where_its_rank_is_late_elsewhe
 
 
 def test_who_waits_behind_a_rank_that_waits_is_in_the_answer() -> None:
-    """As in a pipeline: rank 2 waits for rank 1, which waits for rank 0, in no call."""
+    """A pipeline: rank 2 waits for rank 1, which waits for rank 0, in no call."""
     program = {
         0: [],
         1: [Op("recv", "world", 1, 10, peer=0), Op("send", "world", 2, 11, peer=2)],

@@ -265,7 +265,7 @@ def test_a_call_on_a_thread_for_which_the_main_thread_waits(emulated_cluster: Cl
 
 
 def test_two_threads_that_use_one_group(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    """As a checkpoint that is saved on a thread, beside a barrier of the same group; one rank does not take part."""
+    """A checkpoint may be saved on a thread, beside a barrier of the same group; one rank does not take part."""
 
     def program(rank: int) -> None:
         if rank == 3:

@@ -1,4 +1,4 @@
-"""What a process says before it aborts, and that it ends as it would have."""
+"""A process that aborts: what it says before, and that it ends as it would have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_process_that_aborts_speaks_and_then_ends_as_it_would_have() -> None:
 
 
 def test_a_thread_that_python_has_not_made_may_abort() -> None:
-    """As one of Gloo's."""
+    """Gloo has such threads."""
     ended = run(
         SPEAKS + "import ctypes; libc = ctypes.CDLL(None); thread = ctypes.c_ulong()\n"
         "libc.pthread_create(ctypes.byref(thread), None, libc.abort, None); time.sleep(60)"
