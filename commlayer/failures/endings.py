@@ -77,7 +77,7 @@ _exit = os._exit
 def end_with_program(thing: Ends) -> None:
     """Have ``thing.end`` called when the program ends, if ``thing`` still is there."""
     _watched.add(thing)
-    os._exit = _leave_and_exit  # type: ignore[assignment]  # a NoReturn, as it is
+    os._exit = _leave_and_exit
 
 
 def _leave_and_exit(status: int) -> NoReturn:

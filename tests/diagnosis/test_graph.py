@@ -356,7 +356,7 @@ def test_who_waits_behind_a_rank_that_waits_is_in_the_answer() -> None:
         1: [Op("recv", "world", 1, 10, peer=0), Op("send", "world", 2, 11, peer=2)],
         2: [Op("recv", "world", 1, 12, peer=1)],
     }
-    job = Job({"world": (0, 1, 2)}, program)  # type: ignore[arg-type]
+    job = Job({"world": (0, 1, 2)}, program)
     job.ranks[0].program.append(Op("send", "world", 3, 13, peer=1))
     for rank in (1, 2):
         job.step(rank)

@@ -354,7 +354,12 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
         for link in links:
             hears._selector.unregister(link.socket)  # the test reads for it
     reads_again, bell = threading.Event(), os.eventfd(1)
-    assert leaves.listen(bell, lambda: (reads_again.wait(60.0), os.eventfd_read(bell)))
+
+    def stall() -> None:
+        reads_again.wait(60.0)
+        os.eventfd_read(bell)
+
+    assert leaves.listen(bell, stall)
     for link in links:
         link.socket.send(_framed(Report(KEY, 1, (0,), "unread")))
     closing = threading.Thread(target=leaves.close, args=("it ends",))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import HALF_AN_HOUR, start_with, tell, wait_until
 
 from commlayer.failures import endings
-from commlayer.failures.detector import job_detector
+from commlayer.failures.detector import job_detector, leave_all
 from commlayer.profiles.errors import PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -34,7 +34,7 @@ def leave(way: str) -> None:
     if way == "_exit":
         os._exit(0)
     endings._end_all()  # as at a program's end, which a rank of a test cluster never has
-    endings.leave_all("its program has ended", is_failure=False)
+    leave_all("its program has ended", is_failure=False)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
