@@ -110,6 +110,24 @@ class Settings:
     replica: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.replica is not None and not _FOLDER.fullmatch(self.replica):
+            raise SettingsError(
+                "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
+                f"a letter or digit, got {self.replica!r}"
+            )
+        if self.plan is not None:
+            words = plan_words(self.plan)
+            object.__setattr__(self, "plan", None if words == AUTO else words)
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                words = ", ".join(str(choice) for choice in allowed if choice is not None)
+                raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
+        self.wires()
+
+    def _check_numbers(self) -> None:
+        """Raises SettingsError for a number that is out of its range."""
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
         if not 0 < self.lane_share <= 1:
@@ -125,25 +143,11 @@ class Settings:
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
                 f"{self.shadow}: leave it unset to compare none"
             )
-        if self.replica is not None and not _FOLDER.fullmatch(self.replica):
-            raise SettingsError(
-                "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
-                f"a letter or digit, got {self.replica!r}"
-            )
         if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
             raise SettingsError(
                 f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
                 "unset for one"
             )
-        if self.plan is not None:
-            words = plan_words(self.plan)
-            object.__setattr__(self, "plan", None if words == AUTO else words)
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                words = ", ".join(str(choice) for choice in allowed if choice is not None)
-                raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
-        self.wires()
 
     def in_replica(self, folder: str | None) -> str | None:
         """Return where this job's files go, of those that go to ``folder``: a folder of its replica's name, if it has one."""

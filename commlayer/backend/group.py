@@ -217,9 +217,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     # Messages
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
-        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
+        """Send ``tensors[0]`` (any dtype, strided) to rank ``dstRank`` of the group, which may be this one.
 
-        Raises UsageError for this rank itself, or one that is not in the group.
+        Raises UsageError for a rank that is not in the group.
         """
         return self._messages.send(tensors, dstRank, tag)
 
@@ -227,8 +227,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
         return self._messages.recv(tensors, srcRank, tag)
 
+    def require_message(self, verb: str, tensor: torch.Tensor, member: int) -> None:
+        """Raises what a ``send`` to, or a ``recv`` from, ``member`` would be refused with; sends nothing."""
+        self._messages.require(verb, [tensor], member)
+
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
-        """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
+        """Receive into ``tensors[0]`` from whichever other rank sends first; ``source_rank()`` of the Work says which."""
         return self._messages.recv_anysource(tensors, tag)
 
     # Lanes

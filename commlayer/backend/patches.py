@@ -4,7 +4,8 @@
   wrapped when the first group of ours is made; other groups see torch's own.
 - ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
 - ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
-  send to each other before they receive wait for ever.
+  send to each other before they receive wait for ever; on the CPU, one that is refused leaves a batch half sent, and the next one
+  pairs wrongly.
 - A backend is registered for types of devices before anybody may ask whether the machine has any; ``ShardedTensor.gather`` makes
   tensors on one that is not the CPU, if there is one. The list is corrected when a group is made.
 - ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -87,7 +89,7 @@ def teach_timeouts() -> None:
 
 
 def teach_batches() -> None:
-    """Let ``batch_isend_irecv`` of tensors on a device post its messages as one block on groups of this backend too."""
+    """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of them or none."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
@@ -95,9 +97,14 @@ def teach_batches() -> None:
 
             first = p2p_op_list[0] if p2p_op_list else None
             group = getattr(first, "group", None) or c10d.GroupMember.WORLD
-            if first is None or not isinstance(group, CommlayerGroup) or first.tensor.is_cpu:
+            if first is None or not isinstance(group, CommlayerGroup):
                 return original(p2p_op_list)  # type: ignore[no-any-return]
             c10d._check_p2p_op_list(p2p_op_list)
+            for each in p2p_op_list:
+                tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
+                group.require_message("send" if each.op is dist.isend else "recv", tensor, each.group_peer)
+            if first.tensor.is_cpu:
+                return original(p2p_op_list)  # type: ignore[no-any-return]
             device = first.tensor.device
             group._start_coalescing(device)
             try:

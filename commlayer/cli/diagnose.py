@@ -38,7 +38,7 @@ def diagnose_command(
 ) -> None:
     """Say who waits for whom, from what a job's ranks remember of their calls.
 
-    DIR has the files calls-00000.json and so on that every rank writes when a call times out, or when one rank gets SIGUSR1;
+    DIR has the files calls-00000.json and so on that every rank writes when a call times out, a rank aborts, or gets SIGUSR1;
     those of all machines. COMMLAYER_DIAGNOSE_DIR says where. Where several replicas wrote into it, each has a folder of its own
     there, and so has each group that replicas form: each is diagnosed by itself.
 

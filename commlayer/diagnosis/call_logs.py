@@ -106,7 +106,7 @@ class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLog(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank) or ``signal``.
+    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank), ``signal`` or ``abort``.
 
     ``hidden``: threads of the program that are there, and of which it is not known where they are. ``main``: its main thread.
     ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.

@@ -1,4 +1,4 @@
-"""Asking all ranks of a running job what they wait for: when a call times out, or on SIGUSR1.
+"""Asking all ranks of a running job what they wait for: when a call times out, on SIGUSR1, or when this process aborts.
 
 The rank that asks tells the failure detector, which passes it on at once; every rank that hears of it takes a snapshot on the
 detector's thread, whatever its program does, also inside Gloo, and before it hears of anything that the failure breaks. The
@@ -37,6 +37,7 @@ from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
 from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
+from commlayer.failures.aborts import speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
@@ -108,6 +109,7 @@ class Inquiry:
         if long_wait_s:
             detector.call_regularly(self._long_waits.look)
         _inquiries.append(self)
+        speak_before_abort(self)
         _take_signal(detector)
 
     # Asking
@@ -115,6 +117,12 @@ class Inquiry:
     def timed_out(self) -> None:
         """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns at once."""
         self._ask(is_timeout=True)
+
+    def aborting(self) -> None:
+        """This process ends, as Gloo has it end where sizes differ: ask everybody, while their calls and its own are known. See
+        :class:`commlayer.failures.aborts.AbortSpeaker`."""
+        self._ask(is_timeout=True, reason="abort")
+        self.linger()
 
     def diagnosed(self) -> Diagnosed:
         """The finding of the time when :meth:`timed_out` asked, in a line; without words where nothing is known in time."""
@@ -135,7 +143,7 @@ class Inquiry:
         """A call of this rank has waited for long: ask everybody for whom, and print it, where no rank has. Returns at once."""
         self._start(self._say_wait, wait)
 
-    def _ask(self, *, is_timeout: bool) -> None:
+    def _ask(self, *, is_timeout: bool, reason: str = "") -> None:
         began = time.monotonic()
         with self._lock:
             age_s = began - self._answered_s
@@ -146,7 +154,7 @@ class Inquiry:
                 self._found.clear()
         log = None
         if not is_same:  # else it has been asked already, and this rank has answered
-            log = self._snapshot("timeout" if is_timeout else "signal")
+            log = self._snapshot(reason or ("timeout" if is_timeout else "signal"))
             self._mark_answered(asked, is_timeout=is_timeout)
             self._detector.tell(Asked(asked, self.rank, is_timeout))
         self._start(self._lead_or_follow, asked, log, began)

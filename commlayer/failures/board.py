@@ -363,8 +363,8 @@ class FailureBoard:
             if record.rank not in self.ranks:
                 continue
             left = self.detector.left.get(record.rank)
-            if left is not None and left.is_failure and not left.is_consequence:
-                return _Verdict((record.rank,), left.why, record.rank)
+            if left is not None and not left.is_consequence:
+                return _Verdict((record.rank,), _left_words(left), record.rank)
             if isinstance(record, Gone):
                 is_unheard = record.is_unheard and left is None
                 return _Verdict((record.rank,), "died: its process has ended", record.seen_by, is_unheard)
@@ -379,9 +379,13 @@ class FailureBoard:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
         if left:
-            why = left[0].why if left[0].is_failure else f"has left the job ({left[0].why})"
-            return _Verdict((left[0].rank,), why, left[0].rank), True
+            return _Verdict((left[0].rank,), _left_words(left[0]), left[0].rank), True
         return _Verdict(tuple(silent), what, seen_by), False
+
+
+def _left_words(left: Left) -> str:
+    """What became of a rank that has said why it left, for a verdict."""
+    return left.why if left.is_failure else f"has left the job ({left.why})"
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -19,6 +19,10 @@ A rank's first act is to listen and to say so in the store, before its thread st
 on, and closes their connections when the rank ends. A connection that ends is dialled again, and only where an address refuses at
 which a rank of the job has answered before, or a port at which a connection has been closed, is its rank called dead; so what a
 firewall drops, or a peer that has no time to answer, costs nothing.
+
+A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who have read it then: to close a
+socket in which something is unread throws away what is still on its way to the other end. So a rank that has left in good
+order is not taken for dead, and calls for which nothing more is needed from it go on.
 """
 
 from __future__ import annotations
@@ -71,6 +75,8 @@ __all__ = [
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
+_UNHEARD_S = 1.0
+"""For how long a rank that was never connected with another one, and finds its port closed, waits for what others know of it."""
 _NAP_S = 0.05
 _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
 _MOST_STRANGERS = 64
@@ -218,7 +224,7 @@ class FailureDetector:
         self._closed: set[tuple[str, int]] = set()
         self._heard: set[int] = set()  # the ranks with which there has been a link
         self._cards: dict[int, _Card] = {}
-        self._is_closed = self._is_linked = False
+        self._is_closed = self._is_linked = self._has_joined = False
         self._staying: threading.Thread | None = None
         self._regularly: weakref.WeakMethod[Callable[[], float]] | None = None
         if store is None or len(self.ranks) < 2:
@@ -248,6 +254,7 @@ class FailureDetector:
             set_aside(self)
             self._thread.start()
             self._join(store, timeout_s, until)
+            self._has_joined = True
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
             raise
@@ -321,11 +328,11 @@ class FailureDetector:
         self._learn(record, None)
 
     def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
-        """Say why this rank leaves, and let go of connections. Harmless when repeated."""
+        """Say why this rank leaves, and let go of connections, once the neighbours have heard it. Harmless when repeated."""
         if self._has_closed() or not self._is_linked:
             return
         self.tell(Left(self.rank, told(why), is_failure, is_consequence))
-        self._flush()
+        self._part()
         with self.changed:
             was_closed, self._is_closed = self._is_closed, True
             if was_closed:  # another thread has been quicker
@@ -501,8 +508,8 @@ class FailureDetector:
                 connection = self._greeted(address, card)
             except ConnectionRefusedError:  # noqa: PERF203  addresses are few
                 is_known = address in self._answering or (address, card.port) in self._closed
-                if is_known and peer not in self.left and not self._is_closed:
-                    self._learn(Gone(peer, self.rank, is_unheard=peer not in self._heard), None)
+                if is_known and not self._is_closed:
+                    self._find_ended(peer)
                     return None
             except (OSError, DisagreementError, EOFError):
                 continue
@@ -513,6 +520,15 @@ class FailureDetector:
                 self._serve_link(link)
                 return link
         return None
+
+    def _find_ended(self, peer: int) -> None:
+        """Tell that nobody is behind the port of ``peer`` any more, unless it has said itself why it left."""
+        is_unheard = peer not in self._heard
+        if is_unheard and self._has_joined:  # it could not tell this rank; those whom it told pass it on
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_closed or peer in self.left or peer in self.gone, _UNHEARD_S)
+        if peer not in self.left and not self._is_closed:
+            self._learn(Gone(peer, self.rank, is_unheard), None)
 
     def _greeted(self, address: str, card: _Card) -> socket.socket:
         """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, DisagreementError."""
@@ -668,7 +684,8 @@ class FailureDetector:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(link.socket)
             link.socket.close()
-        if card is not None and is_lost and not self._is_closed:
+        is_over = self._is_closed or self.rank in self.left or link.rank in self.left
+        if card is not None and is_lost and not is_over:
             self._start_asking(link.rank, card)
 
     def _learn(self, record: Record, source: _Link | None) -> None:
@@ -703,8 +720,10 @@ class FailureDetector:
             return self._is_asked_first(record)
         if isinstance(record, Report):
             return self.reports.setdefault((record.key, record.rank), record) is record
-        if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
+        if record.rank not in self._members:
             return False
+        if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
+            return False  # a rank that has said why it left, and was then not found by one that had not heard it
         kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
         is_news = kept.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
         if is_news and (isinstance(record, Gone) or record.is_failure):
@@ -737,11 +756,19 @@ class FailureDetector:
     def _wanted(link: _Link) -> int:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
 
-    def _flush(self) -> None:
+    def _part(self) -> None:
+        """Say nothing more, and wait until the neighbours have heard all of it, and close: half a second at most."""
         until = time.monotonic() + _FLUSH_S
+        is_read = threading.current_thread() is not self._thread  # else nobody sees that they close
+        silent: set[_Link] = set()
         while time.monotonic() < until:
             with self.changed:
-                if not any(link.outbox for link in self._links):
+                for link in set(self._links) - silent:
+                    if not link.outbox:
+                        silent.add(link)
+                        with contextlib.suppress(OSError):
+                            link.socket.shutdown(socket.SHUT_WR)
+                if not (self._links if is_read else set(self._links) - silent):
                     return
             time.sleep(0.005)
 
@@ -916,10 +943,11 @@ def set_job_detector(detector: FailureDetector | None) -> None:
     _job = detector
 
 
-def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> None:
-    """Leave every job of this process: it ends."""
+def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in_haste: bool = False) -> None:
+    """Leave every job of this process: it ends. ``is_in_haste``: ranks that have yet to come are not waited for."""
     for detector in list(_detectors):
-        detector.linger()
+        if not is_in_haste:
+            detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 

@@ -272,6 +272,23 @@ def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest
     assert mine.is_broken
 
 
+def test_a_rank_that_has_left_and_is_then_not_found_has_not_died() -> None:
+    """One that did not hear why it left finds its port closed, and tells everybody."""
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine = board(detector)
+    detector.tell(Left(3, "it destroyed its process group", is_failure=False))
+    detector.tell(Gone(3, 1, is_unheard=True))
+    assert not mine.is_broken
+    assert (detector.gone, detector.ended) == ({}, [])
+
+
+def test_a_rank_is_named_by_its_own_words_where_its_death_was_told_before() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Gone(3, 1, is_unheard=True))
+    detector.tell(Left(3, "its program has ended", is_failure=False))
+    assert board(detector).culprit() == "rank 3 has left the job (its program has ended)"
+
+
 class NeverDone:
     """A collective that nobody answers, on a clock that its waits move."""
 
@@ -332,6 +349,49 @@ def test_a_detector_that_closes_shows_strangers_out(detectors: list[FailureDetec
         assert link.fileno() == -1
         visitor.settimeout(20.0)
         assert visitor.recv(1) == b""
+
+
+def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close a socket in which something is unread throws away what is still on its way to the other end."""
+    monkeypatch.setattr("commlayer.failures.detector._FLUSH_S", 20.0)
+    leaves, hears = detectors
+    with hears.changed:
+        links, hears._links = hears._links, []
+        for link in links:
+            hears._selector.unregister(link.socket)  # the test reads for it
+    reads_again, bell = threading.Event(), os.eventfd(1)
+
+    def stall() -> None:
+        reads_again.wait(60.0)
+        os.eventfd_read(bell)
+
+    assert leaves.listen(bell, stall)
+    for link in links:
+        link.socket.send(_framed(Report(KEY, 1, (0,), "unread")))
+    closing = threading.Thread(target=leaves.close, args=("it ends",))
+    closing.start()
+    for link in links:
+        link.socket.settimeout(60.0)
+        while data := link.socket.recv(1 << 16):
+            link.inbox += data
+        assert _frames(link.inbox)[-1] == Left(0, "it ends", is_failure=False)
+        link.socket.close()
+    reads_again.set()
+    closing.join()
+    os.close(bell)
+
+
+def test_who_finds_a_port_closed_first_asks_those_who_may_have_heard_more(detectors: list[FailureDetector]) -> None:
+    """A rank that leaves has told its neighbours; one that it had no connection with hears of it through others."""
+    detector, left = detectors[0], Left(1, "its program has ended", is_failure=False)
+    detector._heard.clear()
+    neighbour = threading.Timer(0.05, detector.tell, [left])
+    neighbour.start()
+    detector._find_ended(1)
+    neighbour.join()
+    assert (detector.gone, detector.left) == ({}, {1: left})
 
 
 def test_a_forked_child_lets_go_of_strangers_too(detectors: list[FailureDetector]) -> None:
