@@ -47,11 +47,11 @@ import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.emulation import EmulatedCluster
-from commlayer.engine.group_plans import parse_plan
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.sweep import Repeats
 from commlayer.scheduler.mapping.folded import FoldedMapping
+from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.testing.nodes import run_on_nodes

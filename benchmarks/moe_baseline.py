@@ -242,7 +242,7 @@ def why_no_deepspeed() -> str | None:
     try:
         version("deepspeed")
     except PackageNotFoundError:
-        return "not installed: pip install 'commlayer[deepspeed]'"
+        return "not installed: pip install 'deepspeed>=0.19'"
     try:
         import_module("deepspeed.moe.layer")
     except Exception as error:  # noqa: BLE001  whatever its import does on a machine that it does not know

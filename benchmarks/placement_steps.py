@@ -124,7 +124,9 @@ class FixedRouting(nn.Module):
         self.indices = keys.topk(config.top_k).indices
         self.weights = torch.full(self.indices.shape, 1.0 / config.top_k)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Routing:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Routing:
         return Routing.of(self.indices, self.weights, self.config.num_experts)
 
 

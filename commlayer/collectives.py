@@ -13,7 +13,6 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.plan import Span
@@ -496,7 +496,7 @@ def _on_lane(group: dist.ProcessGroup, lane: str) -> None:
     if not made.lane or (made.lane == lane and not made.lane_is_told):
         made.use_lane(lane)
     elif level_of(made.lane) != level_of(lane):
-        warnings.warn(
+        warn(
             f"commlayer: group {made.group_desc!r} is on lane {made.lane}, and what is called for lane {lane} goes there too, "
             "because the calls of a group keep one order: make another group of its ranks with planned_group()",
             stacklevel=4,

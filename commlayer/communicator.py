@@ -236,7 +236,8 @@ class Communicator:
 
     def end(self, patience_s: float) -> None:
         """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""
-        if not self._queue.drain(patience_s):
+        has_ended = self._queue.drain(patience_s) and (patience_s > 0 or not self._queue.is_running)
+        if not has_ended:
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
                 self._runner.transport.abort("ended its program while a call was under way")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
+from commlayer.scheduler.named_plans import AUTO, plan_words
 from commlayer.scheduler.wire import WireFormat, parse_wire
 
 __all__ = ["MOST_CONNECTIONS", "Settings"]
@@ -44,7 +45,8 @@ class Settings:
         debug: ``off``, or ``detail`` to compare every call across ranks before it moves a byte.
         emulation: ``auto``, ``netns`` or ``loopback``.
         plan: one plan for every call of the backend to which it applies, such as ``hierarchical`` or ``pipelined:4`` (tests,
-            comparisons).
+            comparisons); ``tried``: plans take turns in the first calls of a group; ``auto``, which is None here: the profile
+            decides.
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
@@ -108,6 +110,24 @@ class Settings:
     replica: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.replica is not None and not _FOLDER.fullmatch(self.replica):
+            raise SettingsError(
+                "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
+                f"a letter or digit, got {self.replica!r}"
+            )
+        if self.plan is not None:
+            words = plan_words(self.plan)
+            object.__setattr__(self, "plan", None if words == AUTO else words)
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                words = ", ".join(str(choice) for choice in allowed if choice is not None)
+                raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
+        self.wires()
+
+    def _check_numbers(self) -> None:
+        """Raises SettingsError for a number that is out of its range."""
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
         if not 0 < self.lane_share <= 1:
@@ -123,22 +143,11 @@ class Settings:
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
                 f"{self.shadow}: leave it unset to compare none"
             )
-        if self.replica is not None and not _FOLDER.fullmatch(self.replica):
-            raise SettingsError(
-                "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
-                f"a letter or digit, got {self.replica!r}"
-            )
         if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
             raise SettingsError(
                 f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
                 "unset for one"
             )
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                words = ", ".join(str(choice) for choice in allowed if choice is not None)
-                raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
-        self.wires()
 
     def in_replica(self, folder: str | None) -> str | None:
         """Return where this job's files go, of those that go to ``folder``: a folder of its replica's name, if it has one."""

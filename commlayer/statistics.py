@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 from commlayer.profiles.counted import counted
+from commlayer.profiles.printable import say_table
 
 __all__ = [
     "ENDED_GROUPS",
@@ -417,50 +417,39 @@ def _print() -> None:
 
 def print_table(found: Stats, title: str = "") -> None:
     """Write ``found`` as a table to stderr, under ``title``, or the rank."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from commlayer.profiles.printable import printable
     from commlayer.units import format_bytes, format_us
 
     def wire(call: CallStats, link: str) -> str:
         return "?" if call["wire_bytes"] is None else format_bytes(call["wire_bytes"][link])
 
-    width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else 140  # in a log there is nobody to widen it
-    console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False)
-    table = Table(
-        box=box.SIMPLE_HEAD, title=printable(title or f"commlayer, rank {found['rank']}", keep=""), title_justify="left"
-    )
-    for column in ("group", "collective", "plan"):
-        table.add_column(column)
-    for column in ("calls", "logical", "sent inter", "sent intra", "time", "µs/call"):
-        table.add_column(column, justify="right")
-    for group in found["groups"]:
-        for call in group["calls"]:
-            cells = [
-                f"{group['group'][:12]} ({counted(len(group['ranks']), 'rank')})",
-                call["collective"],
-                call["plan"],
-                str(call["calls"]),
-                format_bytes(call["logical_bytes"]),
-                wire(call, "inter"),
-                wire(call, "intra"),
-                format_us(call["time_us"]),
-                f"{call['time_us'] / call['calls']:.4g}",
-            ]
-            table.add_row(*(printable(cell, keep="") for cell in cells))
-    console.print(table)
-    for each in found["dispatches"]:
-        console.print(
-            f"{each['dispatcher']} dispatched over {counted(len(each['ranks']), 'rank')} by {each['kind']}: "
-            f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
-        )
-    for line in (*map(_spill_line, found["spills"]), *map(_placement_line, found["placements"])):
-        console.print(printable(line, keep=""))
-    for group in found["groups"]:
-        for reason, count in group["unplanned"].items():
-            console.print(printable(f"group {group['group'][:12]}: {counted(count, 'call')} flat: {reason}"))
+    columns = ["group", "collective", "plan", ">calls", ">logical", ">sent inter", ">sent intra", ">time", ">µs/call"]
+    rows = [
+        [
+            f"{group['group'][:12]} ({counted(len(group['ranks']), 'rank')})",
+            call["collective"],
+            call["plan"],
+            str(call["calls"]),
+            format_bytes(call["logical_bytes"]),
+            wire(call, "inter"),
+            wire(call, "intra"),
+            format_us(call["time_us"]),
+            f"{call['time_us'] / call['calls']:.4g}",
+        ]
+        for group in found["groups"]
+        for call in group["calls"]
+    ]
+    lines = [
+        f"{each['dispatcher']} dispatched over {counted(len(each['ranks']), 'rank')} by {each['kind']}: "
+        f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
+        for each in found["dispatches"]
+    ]
+    lines += [*map(_spill_line, found["spills"]), *map(_placement_line, found["placements"])]
+    lines += [
+        f"group {group['group'][:12]}: {counted(count, 'call')} flat: {reason}"
+        for group in found["groups"]
+        for reason, count in group["unplanned"].items()
+    ]
+    say_table(title or f"commlayer, rank {found['rank']}", columns, rows, lines)
 
 
 def _spill_line(spill: SpillStats) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
     from commlayer.integrations.norm import RMSNorm
     from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
-    from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
+    from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
     from commlayer.integrations.pipeline_schedules import run_pipeline
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.sharded_optimizer import ShardedOptimizer
@@ -71,6 +71,7 @@ __all__ = [
     "clip_gradients",
     "mark_experts",
     "mark_replicated",
+    "mark_split",
     "merge_sequence",
     "plan_ddp",
     "plan_deepspeed_moe",

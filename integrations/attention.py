@@ -25,6 +25,7 @@ from torch import nn
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.context_parallel import (
     KeysAndValues,
+    check_valid,
     context_parallel_attention,
     local_rows,
     positions,
@@ -141,14 +142,20 @@ class ParallelAttention(nn.Module):
         )
         self.out = row(num_heads * head_dim, hidden, tp=tp, generator=generator, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Compute attention for this rank's rows [rows, B, hidden], which it has by ``split_sequence(…, cp=cp, tp=tp)``.
 
-        ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks: where cp·tp does not
-        divide the sequence, give it. Raises TensorError where ``x`` does not have this rank's rows.
+        Args:
+            seq_len: rows of the whole sequence. None: all ranks have equally many, which nobody checks: where cp·tp does not
+                divide the sequence, give it.
+            valid: [S, B] bool of the whole sequence, the same on all ranks that share it: True where a position is no padding;
+                None: all are valid. No valid position attends to padding, whose own output means nothing.
+
+        Raises TensorError where ``x`` does not have this rank's rows, or ``valid`` not the sequence's.
         """
         seq_len, rows = local_rows(x, seq_len, cp=self.cp, tp=self.tp)
-        return self._ulysses(x, seq_len, rows) if self.kind == "ulysses" else self._tensor(x, seq_len, rows)
+        check_valid(valid, seq_len, x)
+        return (self._ulysses if self.kind == "ulysses" else self._tensor)(x, seq_len, rows, valid)
 
     def load_full(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's slices of the whole weights ``q``, ``k``, ``v`` and ``out``, as :meth:`full_weights` returns them."""
@@ -159,14 +166,14 @@ class ParallelAttention(nn.Module):
         """Return the whole weights, as copies without gradient. All ranks of ``tp`` call it."""
         return {name: getattr(self, name).full_weight() for name in ("q", "k", "v", "out")}
 
-    def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
+    def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int], valid: torch.Tensor | None) -> torch.Tensor:
         # Keys and values first: where tp has one rank they are what cp gathers, beside the queries' projection.
         k, v = self._rotated(self._heads(self.k(x)), seq_len, self.tp), self._heads(self.v(x))
         early = self._start(k, v, seq_len) if self.tp.size == 1 else None
         # Before the exchange: afterwards ranks that share a key head would each rotate it.
         q = self._rotated(self._heads(self.q(x)), seq_len, self.tp)
         q, k, v = self._to_heads(q, k, v, rows)
-        attended = self._attend(q, early or self._start(k, v, seq_len), seq_len)
+        attended = self._attend(q, early or self._start(k, v, seq_len), seq_len, valid)
         joined = self._to_rows(attended, rows)
         y: torch.Tensor
         if self.tp.size == 1:  # the same memory
@@ -178,12 +185,12 @@ class ParallelAttention(nn.Module):
         start_before(y, promise)
         return y
 
-    def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
+    def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int], valid: torch.Tensor | None) -> torch.Tensor:
         x, promise = self._gather(x, rows)
         k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
         early = self._start(self._rotated(k, seq_len), v, seq_len)
         q = self._rotated(self._heads(F.linear(x, self.q.weight)), seq_len)
-        attended = self._attend(q, early, seq_len)
+        attended = self._attend(q, early, seq_len, valid)
         start_before(attended, promise)
         y: torch.Tensor = self.out(attended.flatten(2))
         return y
@@ -216,9 +223,9 @@ class ParallelAttention(nn.Module):
     def _start(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> KeysAndValues:
         return KeysAndValues(k, v, cp=self.cp, seq_len=seq_len)
 
-    def _attend(self, q: torch.Tensor, kv: KeysAndValues, seq_len: int) -> torch.Tensor:
-        uses = self.shares[self.tp.rank].uses
-        return context_parallel_attention(q, kv, cp=self.cp, seq_len=seq_len, causal=self.causal, uses=uses)
+    def _attend(self, q: torch.Tensor, kv: KeysAndValues, seq_len: int, valid: torch.Tensor | None) -> torch.Tensor:
+        uses, causal = self.shares[self.tp.rank].uses, self.causal
+        return context_parallel_attention(q, kv, cp=self.cp, seq_len=seq_len, causal=causal, uses=uses, valid=valid)
 
     # Rows of the exchange are [B, D]: those of one head lie together, a rank's heads one behind the other.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import ParallelAttention
-from commlayer.integrations.context_parallel import positions
+from commlayer.integrations.context_parallel import positions, split_sequence
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
@@ -117,27 +117,43 @@ class MoETransformerLayer(nn.Module):
         for norm in (self.norm_1, self.norm_2):
             mark_replicated(norm)
 
-    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Run the layer on this rank's rows [rows, B, hidden]; the result has the same shape. Collective over the
-        stage, also with no rows or an empty batch.
+        stage, also with no rows or an empty batch, or where all is padding.
 
-        ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks.
-        Raises TensorError where ``x`` does not have this rank's rows.
+        Args:
+            seq_len: rows of the whole sequence. None: all ranks have equally many, which nobody checks.
+            valid: [S, B] bool of the whole sequence, the same on all ranks that share it: True where a token is no padding;
+                None: all are valid. No valid token attends to padding, and no expert works on it.
+
+        Raises TensorError where ``x`` does not have this rank's rows, or ``valid`` not the sequence's.
         """
-        x = x + self.attention(self.norm_1(x), seq_len)
-        y: torch.Tensor = x + self.moe(self.norm_2(x), self._positions(x, seq_len))
+        x = x + self.attention(self.norm_1(x), seq_len, valid)
+        y: torch.Tensor = x + self.moe(self.norm_2(x), self._positions(x, seq_len), self._mine(valid))
         return y
 
-    def parts(self, x: torch.Tensor, seq_len: int | None = None) -> Parts[torch.Tensor]:
+    def parts(
+        self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None
+    ) -> Parts[torch.Tensor]:
         """The parts of the layer's forward pass; see :meth:`commlayer.integrations.moe.layer.MoELayer.parts`."""
-        x = x + self.attention(self.norm_1(x), seq_len)
-        mixed, (x,) = yield from carrying(self.moe.parts(self.norm_2(x), self._positions(x, seq_len)), x)
+        x = x + self.attention(self.norm_1(x), seq_len, valid)
+        moe = self.moe.parts(self.norm_2(x), self._positions(x, seq_len), self._mine(valid))
+        mixed, (x,) = yield from carrying(moe, x)
         return x + mixed
 
-    def scale_losses(self, num_micro_batches: int) -> None:
-        """Make the router's losses count as a mean over micro-batches, where gradients are summed over the stage."""
-        balance = self.moe.router.balance
-        self.moe.router.loss_scale = 1.0 / (num_micro_batches * (1 if balance is None else balance.size))
+    def scale_losses(self, *, step_tokens: int | torch.Tensor) -> None:
+        """Make the router's losses add up to one mean over a step, where gradients are summed over the stage: each micro-batch's
+        count by its share of ``step_tokens``, the number of valid tokens in the whole batch (at least 1).
+        """
+        router = self.moe.router
+        router.step_tokens, router.loss_scale = (
+            step_tokens,
+            1.0 / (1 if router.balance is None else router.balance.size),
+        )
+
+    def _mine(self, valid: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's rows of a mask of the whole sequence."""
+        return None if valid is None else split_sequence(valid, cp=self.cp, tp=self.tp)
 
     def _positions(self, x: torch.Tensor, seq_len: int | None) -> torch.Tensor | None:
         """Where each token lies among those that compete with it, where they do: ranks do not hold consecutive slices."""

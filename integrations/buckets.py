@@ -19,10 +19,12 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
-from commlayer.integrations.gradients import compressed_axis, gradient_axes
+from commlayer.integrations.gradients import compressed_axis, gradient_axes, sum_over_etp
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.replica_gradients import placed_layers, sum_replica_gradients
 from commlayer.integrations.moe.routing import who
+from commlayer.integrations.parameter_marks import replicated_parameters
+from commlayer.integrations.spread_parameters import refuse_spread
 from commlayer.integrations.wire_choice import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import AXES
@@ -67,7 +69,9 @@ class GradientBuckets:
         wire: as for synchronise_gradients, with which it shares what it learns of a format.
 
     Raises:
-        UsageError: ``bucket_bytes`` below 1; no such format. DisagreementError: ranks were given different ones.
+        UsageError: ``bucket_bytes`` below 1; no such format; a DTensor, or a parameter of FSDP1; one of which nothing says over
+            which ranks its gradient is summed (:func:`~commlayer.integrations.gradients.gradient_axes`).
+        DisagreementError: ranks were given different formats.
     """
 
     def __init__(
@@ -88,7 +92,14 @@ class GradientBuckets:
         self._places: dict[int, tuple[BucketLine, Bucket, int]] = {}
         self._handles: list[Any] = []
         self._placed = nn.ModuleList(placed_layers(module))
-        axes = {id(parameter): axis for axis, found in gradient_axes(module).items() for parameter in found}
+        self._mesh, self._over_etp = mesh, list(replicated_parameters(module, "etp"))
+        refuse_spread(
+            ((name, each) for name, each in module.named_parameters() if each.requires_grad),
+            "GradientBuckets",
+            "fully_shard reduces its gradients beside the backward pass already; make the buckets for the other modules alone, "
+            "or call synchronise_gradients for what other DTensors spread",
+        )
+        axes = {id(parameter): axis for axis, found in gradient_axes(module, mesh).items() for parameter in found}
         shared = {
             id(p) for p in module.parameters() if id(p) in axes and mesh is not None and mesh.size(axes[id(p)]) > 1
         }
@@ -165,6 +176,7 @@ class GradientBuckets:
                 line.start_rest()
             for line in self._lines:
                 line.wait()
+            sum_over_etp(self._over_etp, self._mesh)
             sum_replica_gradients(self._placed)
         except BaseException:
             self.reset()

@@ -20,11 +20,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from commlayer.collectives import GroupCommunicator, Pending
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = [
     "KeysAndValues",
+    "check_valid",
     "context_parallel_attention",
     "local_rows",
     "merge_sequence",
@@ -114,6 +116,20 @@ def local_rows(
     return seq_len, rows
 
 
+def check_valid(valid: torch.Tensor | None, seq_len: int, x: torch.Tensor) -> None:
+    """Check a mask of a whole sequence, of which ``x`` [rows, B, …] are this rank's rows: bool [seq_len, B], or None. Raises
+    TensorError.
+    """
+    if valid is None:
+        return
+    wanted = (seq_len, x.shape[1])
+    if valid.dtype != torch.bool or valid.shape != wanted or valid.device != x.device:
+        raise TensorError(
+            f"{who()}expected valid, True where a token of the whole sequence is no padding, as torch.bool of shape "
+            f"{list(wanted)} on {x.device}; got {valid.dtype} of shape {list(valid.shape)} on {valid.device}"
+        )
+
+
 class KeysAndValues:
     """Keys and values of all ranks of ``cp``, on their way from the moment this is made.
 
@@ -158,6 +174,7 @@ def context_parallel_attention(
     seq_len: int,
     causal: bool = True,
     uses: Sequence[int] | None = None,
+    valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys and values of all ranks of ``cp``.
 
@@ -169,6 +186,8 @@ def context_parallel_attention(
         seq_len: rows of the whole sequence.
         causal: each position attends to itself and those before it.
         uses: how many consecutive query heads use each key-value head; None: equally many.
+        valid: [S, B] bool of the whole sequence, True where a position is no padding; None: all are valid. No valid position
+            attends to padding. The output of padding is finite, and means nothing.
 
     Returns:
         [rows, B, query heads, D].
@@ -188,13 +207,34 @@ def context_parallel_attention(
         keys, values = zigzag_merge(torch.cat((k, v), dim=2), cp, seq_len).split(num_kv_heads, dim=2)
     else:
         keys, values = k, cast("torch.Tensor", v)
+    visible = None if valid is None else _visible(positions(seq_len, cp=cp, device=q.device), valid, causal)
     if cp.size == 1 or not causal:
-        return _attend(q, keys, values, uses, causal)
+        return _attend(q, keys, values, uses, causal, visible)
     chunks = _chunks(seq_len, cp.size)
     ends = tuple(accumulate(chunks))
     mine = (cp.rank, 2 * cp.size - 1 - cp.rank)
-    pieces = zip(q.split([chunks[c] for c in mine]), mine, strict=True)
-    return torch.cat([_attend(piece, keys[: ends[c]], values[: ends[c]], uses, True) for piece, c in pieces])
+    sizes = [chunks[c] for c in mine]
+    masks = [None] * len(sizes) if visible is None else visible.split(sizes, dim=2)
+    pieces = zip(q.split(sizes), masks, (ends[c] for c in mine), strict=True)
+    return torch.cat(
+        [
+            _attend(piece, keys[:end], values[:end], uses, True, None if mask is None else mask[..., :end])
+            for piece, mask, end in pieces
+        ]
+    )
+
+
+def _visible(where: torch.Tensor, valid: torch.Tensor, causal: bool) -> torch.Tensor | None:
+    """The keys that the queries at positions ``where`` [rows] attend to, [B, 1, rows, S] of bool. None: padding lies behind all
+    valid positions, where causal attention does not look, so it need not be hidden.
+
+    Each query attends to itself: a softmax over nothing is NaN in some kernels.
+    """
+    if causal and not (valid[1:] & ~valid[:-1]).any():
+        return None
+    own, keys = where.unsqueeze(1), torch.arange(len(valid), device=where.device)
+    visible = valid.t().unsqueeze(1) | (own == keys)
+    return (visible & (keys <= own) if causal else visible).unsqueeze(1)
 
 
 def _checked_uses(num_heads: int, num_kv_heads: int, uses: Sequence[int] | None) -> Sequence[int]:
@@ -206,15 +246,23 @@ def _checked_uses(num_heads: int, num_kv_heads: int, uses: Sequence[int] | None)
     return uses
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, uses: Sequence[int], causal: bool) -> torch.Tensor:
-    """Attention of consecutive rows; causal: the last query sits at the last key."""
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    uses: Sequence[int],
+    causal: bool,
+    visible: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of consecutive rows; causal: the last query sits at the last key. ``visible`` says all of it, where given."""
     if q.shape[0] == 0:
         return q + 0 * (k.sum() + v.sum())  # no rows, but a way back: the gradient of k and v is a collective
     shared = len(set(uses)) == 1
     if not shared:
         k, v = _repeated(k, uses), _repeated(v, uses)
     square = q.shape[0] == k.shape[0]
-    mask = causal_lower_right(q.shape[0], k.shape[0]) if causal and not square else None
+    causal = causal and visible is None
+    mask = causal_lower_right(q.shape[0], k.shape[0]) if causal and not square else visible
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, rows, D]
     gqa = shared and uses[0] > 1
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and square, enable_gqa=gqa)

@@ -29,7 +29,6 @@ from torch import nn
 from commlayer.backend import world
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
-from commlayer.engine.group_plans import parse_plan
 from commlayer.integrations.deepspeed_tokens import dispatching_forward, sends_places
 from commlayer.integrations.first_words import planned_from, say_first
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
@@ -37,6 +36,7 @@ from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, ProfileMismatchError, UsageError
 from commlayer.scheduler.decision import Policy
+from commlayer.scheduler.named_plans import TRIED, parse_plan
 from commlayer.scheduler.plan import Strategy
 
 __all__ = ["plan_deepspeed_moe"]
@@ -140,7 +140,7 @@ def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | st
 
 def _forced(plan: str | None) -> Policy | None:
     """Make the policy of a plan that COMMLAYER_PLAN names; None where none, or none that replicated tokens have."""
-    if plan is None:
+    if plan is None or plan == TRIED:
         return None
     strategy, chunks = parse_plan(plan)
     if strategy not in _OF_REPLICATED:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 from commlayer.backend import world
 from commlayer.collectives import GroupCommunicator
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say
 
 __all__ = ["planned_from", "say_first"]
 
@@ -31,4 +30,4 @@ def say_first(whose: str, text: Callable[[], str]) -> None:
         return
     _said.add(whose)
     if dist.get_rank() == 0:
-        print(f"commlayer: {printable(text())}", file=sys.stderr, flush=True)
+        say(text())

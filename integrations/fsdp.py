@@ -19,7 +19,6 @@ until the gradients are used. A reduce_scatter is synchronous; an all_gather is,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +32,7 @@ from commlayer.integrations.flat_buffers import all_gather_flat, reduce_scatter_
 from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import say
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]
 
@@ -236,9 +236,7 @@ def _say_left(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) ->
             f'of backend {names}, which are not planned: start the job with init_process_group("commlayer"), or '
             "COMMLAYER_AS, to have them planned"
         )
-    print(
-        f"commlayer: plan_fsdp leaves {len(modules)} of {total} FSDP modules as they are: their parameters are on several meshes "
-        f"(experts on one of their own), and torch takes no custom communication there. They go by their meshes' groups, {how}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"plan_fsdp leaves {len(modules)} of {total} FSDP modules as they are: their parameters are on several meshes "
+        f"(experts on one of their own), and torch takes no custom communication there. They go by their meshes' groups, {how}"
     )

@@ -8,7 +8,7 @@ numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,13 @@ from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.replica_gradients import sum_replica_gradients
-from commlayer.integrations.parameter_marks import holds_experts, is_expert, replicated_parameters
+from commlayer.integrations.parameter_marks import replicated_parameters
+from commlayer.integrations.parameter_owners import owned_parameters
+from commlayer.integrations.spread_parameters import local_part, mesh_ranks, refuse_fsdp1, refuse_spread, reshard
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, flat_policy, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
 
-__all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "synchronise_gradients"]
+__all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "sum_over_etp", "synchronise_gradients"]
 
 _COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
     WeakKeyDictionary()
@@ -32,25 +34,20 @@ _COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], C
 """The governors, by mesh, then axis and policy: what a governor has found out in one step holds in the next."""
 
 
-def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
+def gradient_axes(module: nn.Module, mesh: FoldedMesh | None) -> dict[str, list[nn.Parameter]]:
     """The parameters of ``module`` that need gradients, by the axis of a mesh over which these are summed.
 
     ``edp``: experts, whose gradients are those of all tokens that came to them already. ``dp_cp``: what tensor parallelism
-    splits. ``stage``, which is dp_cp and tp together: what every tp rank has and uses on its own tokens
-    (:func:`~commlayer.integrations.parameter_marks.mark_replicated`).
+    splits, and what every tp rank has and uses on the same tokens. ``stage``, which is dp_cp and tp together: what every tp rank
+    has and uses on its own tokens. Raises UsageError where nothing says which of these a parameter is
+    (:func:`~commlayer.integrations.parameter_owners.owned_parameters`).
     """
-    # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
-    holders = (part for part in module.modules() if holds_experts(part))
-    experts = {id(parameter) for part in holders for parameter in part.parameters()}
-    replicated = {id(parameter) for parameter in replicated_parameters(module)}
     axes: dict[str, list[nn.Parameter]] = {"dp_cp": [], "edp": [], "stage": []}
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in experts or is_expert(parameter):
-            axes["edp"].append(parameter)
-        else:
-            axes["stage" if id(parameter) in replicated else "dp_cp"].append(parameter)
+    for owned in owned_parameters(module, mesh):
+        if owned.parameter.requires_grad:
+            axes["edp" if owned.is_expert else "stage" if "tp" in owned.reduce_over else "dp_cp"].append(
+                owned.parameter
+            )
     return axes
 
 
@@ -70,11 +67,16 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
         wire: formats in which gradients may travel, such as ``bf16`` (docs/compression.md): sums are FP32. None: what
             COMMLAYER_WIRE says of dp, else their own.
 
-    Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for no such format; DisagreementError, at the first
-    call, where ranks were given different ones.
+    Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for no such format, for a parameter of which nothing
+    says over which ranks its gradient is summed (:func:`gradient_axes`), and for one that ``fully_shard`` spreads over these
+    ranks, which sums its gradient itself; DisagreementError, at the first call, where ranks were given different ones.
     """
+    reshard(module)
     policy = flat_policy(wire, "dp")
-    for axis, parameters in gradient_axes(module).items():
+    axes = gradient_axes(module, mesh)
+    for axis, parameters in axes.items():
+        _refuse_summed(module, parameters, () if mesh is None else mesh.ranks(axis), "synchronise_gradients")
+    for axis, parameters in axes.items():
         gradients = _gradients_by_dtype(parameters)
         if mesh is None or mesh.size(axis) == 1:
             continue
@@ -84,6 +86,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
                 _sum_flat(of_dtype, GroupCommunicator(mesh.group(axis), "dp").all_reduce)
             else:
                 _sum_flat(of_dtype, partial(_sum_compressed, compressed))
+    sum_over_etp(list(replicated_parameters(module, "etp")), mesh)
     sum_replica_gradients(module)
 
 
@@ -93,21 +96,47 @@ def reduce_replicated_gradients(module: nn.Module, group: GroupCommunicator, ove
     all_reduce for each dtype.
 
     Once a step, by all ranks of the group: when all gradients are there, before they are clipped or used. A parameter
-    without a gradient here counts as zero and gets the others' sum.
+    without a gradient here counts as zero and gets the others' sum. Of a DTensor each rank's part is summed.
+
+    Raises UsageError for a DTensor that lies over several ranks of ``group`` itself.
     """
     if group.size == 1:
         return
-    for of_dtype in _gradients_by_dtype(replicated_parameters(module, over)):
+    reshard(module)
+    parameters = list(replicated_parameters(module, over))
+    _refuse_summed(module, parameters, group.ranks, "reduce_replicated_gradients")
+    for of_dtype in _gradients_by_dtype(parameters):
         _sum_flat(of_dtype, group.all_reduce)
 
 
+def sum_over_etp(parameters: Iterable[nn.Parameter], mesh: FoldedMesh | None) -> None:
+    """Sum the gradients of ``parameters`` over etp, in place: experts' that its ranks hold whole and use on their own rows."""
+    if mesh is not None and mesh.size("etp") > 1:
+        for of_dtype in _gradients_by_dtype(parameters):
+            _sum_flat(of_dtype, GroupCommunicator(mesh.group("etp"), "ep").all_reduce)
+
+
+def _refuse_summed(module: nn.Module, parameters: Iterable[nn.Parameter], ranks: Sequence[int], what: str) -> None:
+    """Raise UsageError for a parameter whose gradient torch has summed over several of ``ranks`` already."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = [(names[id(parameter)], parameter) for parameter in parameters]
+    refuse_fsdp1(named, what)
+    refuse_spread(
+        ((name, parameter) for name, parameter in named if len(set(mesh_ranks(parameter)) & set(ranks)) > 1),
+        f"{what} over ranks {list(ranks)}",
+        "its gradient is reduced over these ranks already, by fully_shard; call this for the other modules alone, and "
+        "reduce_replicated_gradients over tp for what its ranks use on rows of their own",
+    )
+
+
 def _gradients_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[torch.Tensor]]:
-    """The gradients, zeros where there is none yet, of each dtype together: in one order on all ranks."""
+    """The gradients, zeros where there is none yet, of each dtype together: in one order on all ranks. Of a DTensor this rank's
+    part."""
     by_dtype: dict[str, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(str(parameter.grad.dtype), []).append(parameter.grad)
+        by_dtype.setdefault(str(parameter.grad.dtype), []).append(local_part(parameter.grad))
     return [gradients for _, gradients in sorted(by_dtype.items())]
 
 

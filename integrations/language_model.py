@@ -1,6 +1,7 @@
 """A language model of :class:`~commlayer.integrations.block.MoETransformerLayer`, on any mapping, with one training step.
 
-Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is dropped.
+Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is dropped. With a balance loss and
+several micro-batches they depend on dp: docs/moe_training.md says why.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from commlayer.scheduler.placement.spilling import Spilling
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
 
+_NO_LABEL = -100
+"""The label of a token whose loss does not count: torch's own default, and what transformers' collators write."""
 _SEEDS = 1_009
 """Between the seeds of two models: layers take consecutive ones."""
 _BUCKETS: WeakKeyDictionary[MoELanguageModel, GradientBuckets] = WeakKeyDictionary()
@@ -100,6 +103,17 @@ class ModelConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _MicroBatch:
+    """A micro-batch on one rank: its rows of ``tokens`` and ``labels`` [rows, B]; ``valid`` [S, B] of the whole sequences, None
+    without padding. ``num_labels``: that count in the whole step, by which the loss is divided."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    valid: torch.Tensor | None
+    num_labels: torch.Tensor
+
+
 class MoELanguageModel(nn.Module):
     """A language model of embedding, MoE layers, norm and (untied) head. In a pipeline, a rank has the layers of its
     stage, the first stage the embedding, and the last one norm and head.
@@ -147,34 +161,47 @@ class MoELanguageModel(nn.Module):
             if part is not None:
                 mark_replicated(part)
 
-    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Run this pipeline stage: tokens [rows, B] (first stage) or activations [rows, B, hidden] → activations, or
-        (last stage) logits [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` as in the layer. Collective over
-        the stage.
+        (last stage) logits [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` and ``valid`` as in the layer. Collective
+        over the stage.
         """
         x = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
-            x = layer(x, seq_len)
+            x = layer(x, seq_len, valid)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
-    def parts(self, x: torch.Tensor, seq_len: int | None = None) -> Parts[torch.Tensor]:
+    def parts(
+        self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None
+    ) -> Parts[torch.Tensor]:
         """The parts of :meth:`forward`, for passes that go in turns (:mod:`commlayer.integrations.pass_parts`)."""
         x = x if self.embedding is None else self.embedding(x)
         for layer in self._layers():
-            x = yield from layer.parts(x, seq_len)
+            x = yield from layer.parts(x, seq_len, valid)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def split(self, batch: torch.Tensor) -> torch.Tensor:
         """Take this rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be;
         some may be empty. Sends nothing.
         """
-        dp, rank = (1, 0) if self.mesh is None else (self.mesh.size("dp"), self.mesh.rank("dp"))
-        mine = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
-        return split_sequence(mine, cp=self.cp, tp=self.tp)
+        return split_sequence(self._columns(batch), cp=self.cp, tp=self.tp)
 
-    def train_step(self, tokens: torch.Tensor, labels: torch.Tensor, *, num_micro_batches: int = 1) -> torch.Tensor:
-        """Run forward pass, backward pass and gradients of a whole batch; return the mean loss over its tokens, on all
-        ranks alike.
+    def _columns(self, batch: torch.Tensor) -> torch.Tensor:
+        """The sequences [S, B/dp] of a whole batch that this rank works on, with others."""
+        dp, rank = (1, 0) if self.mesh is None else (self.mesh.size("dp"), self.mesh.rank("dp"))
+        mine: torch.Tensor = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
+        return mine
+
+    def train_step(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        valid: torch.Tensor | None = None,
+        num_micro_batches: int = 1,
+    ) -> torch.Tensor:
+        """Run forward pass, backward pass and gradients of a whole batch; return the mean loss over its labels, on all
+        ranks alike: the sum over all of them, whichever ranks and micro-batches have them, divided by their number.
 
         Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before. They are views of
         buckets that the next step uses again. A step that raises leaves none; where it raised on some ranks alone, the others
@@ -182,7 +209,10 @@ class MoELanguageModel(nn.Module):
 
         Args:
             tokens: [S, B] int64, the same on all ranks.
-            labels: [S, B] int64: the token that follows each.
+            labels: [S, B] int64: the token that follows each; −100 where it counts for nothing, such as in a prompt.
+            valid: [S, B] bool, the same on all ranks: True where a token is no padding; None: all are valid. Padding may have any
+                token and any label, which are not looked at. No valid token attends to it, no expert works on it, and no loss
+                counts it.
             num_micro_batches: in how many parts each rank's part of the batch goes through the pipeline.
 
         Raises:
@@ -192,17 +222,23 @@ class MoELanguageModel(nn.Module):
             raise TensorError(
                 f"expected tokens and labels of one shape [S, B], not empty; got {list(tokens.shape)} and {list(labels.shape)}"
             )
+        if valid is not None and (valid.dtype != torch.bool or valid.shape != tokens.shape):
+            raise TensorError(
+                f"expected valid, True where a token is no padding, as torch.bool of shape {list(tokens.shape)}; got "
+                f"{valid.dtype} of shape {list(valid.shape)}"
+            )
         if num_micro_batches < 1:
             raise UsageError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
         wire = None if self.config.wires is None else self.config.wires.dp
         buckets = self._gradient_buckets(wire) if self.config.overlap_gradients else None
         how: dict[str, Any] = {"device": tokens.device, "schedule": self.config.schedule, "gradients": buckets}
+        how["dtype"] = next(self.parameters()).dtype
         try:
             if self.config.overlap_micro_batches:
-                parts, shapes = self.pipeline_parts(tokens, labels, num_micro_batches)
+                parts, shapes = self.pipeline_parts(tokens, labels, num_micro_batches, valid)
                 losses = run_overlapped_pipeline(parts, self.pp, shapes, **how)
             else:
-                stage, shapes = self.pipeline_stage(tokens, labels, num_micro_batches)
+                stage, shapes = self.pipeline_stage(tokens, labels, num_micro_batches, valid)
                 losses = run_pipeline(stage, self.pp, shapes, **how)
         except BaseException:
             if buckets is not None:
@@ -213,52 +249,64 @@ class MoELanguageModel(nn.Module):
         else:
             buckets.finish()
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=tokens.device)
+        loss = loss.to(torch.promote_types(how["dtype"], torch.float32))  # on all stages alike
         if self.mesh is None:
             return loss
         # On the first lane: the step waits for this number alone, and its group may be that of the experts.
         return GroupCommunicator(self.mesh.group("world"), "ep").all_reduce(loss)
 
     def pipeline_stage(
-        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], torch.Tensor], list[tuple[int, int, int]]]:
         """Return this rank's stage of a step, and the shape of each micro-batch's activations, as
         :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of :meth:`train_step`.
         """
-        inputs, ended, shapes = self._micro_batches(tokens, labels, num_micro_batches)
+        batches = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
-            return ended(m, self(inputs[m] if x is None else x, tokens.shape[0]))
+            batch = batches[m]
+            return self._ended(batch, self(batch.tokens if x is None else x, tokens.shape[0], batch.valid))
 
-        return stage, shapes
+        return stage, self._shapes(batches)
 
     def pipeline_parts(
-        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], Parts[torch.Tensor]], list[tuple[int, int, int]]]:
         """The same in parts, as :func:`~commlayer.integrations.overlapped_pipeline.run_overlapped_pipeline` takes both."""
-        inputs, ended, shapes = self._micro_batches(tokens, labels, num_micro_batches)
+        batches = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:
-            y = yield from self.parts(inputs[m] if x is None else x, tokens.shape[0])
-            return ended(m, y)
+            batch = batches[m]
+            y = yield from self.parts(batch.tokens if x is None else x, tokens.shape[0], batch.valid)
+            return self._ended(batch, y)
 
-        return stage, shapes
+        return stage, self._shapes(batches)
 
     def _micro_batches(
-        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
-    ) -> tuple[Sequence[torch.Tensor], Callable[[int, torch.Tensor], torch.Tensor], list[tuple[int, int, int]]]:
-        """Each one's tokens on this rank; what follows a stage's last layer, the loss on the last one; shapes between stages."""
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None
+    ) -> list[_MicroBatch]:
+        if valid is not None:
+            tokens, labels = tokens.masked_fill(~valid, 0), labels.masked_fill(~valid, _NO_LABEL)
+        step_tokens = tokens.numel() if valid is None else valid.sum().clamp(min=1)
         for layer in self._layers():
-            layer.scale_losses(num_micro_batches)
+            layer.scale_losses(step_tokens=step_tokens)
+        num_labels = (labels != _NO_LABEL).sum().clamp(min=1)
         mine, wanted = self.split(tokens), self.split(labels)
         sizes = even_rows(mine.shape[1], num_micro_batches)
-        targets = wanted.split(sizes, dim=1)
+        masks = [None] * len(sizes) if valid is None else self._columns(valid).split(sizes, dim=1)
+        parts = zip(mine.split(sizes, dim=1), wanted.split(sizes, dim=1), masks, strict=True)
+        return [_MicroBatch(*part, num_labels) for part in parts]
 
-        def ended(m: int, y: torch.Tensor) -> torch.Tensor:
-            if not self.is_last:
-                return y
-            return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
+    def _ended(self, batch: _MicroBatch, y: torch.Tensor) -> torch.Tensor:
+        """Return a stage's result, made of its layers' output ``y``: on the last stage its part of the loss."""
+        if not self.is_last:
+            return y
+        targets = batch.labels.flatten()
+        return F.cross_entropy(y.flatten(0, 1), targets, ignore_index=_NO_LABEL, reduction="sum") / batch.num_labels
 
-        return mine.split(sizes, dim=1), ended, [(mine.shape[0], size, self.config.hidden) for size in sizes]
+    def _shapes(self, batches: Sequence[_MicroBatch]) -> list[tuple[int, int, int]]:
+        """The shapes of activations between stages."""
+        return [(*batch.tokens.shape, self.config.hidden) for batch in batches]
 
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
         """The buckets of the last step, unless parameters were replaced or frozen since, or the configuration was."""

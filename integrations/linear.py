@@ -19,8 +19,9 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.parameter_marks import mark_replicated, mark_split
 from commlayer.integrations.shares import even_rows, gather_shares
+from commlayer.integrations.spread_parameters import fill_whole, whole_part
 from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
@@ -90,6 +91,8 @@ class _Linear(nn.Module):
         self.weight = nn.Parameter(self.shard(whole).to(device, dtype, copy=True))
         num_biases = out_features // tp.size if dim == 0 else out_features
         self.bias = nn.Parameter(torch.zeros(num_biases, dtype=dtype, device=device)) if bias else None
+        if dim is not None:
+            mark_split(self, "weight", *(["bias"] if bias and dim == 0 else []))
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as its gradient."""
@@ -104,28 +107,31 @@ class _Linear(nn.Module):
         """Take this rank's slice of a whole weight and bias. Raises TensorError for another shape."""
         if self.weight.is_meta:
             raise UsageError(f"{who()}the layer is on the meta device and has no memory: call to_empty(device=…) first")
-        self.weight.copy_(self.shard(weight))
+        fill_whole(self.weight, self.shard(weight))
         if bias is None:
             return
         if self.bias is None or tuple(bias.shape) != (self.out_features,):
             has = "no bias" if self.bias is None else f"a bias [{self.out_features}]"
             raise TensorError(f"{who()}the layer has {has}, got one of shape {list(bias.shape)}")
-        self.bias.copy_(bias.chunk(self.tp.size)[self.tp.rank] if self.dim == 0 else bias)
+        fill_whole(self.bias, bias.chunk(self.tp.size)[self.tp.rank] if self.dim == 0 else bias)
 
     @torch.no_grad()
     def full_weight(self) -> torch.Tensor:
-        """The whole weight, a copy without gradient. All ranks of the group call it."""
-        weight = self.weight.detach()
+        """The whole weight, a copy without gradient.
+
+        All ranks of the group call it, and where ``fully_shard`` spreads the weight all ranks that hold a part of it.
+        """
+        weight = whole_part(self.weight)
         if self.dim is None:
             return weight.clone()
         return self._exact.all_gather(weight.movedim(self.dim, 0)).movedim(0, self.dim).contiguous()
 
     @torch.no_grad()
     def full_bias(self) -> torch.Tensor | None:
-        """The whole bias, a copy without gradient, or None. All ranks of the group call it."""
+        """The whole bias, a copy without gradient, or None. All ranks of the group call it, as :meth:`full_weight`."""
         if self.bias is None:
             return None
-        bias = self.bias.detach()
+        bias = whole_part(self.bias)
         return self._exact.all_gather(bias) if self.dim == 0 else bias.clone()
 
     @property
@@ -239,8 +245,8 @@ class RowParallelLinear(_Linear):
             gradient_wire=gradient_wire,
         )
         self.sequence_parallel = sequence_parallel
-        if bias and sequence_parallel:
-            mark_replicated(self, "bias")  # each rank's gradient is that of its rows
+        if bias:  # whole on every rank; with sequence parallelism each rank's gradient is that of its rows
+            mark_replicated(self, "bias", over=("tp",) if sequence_parallel else ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [S/tp, B, out_features] for ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B,

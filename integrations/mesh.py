@@ -14,7 +14,8 @@ from commlayer.agree.discovery import discover_topology
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.integrations.neighbours import is_planned, use_neighbours
 from commlayer.integrations.parameter_marks import is_expert
-from commlayer.profiles.errors import DisagreementError, GroupError
+from commlayer.integrations.spread_parameters import mesh_ranks
+from commlayer.profiles.errors import DisagreementError, GroupError, UsageError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.lanes import lane_of, level_of
 from commlayer.scheduler.mapping.describe import MeshDescription
@@ -176,12 +177,23 @@ class FoldedMesh:
     def gradient_group(self, parameter: torch.Tensor) -> dist.ProcessGroup:
         """The group over which the gradient of ``parameter`` is averaged: a dense one's, or an expert's
         (:func:`~commlayer.integrations.parameter_marks.mark_experts`).
+
+        Raises UsageError for a DTensor that lies over edp, as experts do, and has no mark of an expert's.
         """
-        return self.expert_gradient_group if is_expert(parameter) else self.dense_gradient_group
+        return self.expert_gradient_group if self._is_expert(parameter) else self.dense_gradient_group
 
     def gradient_scale(self, parameter: torch.Tensor) -> float:
-        """The factor for the mean over :meth:`gradient_group`: 1 for a dense parameter."""
-        return self.expert_gradient_scale if is_expert(parameter) else 1.0
+        """The factor for the mean over :meth:`gradient_group`, and raises as it does: 1 for a dense parameter."""
+        return self.expert_gradient_scale if self._is_expert(parameter) else 1.0
+
+    def _is_expert(self, parameter: torch.Tensor) -> bool:
+        lies_as_experts = mesh_ranks(parameter) == self.ranks("edp") != self.ranks("dp_cp")
+        if lies_as_experts and self.size("edp") > 1 and not is_expert(parameter):
+            raise UsageError(
+                f"rank {self._rank}: a parameter {list(parameter.shape)} is sharded over edp, as experts are, but has no mark of "
+                "an expert's: fully_shard makes new parameters; call mark_experts(module) after it"
+            )
+        return is_expert(parameter)
 
     def describe(self, topology: Topology | None = None) -> MeshDescription:
         """Describe which groups stay inside a node, and the slowest link that each crosses; print it, or read its rows.

@@ -1,51 +1,148 @@
-"""Marks of parameters that say over which groups their gradients are summed: experts', and those that every rank has whole."""
+"""Marks of parameters: which are experts', which each rank holds a part of, and which all ranks hold whole.
+
+Whether the ranks of tensor parallelism hold parts of a parameter or copies of it cannot be seen in the parameter. The layers of
+this package mark their own parameters; users mark theirs.
+:func:`~commlayer.integrations.parameter_owners.owned_parameters` reads the marks.
+
+Marks are kept with the module, by the parameter's name: torch drops attributes of parameters in deepcopy(), to_empty(),
+fully_shard() and some conversions. The parameters have them as attributes too, for code that sees no modules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["holds_experts", "is_expert", "mark_experts", "mark_replicated", "replicated_parameters"]
+from commlayer.profiles.errors import UsageError
+
+__all__ = [
+    "ParameterMarks",
+    "holds_experts",
+    "is_expert",
+    "mark_experts",
+    "mark_replicated",
+    "mark_split",
+    "parameter_marks",
+    "replicated_parameters",
+]
+
+
+def mark_split(module: nn.Module, *names: str) -> None:
+    """Say that each rank holds a part of its own of ``module``'s own parameters: each rank of tp, or of etp for experts.
+
+    For example the weight of a linear layer whose outputs are shared out over tp.
+
+    Args:
+        module: their module. Its submodules are not meant.
+        names: of the parameters; none: all of them.
+    """
+    _mark(module, names, None)
 
 
 def mark_replicated(module: nn.Module, *names: str, over: tuple[str, ...] = ("tp",)) -> None:
-    """Say that the gradients of ``module``'s own parameters must be summed over groups beyond the dense data-parallel one.
-
-    For parameters that all ranks of those groups hold and use on different rows: a norm under sequence parallelism.
+    """Say that all ranks of tp, or of etp for experts, hold ``module``'s own parameters whole, and over which groups their
+    gradients must be summed, beyond the data-parallel one.
 
     Args:
         module: their module, for example a LayerNorm. Its submodules are not meant.
         names: of the parameters; none: all of them.
-        over: names of the groups.
+        over: names of the groups: ``("tp",)`` where each rank uses the parameters on rows of its own, as a norm under sequence
+            parallelism; ``()`` where all ranks use them on the same rows, so that their gradients are equal already.
     """
-    # Kept with the module: torch drops attributes of parameters in deepcopy(), to_empty() and some conversions. The
-    # attribute is for code that only sees parameters.
-    marks = dict(getattr(module, "reduce_over", {}))
+    _mark(module, names, over)
+
+
+def _mark(module: nn.Module, names: tuple[str, ...], over: tuple[str, ...] | None) -> None:
+    """Mark parameters as replicated, with sums ``over`` groups; None: as split."""
+    sums, split = dict(getattr(module, "reduce_over", {})), set(getattr(module, "split_parameters", ()))
     for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
-        marks[name] = over
-        cast("Any", module.get_parameter(name)).reduce_over = over
-    cast("Any", module).reduce_over = marks
+        parameter = cast("Any", module.get_parameter(name))
+        sums.pop(name, None)
+        split.discard(name)
+        if over is None:
+            split.add(name)
+            vars(parameter).pop("reduce_over", None)
+        else:
+            sums[name] = parameter.reduce_over = over
+        parameter.is_split = over is None
+    cast("Any", module).reduce_over, cast("Any", module).split_parameters = sums, split
+
+
+@dataclass
+class ParameterMarks:
+    """A parameter, and what its marks say.
+
+    Attributes:
+        name: in the module that was asked for.
+        is_expert: it is an expert's.
+        is_split: each rank holds a part of its own; False: all ranks hold it whole; None: no mark says so.
+        reduce_over: the groups over which the gradient of a replicated parameter must be summed.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    is_expert: bool = False
+    is_split: bool | None = None
+    reduce_over: tuple[str, ...] = ()
+
+
+def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
+    """Read the marks of all parameters in ``module``, each once, in the order of ``parameters()``.
+
+    Raises UsageError where two modules share a parameter and mark it differently.
+    """
+    found: dict[int, ParameterMarks] = {}
+    experts = {id(each) for part in module.modules() if holds_experts(part) for each in part.parameters()}
+    for prefix, part in module.named_modules():
+        sums, split = getattr(part, "reduce_over", {}), getattr(part, "split_parameters", ())
+        for own_name, parameter in part.named_parameters(recurse=False):
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            is_split = own_name in split if own_name in split or own_name in sums else _said_by(parameter)
+            over = sums.get(own_name, getattr(parameter, "reduce_over", ()))
+            marks = found.get(id(parameter))
+            if marks is None:
+                of_expert = id(parameter) in experts or is_expert(parameter)
+                found[id(parameter)] = ParameterMarks(name, parameter, of_expert, is_split, over)
+            elif marks.is_split is None:
+                marks.is_split, marks.reduce_over = is_split, over
+            elif is_split is not None and (is_split, over) != (marks.is_split, marks.reduce_over):
+                raise UsageError(
+                    f"{marks.name} and {name} are one parameter, and the two modules mark it differently "
+                    f"(mark_split, or mark_replicated with its groups): {_words(marks.is_split, marks.reduce_over)}, "
+                    f"and {_words(is_split, over)}; give both the same mark"
+                )
+    return list(found.values())
+
+
+def _said_by(parameter: nn.Parameter) -> bool | None:
+    """What the parameter's own attributes say of ``is_split``."""
+    if hasattr(parameter, "reduce_over"):
+        return False
+    said: bool | None = getattr(parameter, "is_split", None)
+    return said
+
+
+def _words(is_split: bool, over: tuple[str, ...]) -> str:
+    return "split" if is_split else f"replicated over {over}"
 
 
 def replicated_parameters(module: nn.Module, over: str = "tp") -> Iterator[nn.Parameter]:
     """The parameters in ``module`` that :func:`mark_replicated`, or an attribute ``reduce_over`` of their own, marks with
-    ``over``. Each once, in the order of ``parameters()``."""
-    seen: set[int] = set()
-    for submodule in module.modules():
-        marks = getattr(submodule, "reduce_over", {})
-        for name, parameter in submodule.named_parameters(recurse=False):
-            groups = marks.get(name, getattr(parameter, "reduce_over", ()))
-            if over in groups and parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+    ``over``, and that need gradients. Each once, in the order of ``parameters()``."""
+    for marks in parameter_marks(module):
+        if marks.parameter.requires_grad and over in marks.reduce_over:
+            yield marks.parameter
 
 
 def mark_experts(module: nn.Module) -> None:
     """Mark all parameters of ``module`` as experts' (``is_expert``), for
     :meth:`~commlayer.integrations.mesh.FoldedMesh.gradient_group`.
+
+    Where etp has several ranks, say also what each of them holds: by :func:`mark_split` or :func:`mark_replicated`.
 
     What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
     not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.integrations.flat_buffers import all_gather_flat, reduce_scatter_flat, views_in
+from commlayer.integrations.spread_parameters import refuse_spread
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.wire import ROW_ELEMENTS
@@ -80,7 +81,8 @@ class ShardedOptimizer:
         optimizer: the inner one, for learning rate schedules.
 
     Raises:
-        TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, or no such format.
+        TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, a DTensor or a parameter of FSDP1,
+            or no such format.
         GroupError: this rank is not in ``group``, or the group is not of backend commlayer, with a format.
         DisagreementError: ranks were given different formats.
     """
@@ -309,6 +311,11 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
     seen: set[int] = set()
     for options in given:
         mine = [parameter for parameter in options["params"] if parameter.requires_grad]
+        refuse_spread(
+            ((f"the parameter {place} of its group, {list(each.shape)},", each) for place, each in enumerate(mine)),
+            "ShardedOptimizer",
+            "each of its ranks holds a shard already; give it to the optimizer itself, and ShardedOptimizer the others",
+        )
         ids = {id(parameter) for parameter in mine}
         if ids & seen or len(ids) < len(mine):
             raise UsageError("a parameter comes twice: name each once, in one group")

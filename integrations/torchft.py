@@ -18,17 +18,20 @@ from __future__ import annotations
 
 from datetime import timedelta
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 
 from commlayer.backend.group_options import GroupOptions
-from commlayer.engine.group_plans import TRIED
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.named_plans import TRIED
 from commlayer.statistics import name_replica
 
 __all__ = ["planned_process_group"]
 
+_VERSIONS = "torchft>=0.2,<0.3"
+"""The versions whose groups are made anew by ``configure()``; those of pyproject's extra."""
 _PATIENCE_S = 0.1
 """How long a new quorum waits for the old one's calls. A replica asks for a quorum after its calls: what is left hangs."""
 
@@ -55,7 +58,8 @@ def planned_process_group(
         timeout: of each call, and of making a group anew.
         options: all options of the groups, instead of ``wire`` and ``plan``.
 
-    Raises UsageError where torchft is not installed, or for a ``wire``, ``options`` or a ``timeout`` that are none.
+    Raises UsageError where torchft is not installed, or makes groups anew in another way than 0.2, and for a ``wire``,
+    ``options`` or a ``timeout`` that are none.
     """
     is_given_both = (wire or plan) is not None and options is not None
     if is_given_both or not (options is None or isinstance(options, GroupOptions)):
@@ -65,17 +69,35 @@ def planned_process_group(
     _check_timeout(timeout)
     if wire is not None and not isinstance(wire, str):
         raise UsageError(f"wire must be a text such as int8! or bf16!, or None; got {wire!r}")
+    wrapper = _torchfts_wrapper()
+    if options is None:
+        needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
+        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
+    made: dist.ProcessGroup = _class_of(wrapper)(timeout, options)
+    return made
+
+
+def _torchfts_wrapper() -> Any:
+    """The class of torchft's from which a group is made that its Manager makes anew. Raises UsageError."""
     try:
         groups: Any = import_module("torchft.process_group")
     except ImportError as error:
         raise UsageError(
-            f"planned_process_group is for torchft, which cannot be imported ({error}): pip install 'commlayer[torchft]'"
+            f"planned_process_group is for torchft, which cannot be imported ({error}): pip install '{_VERSIONS}'"
         ) from error
-    if options is None:
-        needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
-        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
-    made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(timeout, options)
-    return made
+    if not hasattr(groups.ProcessGroupWrapper, "configure"):
+        raise UsageError(
+            f"planned_process_group: this torchft ({_version()}) does not make groups anew by configure(), as {_VERSIONS} does; "
+            f"with a group that has nothing else its Manager would never commit a step: pip install '{_VERSIONS}'"
+        )
+    return groups.ProcessGroupWrapper
+
+
+def _version() -> str:
+    try:
+        return f"version {version('torchft')}"
+    except PackageNotFoundError:
+        return "of an unknown version"
 
 
 def _check_timeout(timeout: timedelta) -> None:

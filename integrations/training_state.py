@@ -2,8 +2,9 @@
 
 A name is a parameter's, and an expert's has the expert's number: ``model.layers.0.moe.experts.w_gate.17``. So it says nothing of
 where an expert lies, on how many ranks, or in how many copies. Ranks have the entries of what they hold; what several
-hold is equal on all of them, and saved once. What tp or etp has cut keeps the cut in its name (``….tp0of2``): it can be
-loaded only where the same degree cuts it.
+hold is equal on all of them, and saved once. What is split over tp or etp keeps the cut in its name (``….tp0of2``): it can be
+loaded only where the same degree cuts it. So do experts that :func:`~commlayer.integrations.parameter_marks.mark_experts` marks
+in modules of a user's own (``….ep0of4``): no number of them is known. A DTensor is saved by its shards, under one name.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ import torch
 from torch import nn
 
 from commlayer.agree.messages import ControlMessage, Peers, Reason, gather_messages
-from commlayer.integrations.gradients import gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import Optimizer, optimizer_of
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.routing import who
+from commlayer.integrations.parameter_marks import holds_experts
+from commlayer.integrations.parameter_owners import owned_parameters
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.integrations.spread_parameters import (
+    fill_whole,
+    first_row,
+    is_dtensor,
+    local_part,
+    refuse_fsdp1,
+    reshard,
+)
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.settings import Settings
@@ -51,10 +61,15 @@ class TrainingState:
     Args:
         model: with its MoE layers in order, or placed.
         optimizer: torch's, ShardedOptimizer, or several of them.
-        mesh: of the model; None: it is whole on this rank.
+        mesh: of the model; None: it is whole on this rank, but for what DTensors spread over their own meshes.
+
+    Raises UsageError for parameters of FSDP1. :meth:`state_dict` raises it for a parameter of which nothing says whether ranks
+    hold parts or copies (:func:`~commlayer.integrations.parameter_owners.owned_parameters`), and for experts that a DTensor cuts
+    along another dim than the first.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: FoldedMesh | None) -> None:
+        refuse_fsdp1(model.named_parameters(), "TrainingState")
         self._model, self._mesh = model, mesh
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
@@ -65,15 +80,14 @@ class TrainingState:
         An optimizer that has made no step gets its state here, of zeros: what is loaded needs a place. Raises UsageError for one
         whose gradients are there already, or whose state begins with other numbers, as NAdam's does.
         """
+        reshard(self._model)
         for optimizer in self._optimizers:
             _begin(optimizer)
-        found: dict[str, torch.Tensor] = {}
-        for name, buffer in self._model.named_buffers():
-            found[f"model.{name}"] = buffer
-        for parameter, names, kept in self._entries():
+        found = dict(self._buffers())
+        for _, names, kept in self._entries():
             for place, name in names.items():
                 for key, tensor in kept.items():
-                    of_expert = tensor if place is None or tensor.shape != parameter.shape else tensor[place]
+                    of_expert = tensor if place is None or tensor.shape != kept[""].shape else tensor[place]
                     label = name if of_expert is not tensor or place is None else _without_number(name)
                     found[_key(label, key)] = of_expert.detach()
         return found
@@ -90,14 +104,19 @@ class TrainingState:
         mine = self.state_dict()
         self._together(lambda: _require_fit(mine, state))
         for name, tensor in mine.items():
-            if state[name].data_ptr() != tensor.data_ptr():
-                tensor.copy_(state[name])
+            given = state[name]
+            if is_dtensor(given):
+                if local_part(given).data_ptr() != local_part(tensor).data_ptr():
+                    tensor.copy_(given)
+            elif is_dtensor(tensor) or given.data_ptr() != tensor.data_ptr():
+                fill_whole(tensor, given)
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 optimizer.load_whole(self._wholes(optimizer, mine))
 
     def _prepare(self) -> None:
-        """Let optimizers begin. Raises UsageError where what is loaded would not stay, or has no place."""
+        """Let optimizers begin. Raises UsageError where what is loaded would not stay, or has no place or no name."""
+        owned_parameters(self._model, self._mesh)
         for part in self._model.modules():
             if isinstance(part, GroupedExperts) and part.slots is not None:
                 part.slots.require_still()
@@ -141,12 +160,22 @@ class TrainingState:
                 for place, name in names.items():
                     if place is None:
                         whole = state[_key(name, key)]
-                    elif tensor.shape == parameter.shape:
+                    elif tensor.shape == kept[""].shape:
                         whole[place] = state[_key(name, key)]
                     else:
                         whole = state[_key(_without_number(name), key)]
                 found[parameter][key] = whole
         return found
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every buffer by its name, with a cut where its module holds other parameters than that of another rank."""
+        split = {id(owned.parameter) for owned in owned_parameters(self._model, self._mesh) if owned.is_split}
+        for prefix, part in self._model.named_modules():
+            cut = self._cut("ep") + self._cut("etp") if holds_experts(part) else ""
+            if not cut and any(id(parameter) in split for parameter in part.parameters(recurse=False)):
+                cut = self._cut("tp")
+            for name, buffer in part.named_buffers(recurse=False):
+                yield f"model.{prefix}.{name}{cut}" if prefix else f"model.{name}{cut}", buffer
 
     def _entries(self) -> Iterator[tuple[nn.Parameter, dict[int | None, str], dict[str, torch.Tensor]]]:
         """Every parameter; the names of its parts by their place in it, None for the whole; its tensors: itself ("") and its
@@ -157,21 +186,14 @@ class TrainingState:
             if isinstance(holder, GroupedExperts)
             for name, parameter in holder.named_parameters(recurse=False)
         }
-        cut = {id(parameter) for parameter in gradient_axes(self._model)["dp_cp"]}
         whole = {
             parameter: kept
             for optimizer in self._optimizers
             if isinstance(optimizer, ShardedOptimizer)
             for parameter, kept in optimizer.whole().items()
         }
-        for name, parameter in self._model.named_parameters():
-            names: dict[int | None, str]
-            if id(parameter) in experts:
-                label, holder = experts[id(parameter)]
-                cuts = self._cut("etp")
-                names = {place: f"{label}.{number}{cuts}" for place, number in enumerate(holder.numbers) if number >= 0}
-            else:
-                names = {None: name + (self._cut("tp") if id(parameter) in cut else "")}
+        for owned in owned_parameters(self._model, self._mesh):
+            parameter = owned.parameter
             kept = {"": parameter.data}
             optimizer = optimizer_of(parameter, self._optimizers)
             if parameter in whole:
@@ -179,12 +201,42 @@ class TrainingState:
             elif isinstance(optimizer, torch.optim.Optimizer):
                 state = optimizer.state.get(parameter, {})
                 kept |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            names: dict[int | None, str]
+            if id(parameter) in experts:
+                label, holder = experts[id(parameter)]
+                cuts = self._cut("etp")
+                rows = _rows_here(owned.name, parameter)
+                names = {
+                    place: f"{label}.{holder.numbers[row]}{cuts}"
+                    for place, row in enumerate(rows)
+                    if holder.numbers[row] >= 0
+                }
+                kept = {key: local_part(tensor) for key, tensor in kept.items()}
+            else:
+                # Each rank of ep has an expert of its own, whose number nobody knows.
+                cuts = self._cut("ep") if owned.is_expert else ""
+                cuts += self._cut("etp" if owned.is_expert else "tp") if owned.is_split else ""
+                names = {None: owned.name + cuts}
             yield parameter, names, kept
 
     def _cut(self, axis: str) -> str:
         if self._mesh is None or self._mesh.size(axis) == 1:
             return ""
         return f".{axis}{self._mesh.rank(axis)}of{self._mesh.size(axis)}"
+
+
+def _rows_here(name: str, parameter: nn.Parameter) -> range:
+    """The experts of a stack that this rank has: all of them, or of a DTensor its rows.
+
+    Raises UsageError for a DTensor that cuts the experts themselves.
+    """
+    if any(not each.is_shard(0) and not each.is_replicate() for each in getattr(parameter, "placements", ())):
+        raise UsageError(
+            f"{who()}TrainingState names each expert of {name} by its number, but a DTensor cuts the experts themselves, as "
+            f"{tuple(parameter.placements)}: shard the stack along its first dim alone, as fully_shard does by default"  # type: ignore[attr-defined]
+        )
+    first = first_row(parameter)
+    return range(first, first + local_part(parameter).shape[0])
 
 
 def _require_fit(mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
@@ -200,6 +252,11 @@ def _require_fit(mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Ten
         if state[name].shape != tensor.shape:
             raise TensorError(
                 f"{who()}{name}: expected {list(tensor.shape)}, the state has {list(state[name].shape)}: it is of another model"
+            )
+        if is_dtensor(state[name]) and not is_dtensor(tensor):
+            raise TensorError(
+                f"{who()}{name}: expected a plain tensor, the state has a DTensor: load it by torch.distributed.checkpoint, or "
+                "give the state its full_tensor()"
             )
 
 

@@ -22,6 +22,7 @@ StrPath = Union[str, "os.PathLike[str]"]
 MOST_BYTES = 64 << 20
 """The largest file that is read as a description of something; those that are shipped have 30 KB at most."""
 
+_BEGINNING, _LARGE = 4096, 1 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISDIR, "a directory"),
@@ -38,21 +39,29 @@ def name_in_files(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:100]
 
 
-def read_file(path: StrPath, most_bytes: int | None = MOST_BYTES) -> bytes:
-    """The bytes of a regular file of at most ``most_bytes`` (None: of any size). Never waits for another process.
+def read_file(path: StrPath, most_bytes: int = MOST_BYTES, *, begins: bytes = b"") -> bytes:
+    """Return the bytes of a regular file of at most ``most_bytes``. Never waits for another process.
+
+    ``begins``: what the first bytes of a large file must be, but for white space: one of another kind is not read whole.
 
     Raises:
-        OSError: as ``open``; also for what is no regular file, one that is larger, and a path that no file can have.
+        OSError: as ``open``; also for what is no regular file, one that is larger or begins otherwise, and a path that no file
+            can have.
     """
     name = _checked(path)
     _require_regular(os.stat(name), name)  # before it is opened: that alone may set a device going
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(fd, "rb") as file:
-        _require_regular(os.fstat(fd), name)  # the name may mean another file by now
-        data = file.read() if most_bytes is None else file.read(most_bytes + 1)
-    if most_bytes is not None and len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, got a larger file", name)
-    return data
+        found = os.fstat(fd)  # the name may mean another file by now
+        _require_regular(found, name)
+        if found.st_size <= most_bytes:
+            data = file.read(_BEGINNING)
+            if found.st_size > _LARGE and not data.lstrip().startswith(begins):
+                raise OSError(errno.EINVAL, f"expected a file that begins with {begins.decode()}, got another", name)
+            data += file.read(most_bytes + 1 - len(data))  # it may have grown
+            if len(data) <= most_bytes:
+                return data
+    raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, got a larger file", name)
 
 
 def write_file(path: StrPath, content: bytes | str, *, new_only: bool = False, follow_links: bool = True) -> None:

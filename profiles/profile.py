@@ -308,18 +308,18 @@ def parse_profile(data: bytes | str, where: str) -> Profile:
     content = parse_object(data, where)
     found = content.get("format")
     if found != PROFILE_FORMAT:
-        got = f"got {found!r}" if "format" in content else "but it is missing"
+        got = f"got {shortened(repr(found))}" if "format" in content else "but it is missing"
         raise ProfileError(
             f"{where}: field format: expected {PROFILE_FORMAT!r}, {got}: this is not a commlayer profile"
         )
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ProfileError(
-            f"{where}: field version: expected at most {VERSION}, got {version}: a newer commlayer wrote this profile. "
-            "Upgrade commlayer, or measure again with this one"
+            f"{where}: field version: expected at most {VERSION}, got {shortened(str(version))}: a newer commlayer wrote this "
+            "profile. Upgrade commlayer, or measure again with this one"
         )
     if version != VERSION or isinstance(version, bool):
-        got = f"got {version!r}" if "version" in content else "but it is missing"
+        got = f"got {shortened(repr(version))}" if "version" in content else "but it is missing"
         raise ProfileError(f"{where}: field version: expected {VERSION}, {got}")
     profile = _convert(content, where)
     _check_fingerprint(profile, where)
@@ -373,6 +373,6 @@ def _check_fingerprint(profile: Profile, where: str) -> None:
     expected = _fingerprint(profile)
     if profile.fingerprint != expected:
         raise ProfileError(
-            f"{where}: field fingerprint: damaged or edited: expected {expected}, got {profile.fingerprint}. Restore "
+            f"{where}: field fingerprint: damaged or edited: expected {expected}, got {shortened(profile.fingerprint)}. Restore "
             "the file, measure again, or make an edited copy with Profile.replace"
         )

@@ -1,55 +1,105 @@
-"""JSON in and out for people: errors that name the place, and text that fits a screen. Knows nothing of profiles."""
+"""The one reader of our JSON files, and their writer: bounded, errors that name the place, text that fits a screen."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from commlayer.profiles.errors import ProfileError
+from commlayer.profiles.errors import ProfileError, UsageError
+from commlayer.profiles.files import MOST_BYTES, StrPath, read_file
+from commlayer.profiles.printable import shortened
 
-__all__ = ["convert", "json_kind", "parse_object", "pretty"]
+__all__ = ["convert", "each_sound", "json_kind", "parse_object", "parse_record", "pretty", "read_data"]
 
 _T = TypeVar("_T")
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-_PROFILE = "profile"
+_PROFILE = "commlayer profile"
 
 
 def parse_object(data: bytes | str, where: str, what: str = _PROFILE) -> dict[str, Any]:
     """Read the JSON object in ``data``; ``what`` it is, messages say.
 
     Raises:
-        ProfileError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, an object
-            that names a field twice, or text with half of a surrogate pair, which could not be written again.
+        UsageError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, an object
+            that names a field twice, or text with half of a surrogate pair, which could not be written again. Of a profile it is
+            a ProfileError.
     """
+    refused = ProfileError if what == _PROFILE else UsageError
     # The standard parser, not msgspec's: it knows line and column, and it lets NaN through to the check that can name
     # the field.
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where, refused))
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ProfileError(f"{where}: expected Unicode text, got {half}, which is half of a surrogate pair") from error
+        raise refused(f"{where}: expected Unicode text, got {half}, which is half of a surrogate pair") from error
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise ProfileError(f"{where}: expected UTF-8 text, got byte 0x{byte:02x} at offset {error.start}") from error
+        raise refused(f"{where}: expected UTF-8 text, got byte 0x{byte:02x} at offset {error.start}") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         remedy = "measure again" if what == _PROFILE else "copy it again"
-        raise ProfileError(
+        raise refused(
             f"{where}: {place}: expected JSON, got a damaged text ({error.msg}). Restore the file, or {remedy}"
         ) from error
-    except ProfileError:
+    except UsageError:
         raise
     except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
-        raise ProfileError(f"{where}: expected a commlayer {what}, got JSON that no {what} needs ({error})") from error
+        raise refused(
+            f"{where}: expected a {what}, got JSON that no {what.removeprefix('commlayer ')} needs ({error})"
+        ) from error
     if not isinstance(content, dict):
-        raise ProfileError(f"{where}: expected a JSON object with a commlayer {what}, got a JSON {json_kind(content)}")
+        raise refused(f"{where}: expected a JSON object with a {what}, got a JSON {json_kind(content)}")
     return content
+
+
+def read_data(path: StrPath, what: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Read the bytes of a file that has a JSON object; ``what`` it is ("the trace of a rank"), messages say.
+
+    Raises UsageError, which begins with the path: a file that cannot be read, is too large, or begins as no object does.
+    """
+    try:
+        return read_file(path, most_bytes, begins=b"{")
+    except OSError as error:
+        raise UsageError(f"{shortened(str(path))}: cannot read {what}: {error.strerror or error}") from error
+
+
+def parse_record(data: bytes, kind: type[_T], path: StrPath, what: str) -> _T:
+    """Read a file's ``data`` as a ``kind`` at once: for large files that a rank has written. Raises UsageError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is not UTF-8; nested too deep
+        raise UsageError(
+            f"{shortened(str(path))}: expected {what}, got a damaged or foreign file: {shortened(str(error), 400)}. Copy it "
+            "again, or remove it to go on without"
+        ) from error
+
+
+def each_sound(paths: Iterable[Path], read: Callable[[Path], _T], damaged: list[str] | None) -> Iterator[_T]:
+    """Yield what ``read`` makes of each path, and put the errors of those that it refuses into ``damaged``: one damaged file
+    hides no other.
+
+    Raises UsageError, with the errors of all, at the end: where ``damaged`` is None, or nothing could be read.
+    """
+    is_any, errors = False, list[str]()
+    for path in paths:
+        try:
+            found = read(path)
+        except UsageError as error:  # noqa: PERF203
+            errors.append(str(error))
+        else:
+            is_any = True
+            yield found
+    if errors and (damaged is None or not is_any):
+        raise UsageError("\n".join(errors))
+    if damaged is not None:
+        damaged += errors
 
 
 def json_kind(value: object) -> str:
@@ -57,11 +107,11 @@ def json_kind(value: object) -> str:
     return _KINDS.get(type(value), "number")
 
 
-def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], where: str, refused: type[UsageError]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise ProfileError(f"{where}: field {key}: expected it once in its object, got it again")
+            raise refused(f"{where}: field {shortened(key)}: expected it once in its object, got it again")
         content[key] = value
     return content
 
@@ -97,7 +147,8 @@ def _refuse(error: msgspec.ValidationError, where: str, allowed: Mapping[str, st
         reason = f"expected {allowed.get(path.rpartition('.')[2], 'another value')}, got {got}"
     else:
         reason = reason.replace("Expected", "expected", 1).replace("`", "")
-    raise ProfileError(f"{where}: field {path.lstrip('.') or '(the whole)'}: {reason}") from error
+    field = shortened(path.lstrip(".")) or "(the whole)"
+    raise ProfileError(f"{where}: field {field}: {shortened(reason, 1000)}") from error
 
 
 def pretty(value: Any, indent: str = "") -> str:

@@ -6,13 +6,15 @@ and by that the others' largest size is chosen, so that none of these takes more
 where the size below took that long already, none larger is measured, but for a link's first curve. Where a curve's largest size
 is not the largest that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
 
-What comes first, and so what is left out where time is short: each curve's sizes but the largest once, and the largest once,
-whatever that costs; the former again; those whose two times differ a third time; the largest again, the fastest first. All ranks
-run this, and whatever it decides rests on times on which they have agreed.
+What comes first, and so what is left out where time is short: each curve's sizes but the largest once; these again; the largest
+once; those whose two times differ a third time; the largest again, the fastest first. The first curve of each link comes before
+the others, and is timed once whatever that costs. Behind the deadline no other call begins, and a curve of which nothing was
+timed is not there. All ranks run this, and whatever it decides rests on times on which they have agreed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,11 +50,12 @@ class Ladder(NamedTuple):
 
 @dataclass(frozen=True)
 class SurveyLimits:
-    """``budget_us``: when so much time is gone nothing is measured a second time. ``longest_us``: the largest call of a curve
-    should take no longer."""
+    """``budget_us``: when so much time is gone nothing is timed a second time. ``longest_us``: the largest call of a curve should
+    take no longer. ``deadline_us``: when so much time is gone no call begins, but for the first curve of each link."""
 
     budget_us: float
     longest_us: float
+    deadline_us: float = math.inf
 
 
 class Rung(NamedTuple):
@@ -74,12 +77,12 @@ class Survey:
     spent_us: float = 0.0
 
     def curve(self, place: int) -> list[Rung]:
-        """The curve of that ladder."""
+        """The curve of that ladder; empty where time was up before any of its sizes was timed."""
         measured = [
             Rung(size, self.time_us((place, size)), len(self.times_us[place, size])) for size in self.sizes(place)
         ]
-        last, most = measured[-1], self.ladders[place].sizes[-1]
-        if last.size == most:
+        last, most = measured[-1] if measured else None, self.ladders[place].sizes[-1]
+        if last is None or last.size == most:
             return measured
         return [*measured, Rung(most, last.time_us + (most - last.size) * self.slope_us(place), 0)]
 
@@ -109,42 +112,48 @@ class Survey:
 
 
 def survey(
-    ladders: Sequence[Ladder], run: Callable[[Sequence[Wanted]], tuple[Sequence[float], float]], limits: SurveyLimits
+    ladders: Sequence[Ladder],
+    run: Callable[[Sequence[Wanted], float], tuple[Sequence[float], float]],
+    limits: SurveyLimits,
 ) -> Survey:
     """Time the calls of each curve.
 
-    ``run`` times calls one after the other, and returns their times and how much of the budget is gone, µs, on both of which all
-    ranks have agreed.
+    ``run(calls, until_us)`` times calls one after the other, and begins none when so much time is gone since the beginning, µs.
+    It returns the times of those that it made, and how much time is gone. All ranks have agreed on all of that.
     """
     found = Survey(ladders)
 
-    def go(calls: Sequence[Wanted]) -> Sequence[Wanted]:
-        if calls:
-            times, found.spent_us = run(calls)
-            for call, time_us in zip(calls, times, strict=True):
+    def go(calls: Sequence[Wanted], until_us: float = limits.deadline_us) -> None:
+        if calls and found.spent_us < until_us:
+            times, found.spent_us = run(calls, until_us)
+            for call, time_us in zip(calls, times, strict=False):  # of the last ones none where time is up
                 found.times_us.setdefault(call, []).append(time_us)
-        return calls
 
-    small = [(place, size) for place, ladder in enumerate(ladders) for size in ladder.sizes[:-1] or ladder.sizes]
     tall = [place for place, ladder in enumerate(ladders) if len(ladder.sizes) > 1]
-    go(small)
+    firsts = {ladders[place].link: place for place in reversed(tall)}
+    small = [(place, size) for place, ladder in enumerate(ladders) for size in ladder.sizes[:-1] or ladder.sizes]
+    small.sort(key=lambda call: call[0] not in firsts.values())
+    needed = [call for call in small if call[0] in firsts.values()]
+    go(needed, math.inf)
+    go(small[len(needed) :])
     reserved_us = len(tall) * (limits.longest_us * _USUAL + found.overhead_us)
     go(_affordable(found, small, limits.budget_us - reserved_us))
-    firsts = {ladders[place].link: place for place in reversed(tall)}
-    go([(place, _first_top(found, place, limits)) for place in firsts.values()])
+    go([(place, _first_top(found, place, limits)) for place in firsts.values()], math.inf)
     found.us_per_byte = {link: found.slope_us(place) / ladders[place].load for link, place in firsts.items()}
-    others = [place for place in tall if place not in firsts.values() and not _is_slow(found, place, limits)]
+    tall = [place for place in tall if place not in firsts.values()]
+    whole = [place for place in tall if len(found.sizes(place)) == len(ladders[place].sizes) - 1]
+    others = [place for place in whole if not _is_slow(found, place, limits)]
     go([(place, _top(found, place, limits)) for place in others])
-    go(_affordable(found, [call for call in small if _differs(found.times_us[call])], limits.budget_us))
+    go(_affordable(found, [call for call in small if _differs(found.times_us.get(call, ()))], limits.budget_us))
     largest = [(place, found.sizes(place)[-1]) for place in (*firsts.values(), *others)]
     go(_affordable(found, sorted(largest, key=found.time_us), limits.budget_us))
     return found
 
 
 def _affordable(found: Survey, calls: Iterable[Wanted], budget_us: float) -> list[Wanted]:
-    """The first of ``calls`` that fit into what is left of the budget, if they take as long as before."""
+    """The first of ``calls`` that fit into what is left of the budget, if they take as long as before: of those made before."""
     fitting, left_us = [], budget_us - found.spent_us
-    for call in calls:
+    for call in (call for call in calls if call in found.times_us):
         left_us -= min(found.times_us[call]) + found.overhead_us
         if left_us < 0:
             break

@@ -23,6 +23,8 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 
+ROOMS = ("commlayer", "integrations", "scheduler", "profiles", "benchmarks")
+
 CODE = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)[^\n]*$|(?P<ticks>`+).+?(?P=ticks)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(?P<text>.+?)[ #]*$", re.MULTILINE)
@@ -74,6 +76,34 @@ def test_a_broken_link_is_found(link: str) -> None:
         f"# A page\n\n[words]({link}), [well](docs/plans.md#price), [here](#a-page), [there](https://example.org/#x)\n"
     )
     assert broken_links(ROOT / "README.md", text) == [link]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
+def test_a_trainers_page_says_what_has_run_on_a_gpu_before_anything_else(page: Path) -> None:
+    before_first_section = page.read_text(encoding="utf-8").partition("\n## ")[0]
+    assert "(../gpu.md)" in before_first_section
+
+
+FROM_AN_INDEX = re.compile(r"pip install [\"'`]*commlayer\b")
+
+
+def from_an_index(text: str) -> list[str]:
+    """The commands in ``text`` that have pip look commlayer up on an index, where it is not."""
+    return FROM_AN_INDEX.findall(text)
+
+
+def test_nothing_has_pip_look_commlayer_up() -> None:
+    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which says what was
+    for path in [*pages, *sources]:
+        assert not from_an_index(path.read_text(encoding="utf-8")), path
+
+
+def test_what_has_pip_look_commlayer_up_is_found() -> None:
+    for found in ("`pip install commlayer`", "pip install 'commlayer[plots]'", 'run pip install "commlayer[x]"'):
+        assert from_an_index(found)
+    for sound in ("pip install .", "pip install '.[plots]'", "pip install 'pyroute2>=0.8'"):
+        assert not from_an_index(sound)
 
 
 def test_code_has_no_links() -> None:

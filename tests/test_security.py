@@ -26,9 +26,11 @@ from commlayer.agree.appointments import Appointment, Appointments
 from commlayer.failures import detector as detectors
 from commlayer.failures.detector import FailureDetector, Gone, Left
 from commlayer.measure.calibrate import cache_folder
-from commlayer.profiles.errors import UsageError
+from commlayer.peer_words import read_words
+from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.profiles.files import read_file, write_file
-from commlayer.readers import cluster_files, model_files
+from commlayer.profiles.strict_json import parse_object
+from commlayer.readers import cluster_files
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
@@ -61,7 +63,11 @@ CLAIMS = {
     "A damaged, nested or false": f"{HERE}::test_hostile_descriptions_are_errors_that_name_the_file",
     "A profile that lies": f"{HERE}::test_a_profile_that_lies_changes_no_result",
     "A damaged profile in the cache": "measure/test_calibrate.py::test_a_damaged_entry_is_measured_again_and_replaced",
-    "A trace is read whole": f"{HERE}::test_a_trace_is_data_of_any_size",
+    "A trace is read up to": "profiles/test_files.py::test_a_large_file_is_not_read_before_it_is_refused",
+    "Of several files": "diagnosis/test_diagnose_files.py::test_a_nested_log_hides_no_other",
+    "A log that a rank tells": "diagnosis/test_inquiry.py::test_a_log_that_unpacks_to_much_takes_no_memory",
+    "All that commlayer prints": "test_gate.py::test_nothing_prints_beside_the_gates",
+    "All words of peers": "test_gate.py::test_nothing_decodes_beside_the_gates",
     "Text from files and peers": "cli/test_printable.py::",
     "What the store is told": f"{HERE}::test_the_stores_traffic_is_plain",
     "What Gloo carries": f"{HERE}::test_gloos_traffic_is_plain",
@@ -148,7 +154,7 @@ def test_who_can_reach_the_store_can_read_the_secrets_and_is_believed(monkeypatc
     host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
     first, second = two_of([host, host.clone()])  # type: ignore[attr-defined]  # torch's annotations lack it
     stranger = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=20), wait_for_workers=False)
-    card = detectors._decode_card(stranger.get("detector/0"))
+    card = read_words(stranger.get("detector/0"), detectors._Card, "rank 0")
     assert card.secret == first._secret
     with visit(first) as visitor:
         visitor.sendall(detectors._framed(detectors._Hello(1, card.secret, b"mine", 1)))
@@ -333,7 +339,7 @@ def test_a_false_appointment_is_refused(words: bytes) -> None:
     store = HashStore()
     store.set("appointment/1", words)  # type: ignore[arg-type]  # bytes, too
     mine = Appointments(lambda: store, 1, 2, lambda waited_s: None)  # type: ignore[arg-type,return-value]
-    with pytest.raises(msgspec.MsgspecError):
+    with pytest.raises(DisagreementError):
         mine.turn()
     assert mine.next_call() is None, "calls go on as planned"
     assert Appointment(1, 5, "measure", 1.0).call == 5
@@ -352,7 +358,7 @@ def test_descriptions_are_bounded_and_regular(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"gpu": ' * 50_000, '{"gpu": ' + "9" * 10_000 + "}", "\x00", "[]"])
-@pytest.mark.parametrize("parse", [cluster_files.parse, model_files._parse])
+@pytest.mark.parametrize("parse", [cluster_files.parse, parse_object])
 def test_hostile_descriptions_are_errors_that_name_the_file(parse: Callable[[str, str], Any], text: str) -> None:
     with pytest.raises(UsageError, match=r"theirs\.json"):
         parse(text, "theirs.json")
@@ -377,7 +383,7 @@ def test_a_profile_that_lies_changes_no_result(
     assert emulated_cluster(2, 2).run(job, str(path)) == [expected] * 4
 
 
-def test_a_trace_is_data_of_any_size(tmp_path: Path) -> None:
+def test_a_nested_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank_0.json").write_bytes(b'{"commlayer": {"format": 1, "job": ' + b"[" * 100_000)
     with pytest.raises(UsageError):
         list(read_folder(tmp_path))

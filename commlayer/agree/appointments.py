@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from commlayer.agree.messages import ControlMessage
+from commlayer.peer_words import read_words
 from commlayer.profiles.errors import InternalError
 
 __all__ = ["PATIENCE_S", "Appointment", "AppointmentStore", "Appointments"]
@@ -140,7 +141,7 @@ class Appointments:
     def turn(self) -> None:
         """Do what there is to do now: look for an appointment and answer, count answers and decide, hear of the decision.
 
-        Raises RuntimeError where the store is lost, MsgspecError for what cannot be read there.
+        Raises RuntimeError where the store is lost, DisagreementError for what cannot be read there.
         """
         found = self._open
         if found is None:
@@ -162,7 +163,7 @@ class Appointments:
         key = f"appointment/{self._last + 1}"
         if not self._stored().check([key]):
             return
-        found = msgspec.msgpack.decode(self._stored().get(key), type=Appointment)
+        found: Appointment = read_words(self._stored().get(key), Appointment, "rank 0")
         with self._lock:
             self._last = found.number
             is_early = self.calls < found.call

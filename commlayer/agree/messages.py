@@ -11,7 +11,6 @@ On the wire: the lengths of all messages (int64), then the messages, padded to t
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.waits import Board, is_timeout, wait
+from commlayer.peer_words import LIMIT_BYTES, read_words, refusal
 from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 
 __all__ = [
-    "LIMIT_BYTES",
     "ControlMessage",
     "Peers",
     "Reason",
@@ -39,22 +38,15 @@ __all__ = [
     "from_first",
     "gather_grid",
     "gather_messages",
-    "refusal",
     "require_alike",
     "until_after",
     "wait_for",
 ]
 
-LIMIT_BYTES = 1 << 20
-"""The longest message. What a peer announces beyond it is refused before memory is taken for it: all ranks' words arrive
-padded to the longest, so one rank's claim costs every rank that many bytes times the number of ranks."""
-
 _MOST_SHOWN = 2000
 """Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
 _MOST_NAMED = 32
 """Ranks that differ from the first one and are named: of thousands, where the first one is the odd one out, those are enough."""
-_SHOWN = 40
-"""Characters of a peer's words that an error message repeats."""
 
 
 class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,7 +108,7 @@ class Peers:
 def encode(value: ControlMessage) -> bytes:
     """``value`` as it travels."""
     content = msgspec.Raw(msgspec.msgpack.encode(value))
-    return msgspec.msgpack.encode(_Envelope(_own_version(), type(value).__name__, content))
+    return msgspec.msgpack.encode(_Envelope(__version__, type(value).__name__, content))
 
 
 def decode(data: bytes, type_: type[M], who: str) -> M:
@@ -124,43 +116,13 @@ def decode(data: bytes, type_: type[M], who: str) -> M:
 
     Raises DisagreementError for anything else: it names ``who`` and says why.
     """
-    try:
-        envelope = _decoder(_Envelope).decode(data)
-    except _UNREADABLE as error:
-        raise refusal(who, f"expected a {type_.__name__} of commlayer, got {len(data)} bytes ({error})") from error
+    size = len(data)  # it was bounded when it was announced
+    envelope: _Envelope = read_words(data, _Envelope, who, size, name=type_.__name__)
     if envelope.kind != type_.__name__:
-        got = f"got a {envelope.kind[:_SHOWN]!r}: it makes another call, or its commlayer is another"
+        got = f"got a {shortened(envelope.kind, 40)!r}: it makes another call, or its commlayer is another"
         raise refusal(who, f"expected a {type_.__name__}, {got}", envelope.version)
-    try:
-        value: M = _decoder(type_).decode(envelope.content)
-    except _UNREADABLE as error:
-        raise refusal(who, f"expected a {type_.__name__}, got another ({error})", envelope.version) from error
+    value: M = read_words(envelope.content, type_, who, size, envelope.version)
     return value
-
-
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""The errors that msgspec raises: not the type's bytes; text that is not UTF-8; nested too deep."""
-
-
-@functools.cache
-def _decoder(type_: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(type_, strict=True)
-
-
-def _own_version() -> str:
-    return __version__
-
-
-def refusal(who: str, why: str, version: str | None = None) -> DisagreementError:
-    """The error for words of ``who`` ("rank 3") that cannot be read, and ``why``."""
-    if version is not None and version != _own_version():
-        versions = f"it runs commlayer {version[:_SHOWN]!r}, this rank {_own_version()!r}"
-    else:
-        versions = "versions may differ"
-    return DisagreementError(
-        f"what {who} says cannot be read: {why}; {versions}: start the same commlayer on all ranks. If they are the same, "
-        f"look whether something else than a rank of this job has come in as {who}"
-    )
 
 
 def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:

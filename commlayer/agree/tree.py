@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 
 from commlayer.agree.messages import (
-    LIMIT_BYTES,
     ControlMessage,
     Peers,
     blaming,
     decode,
     encode,
-    refusal,
     until_after,
     wait_for,
 )
 from commlayer.failures.waits import Watched
+from commlayer.peer_words import LIMIT_BYTES, refusal
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "most_messages", "tree_exchange"]

@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cell
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
 from commlayer.profiles.files import name_in_files
-from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.printable import say, say_table, shortened
 from commlayer.profiles.profile import Profile
 from commlayer.version import __version__
 
@@ -107,7 +106,7 @@ class AuditReport:
             except (OSError, ValueError) as error:
                 complaint = f"rank {self.rank}: the audit cannot be written to {self.folder}: {error}"
                 if not self._complaint:
-                    _say(complaint)
+                    say(complaint)
                 self._complaint = complaint
 
     def _write_learnt(self, folder: Path) -> None:
@@ -127,7 +126,7 @@ class AuditReport:
         self._ended.set()
         self.write(is_final=True)
         for _, path in self._learnt.values():
-            _say(
+            say(
                 f"rank {self.rank}: links between nodes were not as the profile says, and {path} has what was learnt of them: "
                 f"commlayer profiles merge BASE {path} -o OUT keeps it"
             )
@@ -137,26 +136,19 @@ class AuditReport:
 
 def print_audit(found: RankAudit) -> None:
     """Write one rank's audit as a table to stderr; nothing where nothing was audited."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     groups = merge_audits([found]).groups
     if not groups:
         return
-    width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else 140  # in a log there is nobody to widen it
-    console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False)
-    title = f"commlayer, what calls were promised to take and took on rank {found.rank}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in AUDIT_COLUMNS:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
-    for group in groups:
-        for calls in group.calls:
-            table.add_row(*(printable(cell, keep="") for cell in call_cells(group, calls)))
-    console.print(table)
-    for group in groups:
-        for line in (*group_lines(group), *event_lines(group, MOST_EVENTS)):
-            console.print(printable(f"{group.name}: {line}", keep=""))
+    say_table(
+        f"commlayer, what calls were promised to take and took on rank {found.rank}",
+        AUDIT_COLUMNS,
+        [call_cells(group, calls) for group in groups for calls in group.calls],
+        [
+            f"{group.name}: {line}"
+            for group in groups
+            for line in (*group_lines(group), *event_lines(group, MOST_EVENTS))
+        ],
+    )
 
 
 def _fitting(group: object) -> object:
@@ -183,10 +175,6 @@ def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Pat
         break
     assert path is not None
     return path
-
-
-def _say(text: str) -> None:
-    print(f"commlayer: {printable(text, keep='')}", file=sys.stderr)
 
 
 _report: AuditReport | None = None

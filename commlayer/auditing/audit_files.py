@@ -17,7 +17,7 @@ from msgspec import Meta
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import convert, parse_object
+from commlayer.profiles.strict_json import convert, each_sound, parse_object
 
 __all__ = [
     "AUDIT_FORMAT",
@@ -174,18 +174,20 @@ def write_audit(folder: Path, audit: RankAudit) -> Path:
     return path
 
 
-def read_audits(path: Path, job: str = "") -> list[RankAudit]:
+def read_audits(path: Path, job: str = "", damaged: list[str] | None = None) -> list[RankAudit]:
     """Read one file, or those of a folder, by rank.
 
     Args:
         job: of a folder, only the files of the job whose name begins so.
+        damaged: takes the errors of a folder's files that are not sound, where there are others that are.
 
     Raises:
-        UsageError: none there, a damaged or foreign file, files of different jobs; it names file and field.
+        UsageError: none there, a damaged or foreign file that ``damaged`` does not take, files of different jobs; it names file
+            and field.
     """
     if not path.is_dir():
         return [_read(path)]
-    audits = [audit for audit in _read_all(path) if audit.job.startswith(job)]
+    audits = [audit for audit in _read_all(path, damaged) if audit.job.startswith(job)]
     jobs: dict[str, list[RankAudit]] = {}
     for audit in audits:
         jobs.setdefault(audit.job, []).append(audit)
@@ -206,7 +208,7 @@ def read_audits(path: Path, job: str = "") -> list[RankAudit]:
     return audits
 
 
-def _read_all(folder: Path) -> Iterator[RankAudit]:
+def _read_all(folder: Path, damaged: list[str] | None) -> Iterator[RankAudit]:
     names = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
     ranks = {path: int(found[1]) for path, found in names.items() if found}
     if not ranks:
@@ -214,14 +216,17 @@ def _read_all(folder: Path) -> Iterator[RankAudit]:
             f"{folder}: expected files such as {audit_name(0)}, got none: run the job with COMMLAYER_AUDIT={folder}, and collect "
             "the files of all machines"
         )
-    for path in sorted(ranks, key=ranks.__getitem__):
+
+    def read(path: Path) -> RankAudit:
         audit = _read(path)
         if path.name != audit_name(audit.rank):
             raise UsageError(
                 f"{path}: field rank: expected {ranks[path]} by the file's name, got {audit.rank}: rename it to "
                 f"{audit_name(audit.rank)}"
             )
-        yield audit
+        return audit
+
+    return each_sound(sorted(ranks, key=ranks.__getitem__), read, damaged)
 
 
 def _read(path: Path) -> RankAudit:
@@ -233,10 +238,10 @@ def _read(path: Path) -> RankAudit:
     except OSError as error:
         raise UsageError(f"{where}: cannot read the audit: {error.strerror or error}") from error
     try:
-        content = parse_object(data, where, "audit")
+        content = parse_object(data, where, "commlayer audit")
         _check_head(content, where)
         return convert(content, RankAudit, where, {})
-    except ProfileError as error:
+    except ProfileError as error:  # of its field
         raise UsageError(str(error)) from error
 
 

@@ -9,7 +9,6 @@ start are left: one that is the heaviest there has a line of its own.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commlayer.auditing.ledger import Ledger, StayedFlat, open_ledgers
 from commlayer.profiles.counted import counted
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say
 from commlayer.units import format_bytes
 
 __all__ = ["tell_after_first_step"]
@@ -95,4 +94,4 @@ def _tell(step: str, moved: dict[tuple[Ledger, str], StayedFlat], only: str | No
         f"in the {step} step {collective} {ledger.where} stayed flat ({counted(flat.calls, 'call')}, "
         f"{format_bytes(flat.logical_bytes)} in all): {flat.why}"
     )
-    print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)
+    say(words)

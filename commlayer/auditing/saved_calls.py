@@ -24,12 +24,14 @@ from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.strict_json import parse_record
 from commlayer.scheduler.moves import MAX_TAGS
 from commlayer.scheduler.plan import Gather, Plan, Span, Strategy
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
+from commlayer.transport.contract import CallMemory
 
 __all__ = [
     "MOST_SAVED_BYTES",
@@ -231,14 +233,14 @@ def saved_name(rank: int) -> str:
 
 def write_call(folder: Path, saved: SavedCall) -> Path:
     """Write a rank's file, which only its user may read, as the folder if it is made here. Raises OSError."""
-    parts = [as_bytes(tensor) for tensor in (saved.input, saved.planned, saved.flat)]
-    total = sum(part.numel() for part in parts)
+    parts = [CallMemory(as_bytes(tensor)) for tensor in (saved.input, saved.planned, saved.flat)]
+    total = sum(len(part.bytes) for part in parts)
     if total > MOST_SAVED_BYTES:
         raise OSError(f"{total} bytes are more than the {MOST_SAVED_BYTES} that are kept")
     header = msgspec.json.encode(saved.header)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / saved_name(saved.header.global_ranks[saved.header.rank])
-    content = b"".join([_MAGIC, len(header).to_bytes(4, "little"), header, *(part.numpy().tobytes() for part in parts)])
+    content = b"".join([_MAGIC, len(header).to_bytes(4, "little"), header, *(part.bytes for part in parts)])
     write_file(path, content)
     os.chmod(path, 0o600)
     return path
@@ -278,7 +280,7 @@ def read_call(path: Path) -> list[SavedCall]:
 
 def _read(path: Path) -> SavedCall:
     try:
-        data = read_file(path, MOST_SAVED_BYTES + _MOST_HEADER)
+        data = read_file(path, MOST_SAVED_BYTES + _MOST_HEADER, begins=_MAGIC)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the call: {error.strerror or error}") from error
     start = len(_MAGIC) + 4
@@ -298,11 +300,8 @@ def _read(path: Path) -> SavedCall:
 
 
 def _header(path: Path, data: bytes) -> SavedHeader:
-    try:
-        header = msgspec.json.decode(data, type=SavedHeader)
-        is_ours = msgspec.json.encode(header) == data
-    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
-        raise UsageError(f"{path}: expected the header of a call, got a damaged file: {error}") from error
+    header = parse_record(data, SavedHeader, path, "the header of a call")
+    is_ours = msgspec.json.encode(header) == data
     wrong = header.call.check() if is_ours else "it is not written as this version writes it"
     size = header.call.size
     if not wrong and (len(header.global_ranks) != size or header.rank >= size or max(header.global_ranks) >= 1 << 31):

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import math
 import os
-import sys
 import threading
 import time
 import weakref
@@ -30,8 +29,9 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
+from commlayer.peer_words import read_times
 from commlayer.profiles.pairs import Pair, pair_rounds
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.drift import Drift
@@ -397,7 +397,7 @@ class GroupWatch:
         self._ledger.happened(self._appointments.calls, what)
         if is_said:
             text = f"group {self._planned.name}, call {self._appointments.calls}: {what}"
-            print(f"commlayer: {printable(text)}", file=sys.stderr)
+            say(text)
 
     @property
     def _call_us(self) -> float:
@@ -434,7 +434,7 @@ class GroupWatch:
             return None
         told = {0: self._ledger.durations()}
         for rank, data in zip(others, self._asked().multi_get(keys), strict=True):
-            told[rank] = array("d", bytes(data))
+            told[rank] = read_times(bytes(data), f"rank {rank} of the group")
         return told
 
     def _keep_pace(self, now_s: float) -> None:
@@ -460,7 +460,7 @@ class GroupWatch:
         self._appointments.fail(error)
         if not self._planned.board.has_leaver:
             text = f"group {self._planned.name} is not watched any more, and keeps its plans: {error}"
-            print(f"commlayer: {printable(text)}", file=sys.stderr)
+            say(text)
 
     def close(self) -> None:
         """The group is over."""

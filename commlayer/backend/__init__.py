@@ -9,15 +9,16 @@ Programs that accept only names that they know (accelerate, the HF Trainer) get 
 asked for, also in ``cpu:gloo,cuda:nccl``, and where ``init_process_group`` is called without one. ``get_backend()`` then
 says ``commlayer``. Rank 0 prints a line about it.
 
-This module runs inside ``import torch``: it imports nothing but torch.distributed, which is loaded by then, and raises
-nothing. All else is imported when the first group is made.
+This module runs inside ``import torch``: it imports nothing but torch and torch.distributed, which are loaded by then, and
+raises nothing. All else is imported when the first group is made.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
+
+from commlayer.profiles.printable import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,16 +48,19 @@ def autoload() -> None:
     try:
         _register()
     except Exception as error:  # noqa: BLE001  import torch must not fail because commlayer is installed
-        warnings.warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
+        warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _register() -> None:
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         return
     if "commlayer" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=["cpu", "cuda"])
+        # Whether there is a GPU is asked when a group is made: its driver, once asked, cannot be used by forked children.
+        devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+        dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=devices)
     from commlayer.backend.patches import answer_to, teach_store
 
     teach_store()

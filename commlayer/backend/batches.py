@@ -142,14 +142,14 @@ class Batches:
     def start(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
         """Send and receive, to and from members of the group; tensors of any dtype and layout, on one device.
 
-        Those without elements are not sent. What is sent must not change before the wait. Raises UsageError for this rank itself
-        or one that is not in the group, PeerError for a connection that is known to be broken.
+        Those without elements are not sent. What is sent must not change before the wait. Raises UsageError for a rank
+        that is not in the group, PeerError for a connection that is known to be broken.
         """
         sends = [(real(x), peer) for x, peer in sends if x.numel()]
         receives = [(real(x), peer) for x, peer in receives if x.numel()]
         for role, parcels in (("destination", sends), ("source", receives)):
             for _, peer in parcels:
-                self._members.require_other(role, peer)
+                self._members.require_member(role, peer)
         if any(not x.is_cpu for x, _ in (*sends, *receives)):
             return self._start_on_device(sends, receives)
         if self._order.lane.name is None:
@@ -252,7 +252,8 @@ class Batches:
     def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int, noted: NotedMessage) -> None:
         what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._members.named(peer)}"
         try:
-            batch.works.append((getattr(self._inner.gloo, verb)([piece], peer, _TAG - nth % _TAGS), what, noted))
+            work = self._messages.post(self._inner.gloo, verb, piece, peer, _TAG - nth % _TAGS)
+            batch.works.append((work, what, noted))
         except RuntimeError as error:
             raise self._messages.error(error, what) from error
 

@@ -28,7 +28,14 @@ from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.joining import GroupRequest, Joined, joining_group
-from commlayer.backend.patches import teach_barrier, teach_batches, teach_lists, teach_monitored_barrier, teach_timeouts
+from commlayer.backend.patches import (
+    correct_devices,
+    teach_barrier,
+    teach_batches,
+    teach_lists,
+    teach_monitored_barrier,
+    teach_timeouts,
+)
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.devices.device_contract import Messenger
@@ -87,6 +94,7 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     none.
     """
     skip_methods()
+    correct_devices()
     teach_monitored_barrier()
     teach_timeouts()
     teach_batches()

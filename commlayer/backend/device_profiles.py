@@ -8,7 +8,6 @@ A rank that is gone, or does not come, is another matter: then the call fails, a
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from commlayer.failures.board import FailureBoard, own_client, why_left
 from commlayer.failures.endings import bury
 from commlayer.failures.waits import Watched, keep
 from commlayer.measure.all_ranks import AllRanks
+from commlayer.peer_words import read_text
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
-from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.printable import say, shortened
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
@@ -77,11 +77,9 @@ class DeviceSurvey:
         if not verdict:
             return None if profile is None else Planner(profile)
         if self.rank == 0:
-            print(
-                f"commlayer: {printable(shortened(verdict, 600))}: the links of group {self.name} on {device.type} are not "
-                "known, and its calls on that device are the inner backend's own, on all of its ranks",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"{shortened(verdict, 600)}: the links of group {self.name} on {device.type} are not known, and its calls on "
+                "that device are the inner backend's own, on all of its ranks"
             )
         return None
 
@@ -112,7 +110,7 @@ def settle(store: Store, num_ranks: int, board: FailureBoard, timeout_s: float, 
     Raises PeerError where a rank of ``board`` is gone, CollectiveTimeoutError where one does not come within ``timeout_s``.
     """
     if store.add("come", 1) == num_ranks:  # whoever has a veto has said it
-        store.set("verdict", store.get("why").decode(errors="replace") if store.check(["why"]) else _WELL)
+        store.set("verdict", read_text(store.get("why")) if store.check(["why"]) else _WELL)
     until, look_s = time.monotonic() + timeout_s, _LOOK_S
     while not store.check(["verdict"]):
         if board.is_broken:
@@ -123,5 +121,5 @@ def settle(store: Store, num_ranks: int, board: FailureBoard, timeout_s: float, 
             )
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)  # all ranks ask one store
-    verdict = store.get("verdict").decode(errors="replace")
+    verdict = read_text(store.get("verdict"))
     return "" if verdict == _WELL else verdict

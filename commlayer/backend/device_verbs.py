@@ -172,7 +172,7 @@ class DeviceVerbs:
         """Make a sum a mean, behind the call."""
         # A tensor that was made in inference mode is written in it only.
         with torch._C._InferenceMode(True) if target.is_inference() else nullcontext():
-            call.then(partial(target.detach().div_, self._size))
+            call.then(partial(target.data.div_, self._size))
 
 
 def is_dense(x: torch.Tensor) -> bool:

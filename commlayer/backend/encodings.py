@@ -178,7 +178,7 @@ class Encodings:
         )
         if op == AVG:
             with torch._C._InferenceMode(True):
-                target.div_(size)
+                target.data.div_(size)
         return True
 
     def _call(

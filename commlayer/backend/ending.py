@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 
 from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
@@ -15,6 +14,7 @@ from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
+from commlayer.profiles.printable import warn
 from commlayer.statistics import GroupCounters
 
 __all__ = ["Ending"]
@@ -63,9 +63,13 @@ class Ending:
 
     def is_over_within(self, patience_s: float) -> bool:
         """Wait so long for what is under way, on the host and on devices; whether all of it has ended then. Warns of calls that
-        a device has not run by then, by their names."""
+        a device has not run by then, by their names.
+
+        Without patience the calls that other threads wait for count too; else their threads go on, and wait for them."""
         if self._inner.is_ended:
             return True
+        if not patience_s and self._order.track.issued > self._order.ended and not self._inner.planned.board.is_broken:
+            return False
         until = time.monotonic() + patience_s
         has_ended = self._order.progress.drain(patience_s)
         if self._batches.sender is not None:
@@ -76,7 +80,7 @@ class Ending:
             words = each.under_way_after(max(0.001, until - time.monotonic()))
             if words:
                 has_ended = False
-                warnings.warn(
+                warn(
                     f"commlayer: {self._members.who}: {words} had not run on {kind} {patience_s:g} s after the group was to end; "
                     "it is broken off: look at the log of the rank that is late, or wait for calls before the end",
                     RuntimeWarning,

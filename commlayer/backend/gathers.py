@@ -49,8 +49,8 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
         calls.run_plan(plan, "all_gather", num_bytes, input, output, opts)
         return
     if plan is None and is_plain(output) and is_plain(input):
-        if output.dim() != 1 or input.dim() != 1:
-            output, input = output.detach().view(-1), input.detach().view(-1)
+        # The verb tells autograd of the change, not Gloo.
+        output, input = output.data.view(-1), input.detach().view(-1)
         calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, output, input, opts)
         return
     with torch.inference_mode():
@@ -91,7 +91,8 @@ def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: A
         return
     plan = calls.look("all_gather", input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
     if plan is None and is_plain(input) and all(o.shape == input.shape and is_plain(o) for o in outputs):
-        calls.flat("all_gather", num_bytes, calls.inner.gloo.allgather, [outputs], [input], opts)
+        gloo = calls.inner.gloo
+        calls.flat("all_gather", num_bytes, gloo.allgather, [[each.data for each in outputs]], [input], opts)
         return
     with torch.inference_mode():
         gathered = torch.empty(sum(sizes), dtype=input.dtype)

@@ -10,7 +10,6 @@ The group itself does nothing: a verb is a row of a table (verbs.py), and state 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,6 +47,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
 from commlayer.statistics import GroupCounters
@@ -142,7 +142,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         order, groups = self._order, self._inner
         choices.reasons = groups.planned.choices.reasons  # one list for the statistics
         if groups.planned.settings.shadow is not None and choices.is_planning:
-            warnings.warn(
+            warn(
                 f"commlayer: COMMLAYER_SHADOW compares planned calls of CPU tensors; those on {device_type} are not compared",
                 stacklevel=2,
             )
@@ -214,9 +214,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     # Messages
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
-        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
+        """Send ``tensors[0]`` (any dtype, strided) to rank ``dstRank`` of the group, which may be this one.
 
-        Raises UsageError for this rank itself, or one that is not in the group.
+        Raises UsageError for a rank that is not in the group.
         """
         return self._messages.send(tensors, dstRank, tag)
 
@@ -224,8 +224,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
         return self._messages.recv(tensors, srcRank, tag)
 
+    def require_message(self, verb: str, tensor: torch.Tensor, member: int) -> None:
+        """Raises what a ``send`` to, or a ``recv`` from, ``member`` would be refused with; sends nothing."""
+        self._messages.require(verb, [tensor], member)
+
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
-        """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
+        """Receive into ``tensors[0]`` from whichever other rank sends first; ``source_rank()`` of the Work says which."""
         return self._messages.recv_anysource(tensors, tag)
 
     # Lanes
@@ -277,6 +281,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def name(self) -> str:
         return "commlayer"
+
+    def _get_backend_name(self) -> str:
+        """``gloo`` in a group without CUDA, else ``commlayer``: torch's ShardedTensor and SyncBatchNorm ask by this name whether
+        tensors are on the CPU, and take a CUDA device where it is another. ``get_backend()`` does not ask here."""
+        return "commlayer" if "cuda" in self._inner.on_devices else "gloo"
 
     @property
     def who(self) -> str:

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import Backend
 
-from commlayer.engine.group_plans import TRIED, parse_plan
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
+from commlayer.scheduler.named_plans import AUTO, TRIED, plan_words
+from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.wire import WireFormat, parse_wire
 from commlayer.settings import MOST_CONNECTIONS, Settings
 
@@ -50,7 +51,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             a plan sends it; a long link takes more bytes on its way than one connection keeps there.
         nccl: NCCL's own options, for tensors on CUDA.
 
-    Raises UsageError for a value that is none of these.
+    Raises UsageError for a value that is none of these, and for options of which one leaves another nothing to do.
     """
 
     def __init__(
@@ -85,13 +86,41 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             _plan_words(plan),
             reduction,
         )
-        if self.plan not in (None, "auto") and WireFormat.NATIVE in self.sum_formats:
-            raise UsageError(
-                f"GroupOptions.wire: with a named plan no profile says whether {wire!r} is faster, so nothing would be encoded: "
-                f"give wire='{self.wire}!', or plan='auto'; got plan {plan!r}"
-            )
         self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
         self.replan, self.shadow, self.connections, self.nccl = replan, shadow, connections, nccl
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse options of which one leaves another nothing to do."""
+        name = (self.plan or AUTO).partition(":")[0]
+        is_named = name not in (AUTO, TRIED)
+        if name == Strategy.PIPELINED_COPY:
+            raise UsageError(
+                f"GroupOptions.plan: {name} is for tokens that a Communicator moves, and applies to no call of a group: give "
+                "another plan, or plan='auto'"
+            )
+        if name != AUTO and WireFormat.NATIVE in self.sum_formats:
+            raise UsageError(
+                f"GroupOptions.wire: with plan {self.plan!r} no profile says whether {self.wire!r} is faster, so nothing would "
+                f"be encoded: give wire='{self.wire}!', or plan='auto'"
+            )
+        is_watching = self.replan in ("on", "audit")
+        if is_watching and self.audit is False:
+            raise UsageError(
+                f"GroupOptions.replan: {self.replan!r} compares what calls took with what was promised, and audit=False keeps "
+                "neither: leave audit out, or give replan='off'"
+            )
+        if is_watching and is_named:
+            raise UsageError(
+                f"GroupOptions.replan: {self.replan!r} changes plans that a profile chose, and plan {self.plan!r} stays: give "
+                "plan='auto', or replan='off'"
+            )
+        for option, is_asked in {"shadow": self.shadow, "connections": (self.connections or 1) > 1}.items():
+            if is_asked and name == Strategy.FLAT:
+                raise UsageError(
+                    f"GroupOptions.{option}: it is for calls that go by a plan, and with plan='flat' none does: leave {option} "
+                    "out, or give another plan"
+                )
 
     def __copy__(self) -> GroupOptions:
         return self  # nobody changes it: one object may be given for several groups
@@ -146,18 +175,15 @@ def _refuse(name: str, expected: str, got: object) -> NoReturn:
 
 
 def _plan_words(plan: object) -> str | None:
-    """The plan as it is told to the other ranks: ``Auto`` and ``pipelined×4`` are ``auto`` and ``pipelined:4``."""
+    """The plan as it is told to the other ranks."""
     if plan is None:
         return None
     if not isinstance(plan, str):
         _refuse("plan", "the name of a plan, such as 'pipelined:4'", plan)
-    if plan.strip().lower() in ("auto", TRIED):
-        return plan.strip().lower()
     try:
-        strategy, chunks = parse_plan(plan.strip().lower(), "GroupOptions.plan")
+        return plan_words(plan, "GroupOptions.plan")
     except SettingsError as error:
-        raise UsageError(f"{error}; or auto, for what the profile says") from None
-    return strategy.value if chunks == 1 else f"{strategy.value}:{chunks}"
+        raise UsageError(str(error)) from None
 
 
 def _wire_words(wire: object, formats: tuple[WireFormat, ...]) -> str | None:

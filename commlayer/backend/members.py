@@ -61,13 +61,8 @@ class Members:
         if not 0 <= root < self.size:
             raise TensorError(f"{self.who}: {what} root {root}: expected a rank of the group, 0 to {self.size - 1}")
 
-    def require_other(self, role: str, member: int) -> None:
-        """Gloo answers a rank that is not there with a crash or a hang, and this one as if it were a dead peer."""
-        if member == self.rank:  # in torch's words: its send() and recv() say this, isend() and irecv() do not ask
-            raise UsageError(
-                f"{self.who}: Invalid {role} rank: {role} rank should not be the same as the rank of the current process: "
-                "this backend sends to other ranks only; copy the tensor instead"
-            )
+    def require_member(self, role: str, member: int) -> None:
+        """Raises UsageError for a rank that is not there, which Gloo answers with a crash or a hang."""
         if not 0 <= member < self.size:
             raise UsageError(
                 f"{self.who}: Invalid {role} rank {member}: expected a rank of the group, 0 to {self.size - 1}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 
 import torch
 from torch._C._distributed_c10d import ReduceOp
 
 from commlayer.backend.arithmetic import AVG, SUM
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, wires_of_sum
 
 __all__ = ["wires_of_own_sum"]
@@ -31,7 +31,7 @@ def wires_of_own_sum(
 def _warn(formats: tuple[WireFormat, ...], elements: int) -> None:
     if elements > 1 and NATIVE.format not in formats:
         names = " or ".join(map(str, formats))
-        warnings.warn(
+        warn(
             f"commlayer: a sum of {elements} FP32 elements for each rank goes as it is and not in {names}: no width from 16 to "
             "1024 divides that number into rows with scales; pad the tensor, or allow bf16 too",
             stacklevel=2,

@@ -4,7 +4,10 @@
   wrapped when the first group of ours is made; other groups see torch's own.
 - ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
 - ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
-  send to each other before they receive wait for ever.
+  send to each other before they receive wait for ever; on the CPU, one that is refused leaves a batch half sent, and the next one
+  pairs wrongly.
+- A backend is registered for types of devices before anybody may ask whether the machine has any; ``ShardedTensor.gather`` makes
+  tensors on one that is not the CPU, if there is one. The list is corrected when a group is made.
 - ``_new_process_group_helper`` asks a backend for a group on its members only. The ranks that call ``new_group`` for a group that
   they are not in say with which list (called_lists.py).
 - ``_store_based_barrier``, behind making a group where TORCH_DIST_INIT_BARRIER is 1, waits its whole timeout for a rank that is
@@ -25,11 +28,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from commlayer.profiles.printable import say
+
 __all__ = [
     "answer_to",
+    "correct_devices",
     "teach_barrier",
     "teach_batches",
     "teach_lists",
@@ -70,6 +77,13 @@ def teach_store() -> None:
     _replace("init_process_group", make)
 
 
+def correct_devices() -> None:
+    """Let torch know for which types of devices this backend has collectives in this process."""
+    from commlayer.transport.nccl import is_usable  # this module may be imported inside ``import torch``
+
+    dist.Backend.backend_capability["commlayer"] = ["cpu", "cuda"] if is_usable() else ["cpu"]
+
+
 def teach_monitored_barrier() -> None:
     """Let ``torch.distributed.monitored_barrier`` work on groups of this backend."""
 
@@ -107,7 +121,7 @@ def teach_timeouts() -> None:
 
 
 def teach_batches() -> None:
-    """Let ``batch_isend_irecv`` of tensors on a device post its messages as one block on groups of this backend too."""
+    """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of them or none."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
@@ -115,9 +129,14 @@ def teach_batches() -> None:
 
             first = p2p_op_list[0] if p2p_op_list else None
             group = getattr(first, "group", None) or c10d.GroupMember.WORLD
-            if first is None or not isinstance(group, CommlayerGroup) or first.tensor.is_cpu:
+            if first is None or not isinstance(group, CommlayerGroup):
                 return original(p2p_op_list)  # type: ignore[no-any-return]
             c10d._check_p2p_op_list(p2p_op_list)
+            for each in p2p_op_list:
+                tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
+                group.require_message("send" if each.op is dist.isend else "recv", tensor, each.group_peer)
+            if first.tensor.is_cpu:
+                return original(p2p_op_list)  # type: ignore[no-any-return]
             device = first.tensor.device
             group._start_coalescing(device)
             try:
@@ -207,11 +226,7 @@ def answer_to(alias: str) -> None:
                 how = "made a group of that backend, which is not planned"
                 how += "" if other is None else f": COMMLAYER_AS={other} would have it planned"
             if str(backend).lower() != "commlayer" and dist.get_rank() == 0:
-                print(
-                    f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") {how}',
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f'COMMLAYER_AS={alias}: init_process_group("{backend}") {how}')
             return result
 
         return init_process_group

@@ -1,7 +1,8 @@
 """send, recv and their kin: straight to the inner backend, whatever is queued.
 
 Queued behind collectives they would deadlock programs that are correct (two ranks that send to each other before they
-receive). Gloo keeps them apart from collectives by their tags, also when another thread runs those.
+receive). Gloo keeps them apart from collectives by their tags, also when another thread runs those. What a rank sends to itself
+meets in memory (own_messages.py).
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
-from commlayer.backend.tensors import land, landing, plain_row, reals
+from commlayer.backend.own_messages import OwnMessages
+from commlayer.backend.tensors import land, landing, plain_row, reals, require_room
 from commlayer.diagnosis.ring import ANY
 from commlayer.emulation.accelerators.device_clock import await_device
+from commlayer.engine.plain import require_dense
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
@@ -104,22 +107,31 @@ class Messages:
     def __init__(self, order: Order, counters: GroupCounters) -> None:
         self._order, self._members, self._inner, self._counters = order, order.members, order.inner, counters
         self.track = order.track
+        self.own = OwnMessages(self._members, order.inner.planned.board)
+
+    def require(self, verb: str, tensors: Sequence[torch.Tensor], member: int) -> torch.Tensor:
+        """The one tensor of a send to, or a recv from, ``member``. Raises TensorError, UsageError where it would be refused."""
+        tensor = self._only_one(verb, tensors)
+        if tensor.is_cpu:
+            self._members.require_member("destination" if verb == "send" else "source", member)
+            require_dense(tensor)
+            if verb == "recv" and not tensor.is_contiguous():
+                require_room(tensor)
+        return tensor
 
     def send(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
         """See CommlayerGroup; so the next two."""
-        tensor = self._only_one("send", tensors)
+        tensor = self.require("send", tensors, member)
         if not tensor.is_cpu:
             return self._order.on_device(tensor).send(tensors, member, tag)  # type: ignore[no-any-return]
-        self._members.require_other("destination", member)
         await_device()
         moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
-        tensor = self._only_one("recv", tensors)
+        tensor = self.require("recv", tensors, member)
         if not tensor.is_cpu:
             return self._order.on_device(tensor).recv(tensors, member, tag)  # type: ignore[no-any-return]
-        self._members.require_other("source", member)
         what = f"recv from rank {self._members.named(member)}, tag {tag}"
         return self._start("recv", what, tensor, landing(tensor), member, tag)
 
@@ -135,7 +147,7 @@ class Messages:
         try:
             # The tags of planned calls begin at FIRST_TAG, on the same connections.
             gloo = self._inner.gloo if to[-1] < FIRST_TAG else self._inner.direct
-            work = getattr(gloo, verb)([moved], *to)
+            work = self.post(gloo, verb, moved, *to)
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.error(error, what) from error
         num_bytes = tensor.nbytes
@@ -146,6 +158,13 @@ class Messages:
             return message
         self._order.coalescing.append(message)
         return None  # as NCCL: what is coalesced is waited for as a whole
+
+    def post(self, gloo: Any, verb: str, row: torch.Tensor, *to: int) -> Work:
+        """Post a message on ``gloo``, an inner group; one of this rank to itself, in memory. Raises RuntimeError."""
+        if len(to) == 2 and to[0] == self._members.rank:
+            gloo.rank()  # of a group that has ended it raises
+            return getattr(self.own, verb)(row, to[1])  # type: ignore[no-any-return]  # waited for in the same way
+        return getattr(gloo, verb)([row], *to)  # type: ignore[no-any-return]
 
     def note(self, verb: str, dtype: torch.dtype, num_bytes: int, *to: int) -> NotedMessage:
         """Note in the ring that a message is posted; ``to``: the member that it goes to or comes from, unless from any, and its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.waits import Board, Watched
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
@@ -108,7 +108,7 @@ def begin(
         return False
     if len(global_ranks) != world_size:
         if recorder() is None:
-            warnings.warn(
+            warn(
                 "COMMLAYER_TRACE: nothing is recorded before there is a group of all ranks, whose clocks can be compared: make "
                 "the default group with backend commlayer, or one with planned_group()",
                 stacklevel=2,
@@ -123,7 +123,7 @@ def begin(
     try:
         opened = open_recorder(folder, global_ranks[rank], world_size, gather)
     except OSError as error:  # the job's results are worth more than its trace
-        warnings.warn(
+        warn(
             f"COMMLAYER_TRACE: rank {global_ranks[rank]} records nothing, because it cannot make the folder "
             f"{folder}: {error}",
             stacklevel=2,

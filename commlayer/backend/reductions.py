@@ -141,7 +141,7 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
             _reduce_scatter_carried(calls, output, input, opts)
         return
     num_bytes, given = input.nbytes, input
-    output, input = output.detach().view(-1), input.detach().view(-1)
+    output, input = output.data.view(-1), input.detach().view(-1)  # the verb tells autograd, not Gloo
     if calls.encoded_sums is not None and calls.encoded_sums("reduce_scatter", input, output, op, opts):
         return
     plan = calls.look("reduce_scatter", given, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
@@ -215,7 +215,7 @@ def _reduce_by_plan(
     calls.run_plan(plan, collective, num_bytes, source, target, opts, op=PLAN_NAMES[op])
     if op == AVG:
         with torch._C._InferenceMode(True):
-            target.div_(calls.members.size)
+            target.data.div_(calls.members.size)
 
 
 def _plain(opts: Any) -> AllreduceOptions:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -38,7 +37,7 @@ from commlayer.engine.plain import as_bytes
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import printable, warn
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 from commlayer.wire.codecs import Codec
@@ -144,8 +143,8 @@ class _Sample:
         got.copy_(flat)
         self.shadow.stop(said)
         if self.order.members.rank == 0:
-            warnings.warn(
-                printable(f"commlayer: {said}. This call has flat's result, and the group goes on flat. {kept}"),
+            warn(
+                f"commlayer: {said}. This call has flat's result, and the group goes on flat. {kept}",
                 stacklevel=2,
             )
 

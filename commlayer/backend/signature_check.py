@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.waits import bounded, is_timeout, wait, within
+from commlayer.peer_words import read_number, read_text
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 
@@ -156,8 +157,11 @@ class SignatureCheck:
         key = f"{self._key}{name}"
         if not store.check([key]):
             return None
-        number, _, text = store.get(key).decode(errors="replace").partition(" ")
-        return int(number), text
+        number, _, text = store.get(key).partition(b" ")
+        try:
+            return read_number(number, f"the rank that wrote {key}"), read_text(text)
+        except DisagreementError:
+            return -1, "unknown: what it says of its calls cannot be read"
 
 
 def described(

@@ -75,9 +75,10 @@ def plain_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def landing(x: torch.Tensor) -> torch.Tensor:
-    """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where that is possible."""
+    """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where that is possible. Of what is
+    written there autograd hears nothing, as of :func:`land`."""
     if x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return as_row(x.detach())
+        return as_row(x.data)
     require_room(x)
     return torch.empty(x.numel(), dtype=x.dtype)
 
@@ -92,9 +93,9 @@ def require_room(x: torch.Tensor) -> None:
 
 
 def land(x: torch.Tensor, arrived: torch.Tensor) -> None:
-    """Put ``arrived`` (1-D) into ``x``, unless it is there already."""
+    """Put ``arrived`` (1-D) into ``x``, unless it is there already. Autograd is not told: see :attr:`Verb.changes`."""
     if arrived.numel() and arrived.data_ptr() != x.data_ptr():
-        x.detach().copy_(arrived.view(x.shape))
+        x.data.copy_(arrived.view(x.shape))
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -103,8 +104,8 @@ def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def spread(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """The reverse of :func:`join`."""
+    """The reverse of :func:`join`; as :func:`land`."""
     at = 0
     for part in parts:
-        part.detach().copy_(row[at : at + part.numel()].view(part.shape))
+        part.data.copy_(row[at : at + part.numel()].view(part.shape))
         at += part.numel()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd.graph import increment_version
 
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
 from commlayer.backend.members import Members, Tensors
@@ -27,6 +28,7 @@ from commlayer.backend.running import Calls, Refused
 from commlayer.backend.tensors import real, reals
 
 __all__ = [
+    "ONE_EACH_RANK",
     "Direct",
     "Method",
     "Verb",
@@ -40,6 +42,8 @@ __all__ = [
     "rows_out",
 ]
 
+ONE_EACH_RANK = -1
+"""One change for each rank of the group: Gloo copies a block at a time."""
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
 Method = Callable[..., Work]
@@ -86,11 +90,31 @@ class Verb:
     """The name that it has in errors about its arguments, where that is not ``collective``."""
     also: tuple[Any, ...] = ()
     """Other options of torch's that are taken."""
+    changes: int = 0
+    """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a number, or
+    :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was saved for it and has changed since. Bodies
+    tell of none: how a call runs must not be seen there."""
 
     @property
     def name(self) -> str:
         """The first name."""
         return self.names.split()[0]
+
+    @property
+    def task(self) -> Callable[..., None]:
+        """``body``, and then what it tells autograd."""
+        return _telling_autograd(self.body, self.changes) if self.changes else self.body
+
+
+def _telling_autograd(body: Callable[..., None], changes: int) -> Callable[..., None]:
+    def task(calls: Calls, outputs: Any, *args: Any) -> None:
+        body(calls, outputs, *args)
+        written = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        if written and not isinstance(written[0], torch.Tensor):
+            written = [each for row in written for each in row]
+        increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
+
+    return task
 
 
 def add_methods(group: type, rows: Iterable[Verb]) -> None:
@@ -117,7 +141,7 @@ _NEVER = Direct(attrgetter("_none"), frozenset())
 
 def in_place(row: Verb) -> Method:
     """``tensors`` (a list, mostly of one) change in place."""
-    name, options, collective, body = row.name, row.options, row.collective, row.body
+    name, options, collective, body = row.name, row.options, row.collective, row.task
     title, takes_as_it_is = row.title or row.collective, row.direct is not None
     direct = row.direct or _NEVER
     inner, dtypes, fits, refuses = direct.inner, direct.dtypes, direct.fits, direct.refuses
@@ -167,7 +191,7 @@ def in_place(row: Verb) -> Method:
 
 def _issued_pair(row: Verb) -> Method:
     """Makes what takes one tensor that goes and one that comes into the group's order, or to NCCL; ``splits`` of an exchange."""
-    name, collective, body = row.name, row.collective, row.body
+    name, collective, body = row.name, row.collective, row.task
 
     def issue(
         self: _Parts, output: torch.Tensor, input: torch.Tensor, opts: Any, splits: tuple[list[int], ...] = ()
@@ -249,7 +273,7 @@ def pair(row: Verb) -> Method:
 
 def pairs(row: Verb, outputs_of: Callable[[Any], Any] = reals) -> Method:
     """``inputs`` go, ``outputs`` come: several tensors each, as one call."""
-    name, options, collective, body = row.name, row.options, row.collective, row.body
+    name, options, collective, body = row.name, row.options, row.collective, row.task
     check = row.check
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None, **named: Any) -> Work:
@@ -279,7 +303,7 @@ def lists_in(row: Verb) -> Method:
 
 
 def _one_list(row: Verb, *, is_out: bool) -> Method:
-    name, options, collective, body = row.name, row.options, row.collective, row.body
+    name, options, collective, body = row.name, row.options, row.collective, row.task
     is_rooted = row.is_rooted
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Work:

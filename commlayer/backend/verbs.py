@@ -25,7 +25,18 @@ from torch._C._distributed_c10d import (
 from commlayer.backend import exchanges, gathers, reductions
 from commlayer.backend.arithmetic import FLOATS
 from commlayer.backend.tensors import MOVABLE
-from commlayer.backend.verb_methods import Direct, Verb, exchange, in_place, lists_in, lists_out, pair, pairs, rows_out
+from commlayer.backend.verb_methods import (
+    ONE_EACH_RANK,
+    Direct,
+    Verb,
+    exchange,
+    in_place,
+    lists_in,
+    lists_out,
+    pair,
+    pairs,
+    rows_out,
+)
 from commlayer.failures.waits import bounded_reduce_scatter
 
 __all__ = ["VERBS"]
@@ -39,15 +50,24 @@ _REDUCE_SCATTER = Direct(partial(partial, bounded_reduce_scatter), FLOATS, scatt
 _ALL_TO_ALL = Direct(attrgetter("alltoall_base"), MOVABLE)
 
 VERBS = (
-    Verb("all_gather_single _allgather_base", "all_gather", pair, AllgatherOptions, gathers.all_gather, _ALL_GATHER),
+    Verb(
+        "all_gather_single _allgather_base",
+        "all_gather",
+        pair,
+        AllgatherOptions,
+        gathers.all_gather,
+        _ALL_GATHER,
+        changes=ONE_EACH_RANK,
+    ),
     Verb(
         "all_gather_single_coalesced allgather_into_tensor_coalesced",
         "all_gather",
         pairs,
         AllgatherOptions,
         gathers.all_gather_each,
+        changes=ONE_EACH_RANK,
     ),
-    Verb("allgather", "all_gather", lists_out, AllgatherOptions, gathers.all_gather_list),
+    Verb("allgather", "all_gather", lists_out, AllgatherOptions, gathers.all_gather_list, changes=1),
     Verb(
         "allgather_coalesced",
         "all_gather",
@@ -55,9 +75,10 @@ VERBS = (
         AllgatherOptions,
         gathers.all_gather_rows,
         check=gathers.check_lists_of_rows,
+        changes=1,
     ),
     Verb("broadcast", "broadcast", in_place, BroadcastOptions, gathers.broadcast, _BROADCAST),
-    Verb("gather", "gather", lists_out, GatherOptions, gathers.gather, is_rooted=True),
+    Verb("gather", "gather", lists_out, GatherOptions, gathers.gather, is_rooted=True, changes=1),
     Verb("scatter", "scatter", lists_in, ScatterOptions, gathers.scatter, is_rooted=True),
     Verb("allreduce", "all_reduce", in_place, AllreduceOptions, reductions.all_reduce, _ALL_REDUCE, may_be_sparse=True),
     Verb(
@@ -69,6 +90,7 @@ VERBS = (
         may_be_sparse=True,
         title="all_reduce_coalesced",
         also=(AllreduceOptions,),
+        changes=1,
     ),
     Verb("reduce", "reduce", in_place, ReduceOptions, reductions.reduce),
     Verb(
@@ -78,6 +100,7 @@ VERBS = (
         ReduceScatterOptions,
         reductions.reduce_scatter,
         _REDUCE_SCATTER,
+        changes=1,
     ),
     Verb(
         "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
@@ -85,8 +108,17 @@ VERBS = (
         pairs,
         ReduceScatterOptions,
         reductions.reduce_scatter_each,
+        changes=1,
     ),
-    Verb("reduce_scatter", "reduce_scatter", lists_in, ReduceScatterOptions, reductions.reduce_scatter_list),
+    Verb("reduce_scatter", "reduce_scatter", lists_in, ReduceScatterOptions, reductions.reduce_scatter_list, changes=1),
     Verb("all_to_all_single alltoall_base", "all_to_all", exchange, AllToAllOptions, exchanges.all_to_all, _ALL_TO_ALL),
-    Verb("alltoall", "all_to_all", pairs, AllToAllOptions, exchanges.all_to_all_lists, check=exchanges.check_lists),
+    Verb(
+        "alltoall",
+        "all_to_all",
+        pairs,
+        AllToAllOptions,
+        exchanges.all_to_all_lists,
+        check=exchanges.check_lists,
+        changes=1,
+    ),
 )

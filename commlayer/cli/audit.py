@@ -21,6 +21,7 @@ from commlayer.auditing.audit_words import (
 )
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
 from commlayer.cli.commands import Command
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -63,7 +64,8 @@ def audit_command(
         raise click.UsageError("--prometheus and --json are two ways to print the same: choose one")
     refused = tuple(name for name, value in (("--output", output), ("--job", job)) if value)
     places = of_replicas(path, audit_name("*"), refused) if path.is_dir() else [("", path)]
-    audits = {name: read_audits(place, job) for name, place in places}
+    damaged: list[str] = []
+    audits = {name: read_audits(place, job, damaged) for name, place in places}
     merged = {name: merge_audits(each) for name, each in audits.items()}
     notes = {name: _notes(each, is_folder=path.is_dir()) for name, each in merged.items()}
     if output is not None:
@@ -85,6 +87,7 @@ def audit_command(
             if name:
                 echo(f"replica {name}")
             _show(each, show_all)
+    refuse_damaged(damaged)
 
 
 def _print_prometheus(audits: Sequence[RankAudit]) -> None:

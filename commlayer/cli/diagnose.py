@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from commlayer.cli.commands import Command
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
@@ -37,7 +38,7 @@ def diagnose_command(
 ) -> None:
     """Say who waits for whom, from what a job's ranks remember of their calls.
 
-    DIR has the files calls-00000.json and so on that every rank writes when a call times out, or when one rank gets SIGUSR1;
+    DIR has the files calls-00000.json and so on that every rank writes when a call times out, a rank aborts, or gets SIGUSR1;
     those of all machines. COMMLAYER_DIAGNOSE_DIR says where. Where several replicas wrote into it, each has a folder of its own
     there, and so has each group that replicas form: each is diagnosed by itself.
 
@@ -46,11 +47,12 @@ def diagnose_command(
       commlayer diagnose DIR
       commlayer diagnose DIR -o hang.html --flight-recorder dumps
 
-    Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read.
+    Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read: what the others say is printed all the same.
     """
     refused = tuple(name for name, value in (("--output", output), ("--flight-recorder", flight_recorder)) if value)
     places = of_replicas(folder, "calls-*.json", refused)
-    all_logs = {name: read_logs(place) for name, place in places}
+    damaged: list[str] = []
+    all_logs = {name: read_logs(place, damaged) for name, place in places}
     results = {name: diagnose(each) for name, each in all_logs.items()}
     logs, found = next(iter(all_logs.values())), next(iter(results.values()))
     if as_json:
@@ -71,6 +73,7 @@ def diagnose_command(
 
         write_flight_recorder(flight_recorder, logs)
         echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
+    refuse_damaged(damaged)
     ctx.exit(1 if any(each.has_found for each in results.values()) else 0)
 
 

@@ -10,7 +10,7 @@ import click
 from commlayer.cli.commands import Command
 from commlayer.cli.doctor_checks import Finding, all_findings
 from commlayer.cli.option_types import json_option
-from commlayer.cli.tables import cell_text, console, echo, print_json
+from commlayer.cli.tables import cell_text, echo, print_grid, print_json
 
 __all__ = ["doctor"]
 
@@ -53,6 +53,6 @@ def _show(findings: Sequence[Finding]) -> None:
         mark, colour = _MARKS[finding.mark]
         advice = cell_text(finding.advice, "" if finding.mark != "ok" else "dim")
         table.add_row(cell_text(mark, f"bold {colour}"), cell_text(finding.name), cell_text(finding.value), advice)
-    console().print(table)
+    print_grid(table)
     counts = {mark: sum(finding.mark == mark for finding in findings) for mark in _MARKS}
     echo(f"\n{counts['ok']} ✓   {counts['warn']} !   {counts['bad']} ✗")

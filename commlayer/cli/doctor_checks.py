@@ -51,9 +51,9 @@ def all_findings() -> list[Finding]:
 _CORE = ("torch", "numpy", "scipy", "click", "rich", "msgspec")
 _MINIMUM = re.compile(r"\s*([\w.-]+)\s*>=\s*([\w.]+)\s*")
 _EXTRAS = {
-    "pyroute2": (("pyroute2",), "the emulated cluster needs it: pip install 'commlayer[emulation]'"),
-    "matplotlib": (("matplotlib",), "figures need it: pip install 'commlayer[plots]'"),
-    "cupy": (("cupy-cuda13x", "cupy-cuda12x", "cupy"), "only for CUDA: pip install 'commlayer[cuda12]' or [cuda13]"),
+    "pyroute2": (("pyroute2",), "the emulated cluster needs it: pip install 'pyroute2>=0.8'"),
+    "matplotlib": (("matplotlib",), "figures need it: pip install 'matplotlib>=3.8'"),
+    "cupy": (("cupy-cuda13x", "cupy-cuda12x", "cupy"), "only for CUDA: pip install cupy-cuda12x, or cupy-cuda13x"),
 }
 
 

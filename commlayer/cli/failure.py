@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
+from commlayer.cli.streams import give_up_stdout
 from commlayer.cli.tables import echo
-from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
+from commlayer.profiles.printable import shortened
 
-__all__ = ["CommandFailure", "as_typed", "exit_code", "wants_traceback", "without_field"]
+__all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "refuse_damaged", "wants_traceback", "without_field"]
 
 _NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
 """A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
+_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
+"""Why writing to stdout fails, of which Python does not say what file it was: a full disk, a closed descriptor."""
+_BUG = "this is a bug of commlayer: please report it with what `commlayer --traceback …` prints"
+_MOST_IN_LINE = 2000
+"""The most characters of a line of a message: a sentence that names every known model has fewer."""
 
 
 class CommandFailure(click.ClickException):
@@ -29,11 +37,44 @@ class CommandFailure(click.ClickException):
         echo(f" {self.format_message()}", lead="error:", colour="red", file=file, err=file is None)
 
 
-def exit_code(error: Exception) -> int:
-    """Return the exit status. 2: wrong usage or a bad file; 3: a bug of ours; 1: the surroundings failed."""
-    if isinstance(error, UsageError):
-        return 2
-    return 3 if isinstance(error, InternalError) else 1
+def failure_of(error: Exception, command: click.Command | None) -> CommandFailure:
+    """Turn whatever ``command`` has raised into a message and an exit status.
+
+    2: wrong usage, or a file that is not sound; 1: the surroundings failed; 3: a bug of ours, which is every error that we have
+    not raised on purpose.
+    """
+    if isinstance(error, CommlayerError):
+        status = 2 if isinstance(error, UsageError) else 3 if isinstance(error, InternalError) else 1
+        text = as_typed(str(error), command)
+    elif isinstance(error, OSError):
+        status, text = 1, _of_system(error)
+    elif isinstance(error, MemoryError):
+        status, text = 1, "there is not enough memory for this"
+    else:
+        status, text = 3, f"{type(error).__name__}: {error}"
+    hint = f"\n{_BUG}" if status == 3 else ""
+    return CommandFailure(fitting(text) + hint, status)
+
+
+def refuse_damaged(damaged: Sequence[str]) -> None:
+    """End the command, which has printed what sound files say, with the errors of those that are not; without any: do nothing."""
+    if damaged:
+        raise CommandFailure("\n".join(map(fitting, damaged)), 2)
+
+
+def _of_system(error: OSError) -> str:
+    """The words of an error of the system. One that names no file and is of ``_OUTPUT`` is stdout's, which is given up."""
+    where = error.filename
+    if where is None and error.errno in _OUTPUT:
+        give_up_stdout()
+        where = "output"
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if where is None else f"{where}: {reason}"
+
+
+def fitting(message: str) -> str:
+    """``message`` with the middle of a line left out that quotes a very long value."""
+    return "\n".join(shortened(line, _MOST_IN_LINE) for line in message.split("\n"))
 
 
 def as_typed(message: str, command: click.Command | None) -> str:

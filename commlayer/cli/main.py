@@ -7,8 +7,10 @@ does when it fails is decided here too, once for all of them.
 from __future__ import annotations
 
 import errno
+import sys
 from difflib import get_close_matches
 from importlib import import_module
+from traceback import format_exception
 from typing import Any, NamedTuple
 
 import click
@@ -16,14 +18,12 @@ from click.shell_completion import CompletionItem
 
 from commlayer import __version__
 from commlayer.cli.commands import CommandGroup
-from commlayer.cli.failure import CommandFailure, as_typed, exit_code, wants_traceback
-from commlayer.profiles.errors import CommlayerError
+from commlayer.cli.failure import failure_of, fitting, wants_traceback
+from commlayer.cli.streams import make_usable
+from commlayer.cli.tables import echo
 from commlayer.profiles.printable import printable
 
 __all__ = ["main"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Why writing to stdout fails, of which Python does not say what file it was."""
 
 
 class _Entry(NamedTuple):
@@ -121,24 +121,34 @@ class LazyGroup(CommandGroup):
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        make_usable()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # in what click itself prints, such as --help; of a closed pipe it has heard
+            if error.errno == errno.EPIPE or not extra.get("standalone_mode", True):
+                raise
+            failure = failure_of(error, self)
+            failure.show()
+            sys.exit(failure.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except CommlayerError as error:
-            if wants_traceback(ctx):
-                raise
-            hint = "\nthis is a bug of commlayer: please report it with --traceback" if exit_code(error) == 3 else ""
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except click.ClickException as error:  # of click's own, which quotes what was given
+            error.message = fitting(printable(error.message))  # type: ignore[misc]  # click itself sets it late in places
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # click ends quietly: whoever read has seen enough
             name = ctx.invoked_subcommand
             command = self.get_command(ctx, name) if name else None
-            raise CommandFailure(as_typed(f"{error}{hint}", command), exit_code(error)) from error
-        except click.ClickException as error:  # of click's own, which quotes what was given
-            error.message = printable(error.message)  # type: ignore[misc]  # click itself sets it late in places
-            raise
-        except OSError as error:
-            where = error.filename or ("output" if error.errno in _FULL else None)
-            if wants_traceback(ctx) or where is None:
-                raise
-            raise CommandFailure(f"{where}: {error.strerror}", 1) from error
+            failure = failure_of(error, command)
+            if wants_traceback(ctx):
+                echo("".join(format_exception(error)).rstrip(), err=True)
+            raise failure from error
 
 
 @click.group(

@@ -24,6 +24,7 @@ from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.profile import Profile
+from commlayer.profiles.strict_json import parse_object
 from commlayer.profiles.topology import Topology
 from commlayer.readers.cluster_files import resolve as resolve_cluster
 from commlayer.readers.model_files import resolve as resolve_model
@@ -475,13 +476,11 @@ def _is_profile(name: str) -> bool:
         return name not in clusters.names()
     if not os.path.isfile(name):
         return False
-    import json
-
     try:
-        content = json.loads(read_file(name))
-    except (OSError, ValueError, RecursionError):
+        content = parse_object(read_file(name), name)
+    except (OSError, UsageError):
         return False  # whoever reads it as a cluster says what is wrong
-    return isinstance(content, dict) and content.get("format") == "commlayer-profile"
+    return content.get("format") == "commlayer-profile"
 
 
 def read_space(given: dict[str, Any]) -> Space:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.commands import CommandGroup
+from commlayer.cli.failure import fitting
 from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.output_files import draw
@@ -259,7 +260,7 @@ def _checked(name: str) -> dict[str, Any]:
     try:
         profile = catalog.load_profile(name)
     except ProfileError as error:
-        message = str(error)
+        message = fitting(str(error))
         return {"profile": name, "ok": False, "message": message if name in message else f"{name}: {message}"}
     about = f"{profile.kind}, {profile.topology}, {counted(len(profile.curves), 'curve')}, {profile.fingerprint[:19]}…"
     return {"profile": name, "ok": True, "message": f"{name}: {profile.name}, {about}"}

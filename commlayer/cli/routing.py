@@ -265,15 +265,22 @@ def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:
 
 
 def _scaled(loads: ExpertLoads, tokens: int | None) -> ExpertLoads:
-    """The loads with so many tokens a step, rounded."""
-    if tokens is None:
-        return loads
+    """The loads with so many tokens a step, in whole choices of which none are lost.
+
+    Each load is rounded down, and what is missing goes to those that lost most. Raises UsageError for loads of no choices.
+    """
     from dataclasses import replace
 
+    if not loads.counts.any():
+        raise UsageError("expected recorded choices, got none in any step: record a training that routes tokens")
+    if tokens is None:
+        return loads
     mean = float(loads.counts.sum()) / loads.num_steps / loads.num_layers / loads.top_k
-    if not mean:
-        raise UsageError("--tokens: expected recorded choices to scale, got none")
-    return replace(loads, counts=(loads.counts * (tokens / mean)).round().astype("int64"))
+    exact = loads.counts * (tokens / mean)
+    counts = exact.astype("int64")  # rounds down
+    missing = exact.sum(-1, keepdims=True).round().astype("int64") - counts.sum(-1, keepdims=True)
+    place = (exact - counts).argsort(-1, kind="stable")[..., ::-1].argsort(-1)  # 0: lost most
+    return replace(loads, counts=counts + (place < missing))
 
 
 def _prices(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded", "said_warnings"]
+__all__ = ["cell_text", "echo", "echo_json", "print_grid", "print_json", "print_table", "rounded", "said_warnings"]
 
 _PIPE_WIDTH = 160
 _EASY_WRAPPED, _LEAST_WRAPPED = 48, 16
@@ -32,14 +32,28 @@ _EASY_WRAPPED, _LEAST_WRAPPED = 48, 16
 def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool = False, file: Any = None) -> None:
     """Write a line, ``lead`` before the rest in bold and in ``colour``, to stdout, or to stderr, or to ``file``."""
     styled = click.style(printable(lead), fg=colour, bold=True) if lead else ""
-    click.echo(styled + printable(text), err=err, file=file)  # noqa: TID251  the one place
+    _write(styled + printable(text) + "\n", file=file or (sys.stderr if err else sys.stdout))
+
+
+def _write(text: str, *, file: Any = None, color: bool | None = None) -> None:
+    # Without a file, click takes a stream of ASCII for a mistake, and writes UTF-8.
+    click.echo(text, nl=False, file=file or sys.stdout, color=color)  # noqa: TID251  the one place
+
+
+def _print(console: Console, *texts: Table | Text, soft_wrap: bool = False) -> None:
+    """Write what rich makes of ``texts``; their cells are of :func:`cell_text`."""
+    with console.capture() as written:  # rich's own writing ends the program itself where a pipe is closed
+        for each in texts:
+            console.print(each, soft_wrap=soft_wrap)
+    _write(written.get(), color=True)  # rich has left colours out where there are none
 
 
 def echo_json(text: str) -> None:
     """Write ``text``, which is JSON and ends its last line, to stdout. What would not be printed is written as ``\\u001b``."""
     if not text.isascii():  # JSON allows only control characters of C1 and above to stand for themselves
-        text = "".join(char if char == "\n" or printable(char) == char else _escaped(char) for char in text)
-    click.echo(text.replace("\x7f", "\\u007f"), nl=False)  # noqa: TID251
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = "".join(char if char == "\n" or _is_shown(char, encoding) else _escaped(char) for char in text)
+    _write(text.replace("\x7f", "\\u007f"))
 
 
 @contextmanager
@@ -50,6 +64,11 @@ def said_warnings(lead: str = "") -> Iterator[None]:
         yield
     for warning in caught:
         echo(f"{lead}warning: {warning.message}", err=True)
+
+
+def _is_shown(char: str, encoding: str) -> bool:
+    """Whether a stream of this encoding has the character, and a terminal shows it."""
+    return printable(char) == char and char.encode(encoding, "ignore") != b""
 
 
 def _escaped(char: str) -> str:
@@ -70,7 +89,7 @@ def rounded(value: float, digits: int = 3) -> float:
     return round(value, digits)
 
 
-def console() -> Console:
+def _console() -> Console:
     """Return rich's console on the present stdout. In a pipe it is wide, so that no cell is cut where nobody can widen it."""
     from rich.console import Console
 
@@ -83,6 +102,11 @@ def cell_text(text: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(printable(text, keep=""), style=style)
+
+
+def print_grid(grid: Table) -> None:
+    """Print a table of rich's, whose cells are of :func:`cell_text`."""
+    _print(_console(), grid)
 
 
 def print_table(
@@ -105,23 +129,23 @@ def print_table(
         spare: indices of columns to leave out, the first ones first, where a row would not fit into one line of the terminal;
             a line below says which.
     """
-    out, given, left_out = console(), [list(row) for row in rows], list[int]()
+    out, given, left_out = _console(), [list(row) for row in rows], list[int]()
     for column in spare:
         if _needed_width(columns, given, left_out, _EASY_WRAPPED) <= out.width:
             break
         left_out.append(column)
     if title:
-        out.print(cell_text(title, "bold"))
+        _print(out, cell_text(title, "bold"))
     terminal, out.width = out.width, max(out.width, _needed_width(columns, given, left_out, _LEAST_WRAPPED))
-    out.print(_table(columns, given, bold, dim, left_out))
+    _print(out, _table(columns, given, bold, dim, left_out))
     if left_out:
         names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
-        out.print(cell_text(f"left out, as there are {terminal} columns: {names}", "dim"), soft_wrap=True)
+        _print(out, cell_text(f"left out, as there are {terminal} columns: {names}", "dim"), soft_wrap=True)
 
 
 def _needed_width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[int], wrapped: int) -> int:
     """How wide a table is whose text that wraps has ``wrapped`` columns at most; all else is whole."""
-    out = console()
+    out = _console()
     table = _table(columns, rows, (), (), left_out)
     for column in table.columns:
         column.max_width = None if column.no_wrap else wrapped

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.commands import Command
+from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, json_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
@@ -60,7 +61,8 @@ def trace(
     given = {"--output": output, "--job": job, "--picture": picture}
     places = of_replicas(folder, "rank-*.json", tuple(name for name, value in given.items() if value))
     window = Window(step, since_us, until_us)
-    found = {name: select(_read(place, job), window) for name, place in places}
+    damaged: list[str] = []
+    found = {name: select(_read(place, job, damaged), window) for name, place in places}
     notes = {name: _notes(ranks) for name, ranks in found.items()}
     for name, place in places:
         _write_merged(output or place / "merged.json", found[name])
@@ -75,17 +77,18 @@ def trace(
     if as_json:
         told = {name: _as_dict(ranks, notes[name]) for name, ranks in found.items()}
         print_json({"replicas": told} if len(told) > 1 else next(iter(told.values())))
-        return
-    for name, ranks in found.items():
-        if name:
-            echo(f"replica {name}")
-        _show(ranks, show_all)
+    else:
+        for name, ranks in found.items():
+            if name:
+                echo(f"replica {name}")
+            _show(ranks, show_all)
+    refuse_damaged(damaged)
 
 
-def _read(folder: Path, job: str | None) -> list[RankTrace]:
+def _read(folder: Path, job: str | None, damaged: list[str]) -> list[RankTrace]:
     with progress("reading", len(rank_paths(folder))) as advance:
         traces: list[RankTrace] = []
-        for each in read_folder(folder, job):
+        for each in read_folder(folder, job, damaged):
             traces.append(each)
             advance(f"rank {each.rank}")
     return traces

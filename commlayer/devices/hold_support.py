@@ -25,5 +25,5 @@ def why_no_holds(device_type: str, environment: Mapping[str, str]) -> str:
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
         return "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams in one queue, so that nothing goes before: unset it"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, whose kernel holds a stream: pip install 'commlayer[triton]'"
+        return "Triton is not installed, whose kernel holds a stream: pip install 'triton>=3.2'"
     return ""

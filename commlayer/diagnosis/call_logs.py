@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import printable, shortened
 
 __all__ = [
     "LIFE_KEY",
@@ -17,6 +19,7 @@ __all__ = [
     "Site",
     "ThreadLog",
     "WaitLog",
+    "as_foreign",
 ]
 
 LOG_FORMAT = 1
@@ -26,6 +29,8 @@ MAKING = ("init_process_group", "new_group")
 """The kinds of calls that make a group."""
 LIFE_KEY = "/life"
 """The end of the key of a track that is of no group's calls, but of its making (:mod:`commlayer.diagnosis.group_life`)."""
+_STATES = ("issued", "started", "done")
+_MOST_TEXT = 1000
 
 
 class Site(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +124,7 @@ class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLog(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank) or ``signal``.
+    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank), ``signal`` or ``abort``.
 
     ``hidden``: threads of the program that are there, and of which it is not known where they are. ``main``: its main thread.
     ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.
@@ -140,3 +145,32 @@ class RankLog(msgspec.Struct, frozen=True, kw_only=True):
     main: int = 0
     gone: dict[int, str] = {}
     format: int = LOG_FORMAT
+
+
+def as_foreign(log: RankLog) -> RankLog:
+    """Return a log that another rank or a file has given, its texts in one line each and fit to be shown.
+
+    Raises ValueError for one that contradicts itself: it points to nothing, or is longer than its group.
+    """
+    if log.format != LOG_FORMAT:
+        raise ValueError(f"expected a log of format {LOG_FORMAT}, got format {log.format}")
+    if log.rank not in log.ranks or min(log.ranks) < 0:
+        raise ValueError(f"expected a rank of its job, got rank {log.rank}")
+    places = {call.group for call in log.calls} | {wait.group for wait in log.waits}
+    if any(not 0 <= place < len(log.groups) for place in places):
+        raise ValueError(f"expected calls of the {len(log.groups)} groups of the log, got one of another group")
+    for call in log.calls:
+        size = len(log.groups[call.group].ranks)
+        if any(parts is not None and len(parts) != size for parts in (call.to, call.of)):
+            raise ValueError(f"expected splits for {size} members, got others in {shortened(call.kind)} #{call.number}")
+        if call.state not in _STATES:
+            raise ValueError(f"expected a state of {', '.join(_STATES)}, got {shortened(call.state)!r}")
+    return msgspec.convert(_shown(msgspec.to_builtins(log)), RankLog)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(shortened(value, _MOST_TEXT), keep="")
+    if isinstance(value, dict):
+        return {_shown(key): _shown(each) for key, each in value.items()}
+    return [_shown(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from commlayer.diagnosis.call_logs import LIFE_KEY, MAKING, CallLog, RankLog, Site
-from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
+from commlayer.diagnosis.findings import (
+    Cycle,
+    Diagnosis,
+    Mismatch,
+    Missing,
+    NamedCall,
+    Shared,
+    Trouble,
+    Waiter,
+)
 from commlayer.diagnosis.long_waits import LongWait
 from commlayer.profiles.printable import printable
 from commlayer.units import format_binary
@@ -35,6 +44,8 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines += _finding(finding)
     for missing in diagnosis.waits:
         lines += _missing(missing)
+    for shared in diagnosis.shared:
+        lines += _shared(shared)
     if not lines and diagnosis.under_way:
         lines = _under_way(diagnosis.under_way)
     if not lines:
@@ -132,19 +143,40 @@ def _missing(missing: Missing) -> list[str]:
     state = {
         "gone": f"has ended ({missing.how or 'it is no more'}) before",
         "late": "has not come to",
+        "held": "has not come to",
         "silent": "left no log, and may not have come to",
     }[missing.why]
     waiting = sorted({waiter.call.rank for waiter in missing.waiting})
     are = "waits" if len(waiting) == 1 else "wait"
-    lines = [f"rank {call.rank} {state} {_short(call)} of group {call.group}, for which {ranks_words(waiting)} {are}:"]
+    who = f"{'a thread of ' if missing.why == 'held' else ''}{ranks_words(waiting)}"
+    lines = [f"rank {call.rank} {state} {_short(call)} of group {call.group}, for which {who} {are}:"]
     if missing.at is not None:
         lines.append(f"  rank {call.rank} is at {missing.at}, in no call")
     if missing.last is not None:
         since = f", {missing.idle_s:.1f} s ago" if missing.idle_s >= 0 else ""
         lines.append(f"  its last call was {call_words(missing.last)}, at {missing.last.site}{since}")
-    for ranks, waiter in _waiters(missing.waiting):
+    lines += _waiting("", (*missing.held, *missing.waiting))
+    return lines + _waiting("behind it ", missing.behind)
+
+
+def _shared(shared: Shared) -> list[str]:
+    use = "uses" if len(shared.ranks) == 1 else "use"
+    calls = [
+        f"  rank {each.call.rank} in {call_words(each.call)}, {_where(each.call, each.site)}" for each in shared.calls
+    ]
+    return [
+        f"{ranks_words(shared.ranks)} {use} group {shared.group} from several threads at once:",
+        *calls[:_MOST_CALLS],
+        "  whose calls have no order that is the same on all ranks: give each thread a group of its own",
+    ]
+
+
+def _waiting(before: str, waiters: Sequence[Waiter]) -> list[str]:
+    lines = []
+    for ranks, waiter in _waiters(waiters):
         are = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {ranks_words(ranks)} {are} in {call_words(waiter.call)}, {_where(waiter.call, waiter.site)}")
+        words = f"{call_words(waiter.call)}, {_where(waiter.call, waiter.site)}"
+        lines.append(f"  {before}{ranks_words(ranks)} {are} in {words}")
     return lines
 
 

@@ -9,7 +9,7 @@ import msgspec
 from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
-from commlayer.profiles.counted import counted
+from commlayer.profiles.counted import counted, listed
 
 __all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
 
@@ -93,8 +93,11 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
-    """A rank that has not made a call for which others wait. ``why``: ``gone`` (it has ended), ``late`` (no call holds it) or
-    ``silent`` (no log of it). ``last``: its last call of that group, or else of any; ``at``: where its program is now."""
+    """A rank that has not made a call for which others wait. ``why``: ``gone`` (it has ended), ``late`` (no call holds it),
+    ``silent`` (no log of it) or ``held`` (it waits in calls of its own, ``held``, for a rank of which another thread waits here).
+
+    ``last``: its last call of that group, or else of any; ``at``: where its program is now. ``behind``: who waits for one that
+    waits for it."""
 
     call: NamedCall
     why: str
@@ -103,6 +106,19 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     last: NamedCall | None = None
     at: Site | None = None
     idle_s: float = -1.0
+    held: tuple[Waiter, ...] = ()
+    behind: tuple[Waiter, ...] = ()
+
+
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """A group whose collectives two threads of a rank call at once, so that no order of them is the same on all ranks.
+
+    ``ranks``: those on which it is seen; ``calls``: of the first of them, where its threads wait.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    calls: tuple[Waiter, ...]
 
 
 Trouble = Mismatch | Cycle | Missing
@@ -112,6 +128,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may still come; ``under_way``: ranks
     in calls that all have come to, and that have not ended.
 
+    ``shared``: groups that several threads use at once, which may be why.
     ``ranks``: those of the job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then who is
     waited for is no longer only late.
     """
@@ -122,6 +139,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     without: tuple[int, ...]
     is_timeout: bool
     under_way: tuple[Waiter, ...] = ()
+    shared: tuple[Shared, ...] = ()
 
     @property
     def has_found(self) -> bool:
@@ -144,10 +162,11 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     cycles = _cycles(graph)
     ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
     is_timeout = any(log.reason == "timeout" for log in logs)
-    is_over = is_timeout or any(log.reason == "program" for log in logs)  # nobody is still on the way
+    is_over = is_timeout or any(log.reason in ("program", "abort") for log in logs)  # nobody is still on the way
     return Diagnosis(
         findings=(*mismatches, *cycles, *_gone(graph, 0 if is_over else _MOMENT_NS)),
         waits=tuple(_late(graph)),
+        shared=tuple(_shared(graph)),
         ranks=tuple(ranks),
         without=tuple(rank for rank in ranks if rank not in graph.views),
         is_timeout=is_timeout,
@@ -170,6 +189,7 @@ def _mismatches(graph: Graph) -> Iterable[Mismatch]:
             calls = numbers[key][number]
             found = difference(calls, graph.members[key]) if len(calls) > 1 else None
             if found is not None:
+                hints = _shift(graph, key, number, calls, found.odd), _threads(graph, key, number)
                 yield Mismatch(
                     group=graph.names[key],
                     number=number,
@@ -177,7 +197,7 @@ def _mismatches(graph: Graph) -> Iterable[Mismatch]:
                     odd=found.odd,
                     calls=tuple(_call(graph, rank, key, call) for rank, call in sorted(calls.items())),
                     words=found.words,
-                    hint=_shift(graph, key, number, calls, found.odd),
+                    hint="; ".join(hint for hint in hints if hint),
                 )
                 break
 
@@ -204,6 +224,34 @@ def _shift(graph: Graph, key: str, number: int, calls: dict[int, CallLog], odd: 
         if run(theirs, its, shift):
             return f"rank {odd[0]} goes on as if it had made {calls_are} of this group too many"
     return ""
+
+
+def _threads(graph: Graph, key: str, number: int) -> str:
+    """Whether several threads of a rank make the group's calls about that one."""
+    ranks = []
+    for rank, view in graph.views.items():
+        near = range(number - _MOST_SHIFT, number + _MOST_SHIFT + 1)
+        threads = {view.collectives[key, each].thread for each in near if (key, each) in view.collectives}
+        if len(threads) > 1:
+            ranks.append(rank)
+    if not ranks:
+        return ""
+    make = "makes" if len(ranks) == 1 else "make"
+    return (
+        f"{listed('rank', ranks)} {make} calls of this group from several threads: give each thread a group of its own"
+    )
+
+
+def _shared(graph: Graph) -> Iterable[Shared]:
+    found: dict[str, dict[int, list[Blocked]]] = {}
+    for blocked in graph.blocked:
+        call = blocked.call
+        if not blocked.is_message and (call is None or not call.is_async):
+            found.setdefault(blocked.group, {}).setdefault(blocked.rank, []).append(blocked)
+    for key, by_rank in sorted(found.items()):
+        ranks = [rank for rank, threads in sorted(by_rank.items()) if len(threads) > 1]
+        if ranks:
+            yield Shared(group=graph.names[key], ranks=tuple(ranks), calls=_waiters(graph, by_rank[ranks[0]]))
 
 
 def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
@@ -356,19 +404,35 @@ def _gone(graph: Graph, least_ns: int) -> list[Missing]:
 
 
 def _late(graph: Graph) -> Iterable[Missing]:
-    """For each rank that others wait for, the call of it that most wait for."""
+    """For each rank that others wait for, the call of it that most wait for; every thread that waits is in one of them."""
     found: dict[Node, list[Blocked]] = {}
     for blocked, node in graph.late():
         found.setdefault(node, []).append(blocked)
+    direct = {_id(each) for waiting in found.values() for each in waiting}
+    behind: dict[int, list[Blocked]] = {}
+    for blocked in graph.blocked:
+        if blocked.awaits in graph.stuck or _id(blocked) in direct:
+            continue
+        ranks = {node.rank for node in graph.ahead(blocked)}
+        if ranks - {blocked.rank}:
+            behind.setdefault(min(ranks - {blocked.rank}), []).append(blocked)
+        else:  # what holds those it waits for is another thread of its own rank, which perhaps waits for this one
+            yield from _held(graph, blocked)
     first: dict[int, Node] = {}
     for node in sorted(found, key=lambda node: (-len(found[node]), node)):
         first.setdefault(node.rank, node)
     for rank, node in sorted(first.items()):
         view = graph.views.get(rank)
         if view is None:
-            yield Missing(call=_needed(graph, node), why="silent", waiting=_waiters(graph, found[node]))
+            yield Missing(
+                call=_needed(graph, node),
+                why="silent",
+                waiting=_waiters(graph, found[node]),
+                behind=_waiters(graph, behind.get(rank, ())),
+            )
             continue
-        calls = [call for call in view.log.calls if view.log.groups[call.group].key == node.group] or view.log.calls
+        free = [call for call in view.log.calls if call.thread not in view.blocked]
+        calls = [call for call in free if view.log.groups[call.group].key == node.group] or free
         last = calls[-1] if calls else None
         thread = _thread_of(view.log, last)
         yield Missing(
@@ -378,7 +442,20 @@ def _late(graph: Graph) -> Iterable[Missing]:
             last=None if last is None else _call(graph, rank, view.log.groups[last.group].key, last),
             at=thread,
             idle_s=-1.0 if last is None else (view.log.now_ns - last.issued_ns) / 1e9,
+            behind=_waiters(graph, behind.get(rank, ())),
         )
+
+
+def _held(graph: Graph, blocked: Blocked) -> Iterable[Missing]:
+    """The ranks for which a thread itself waits, and what those wait in."""
+    for node in graph.unmade(blocked):
+        if node.rank != blocked.rank and node.rank in graph.views:
+            yield Missing(
+                call=_needed(graph, node),
+                why="held",
+                waiting=_waiters(graph, [blocked]),
+                held=_waiters(graph, list(graph.views[node.rank].blocked.values())),
+            )
 
 
 def _thread_of(log: RankLog, last: CallLog | None) -> Site | None:

@@ -341,13 +341,45 @@ class Graph:
                 ahead += [each for need in self.needs(node) for each in need.nodes if each.what != "free"]
         return found
 
+    def ahead(self, blocked: Blocked) -> set[Node]:
+        """The calls that ranks may still make, in no call, for which a thread waits in the end: itself, or behind threads that
+        would have to go on first."""
+        found: set[Node] = set()
+        left, seen = [blocked.awaits], set[Node]()
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.what == "made" and self._may_be_late(node):
+                found.add(node)
+            left += [each for need in self.needs(node) for each in need.nodes]
+        return found
+
+    def unmade(self, blocked: Blocked) -> list[Node]:
+        """The calls for which a thread itself waits, and which their ranks have not made, whatever holds those."""
+        found: list[Node] = []
+        left, seen = [blocked.awaits], set[Node]()
+        while left:
+            node = left.pop(0)
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.what == "made" and not self._is_made(node):
+                found.append(node)
+            left += [each for need in self.needs(node) for each in need.nodes if each.what != "free"]
+        return found
+
     def _may_be_late(self, node: Node) -> bool:
         """Whether a rank has not made that call, and is not blocked."""
+        if node.rank not in self.views:
+            return node.rank not in self.gone
+        return not self._is_made(node) and not self.needs(node)
+
+    def _is_made(self, node: Node) -> bool:
         view = self.views.get(node.rank)
         if view is None:
-            return node.rank not in self.gone
+            return False
         if node.kind:
-            is_made = view.posted(node.group, node.kind, node.peer, node.tag) >= node.number
-        else:
-            is_made = view.issued(node.group) >= node.number
-        return not is_made and not self.needs(node)
+            return view.posted(node.group, node.kind, node.peer, node.tag) >= node.number
+        return view.issued(node.group) >= node.number

@@ -1,4 +1,4 @@
-"""Asking all ranks of a running job what they wait for: when a call times out, or on SIGUSR1.
+"""Asking all ranks of a running job what they wait for: when a call times out, on SIGUSR1, or when this process aborts.
 
 The rank that asks tells the failure detector, which passes it on at once; every rank that hears of it takes a snapshot on the
 detector's thread, whatever its program does, also inside Gloo, and before it hears of anything that the failure breaks. The
@@ -21,26 +21,30 @@ import faulthandler
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.call_logs import RankLog, as_foreign
 from commlayer.diagnosis.diagnosis_words import in_words, log_words, one_line, wait_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
 from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
+from commlayer.failures.aborts import speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
+from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal
+from commlayer.profiles.errors import DisagreementError
+from commlayer.profiles.files import name_in_files
+from commlayer.profiles.printable import printable, say, shortened
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,6 +64,10 @@ _STORE_S = 1.0
 _LOOK_S = 0.01
 _MOST_CALLS = 128
 """The most calls of a log that is told; files have the whole ring."""
+_MOST_LOG_BYTES = 4 << 20
+"""The most bytes of a log that is told, unpacked: one of a thousand ranks in two hundred groups has fewer."""
+_MOST_TEXT, _MOST_LINE = 1 << 16, 2000
+"""The most characters of a diagnosis, and of the line of it that errors say."""
 _LINGER_S = 2.0
 _ACTION_BYTES = 512
 """More than the system's struct sigaction has."""
@@ -101,6 +109,7 @@ class Inquiry:
         if long_wait_s:
             detector.call_regularly(self._long_waits.look)
         _inquiries.append(self)
+        speak_before_abort(self)
         _take_signal(detector)
 
     # Asking
@@ -108,6 +117,12 @@ class Inquiry:
     def timed_out(self) -> None:
         """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns at once."""
         self._ask(is_timeout=True)
+
+    def aborting(self) -> None:
+        """This process ends, as Gloo has it end where sizes differ: ask everybody, while their calls and its own are known. See
+        :class:`commlayer.failures.aborts.AbortSpeaker`."""
+        self._ask(is_timeout=True, reason="abort")
+        self.linger()
 
     def diagnosed(self) -> Diagnosed:
         """The finding of the time when :meth:`timed_out` asked, in a line; without words where nothing is known in time."""
@@ -117,7 +132,7 @@ class Inquiry:
     def signalled(self) -> None:
         """Print this rank's own log, and ask everybody. Returns at once."""
         log = self._snapshot("signal")
-        print(f"commlayer: SIGUSR1: {log_words(log)}", file=sys.stderr, flush=True)
+        say(f"SIGUSR1: {log_words(log)}", keep="\n")
         self._ask(is_timeout=False)
 
     def answered_s(self) -> float:
@@ -128,7 +143,7 @@ class Inquiry:
         """A call of this rank has waited for long: ask everybody for whom, and print it, where no rank has. Returns at once."""
         self._start(self._say_wait, wait)
 
-    def _ask(self, *, is_timeout: bool) -> None:
+    def _ask(self, *, is_timeout: bool, reason: str = "") -> None:
         began = time.monotonic()
         with self._lock:
             age_s = began - self._answered_s
@@ -139,7 +154,7 @@ class Inquiry:
                 self._found.clear()
         log = None
         if not is_same:  # else it has been asked already, and this rank has answered
-            log = self._snapshot("timeout" if is_timeout else "signal")
+            log = self._snapshot(reason or ("timeout" if is_timeout else "signal"))
             self._mark_answered(asked, is_timeout=is_timeout)
             self._detector.tell(Asked(asked, self.rank, is_timeout))
         self._start(self._lead_or_follow, asked, log, began)
@@ -171,7 +186,7 @@ class Inquiry:
             try:
                 task(*args)
             except Exception as error:  # noqa: BLE001  the job's own error must not be hidden by this one
-                print(f"commlayer: rank {self.rank} could not say what it waits for: {error}", file=sys.stderr)
+                say(f"rank {self.rank} could not say what it waits for: {error}")
 
         thread = threading.Thread(target=run, name="commlayer-diagnose", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
@@ -190,10 +205,12 @@ class Inquiry:
                 log = self._publish(store, asked, log)
             found = self._lead(store, asked, log, began) if is_first and log else self._read(store, asked)
             result = self._say(asked, found)
-        except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
+        except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
+                is_stores = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, DisagreementError)
+                why = "the job's store does not answer" if is_stores else f"nothing was found out, because {error}"
                 result = Diagnosed(log_words(log))
-                print(f"commlayer: the job's store does not answer; {result.words}", file=sys.stderr, flush=True)
+                say(f"{why}; {result.words}", keep="\n")
         finally:
             with self._lock:
                 if asked == self._asking:  # else another question is newer, whose error this answer does not explain
@@ -203,17 +220,20 @@ class Inquiry:
             self._write(log)
 
     def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> _Found:
-        logs = self._gathered(store, asked, began, log)
+        logs, damaged = self._gathered(store, asked, began, log)
         diagnosis = diagnose(logs)
+        unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
         where = folder_path(log.job, self.folder)
         text = (
             f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}\nEach rank's last calls are in {where} of its machine: "
-            "see `commlayer diagnose`"
+            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
+            f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
         )
-        offered = int(store.get(f"{asked}/prints")) if store.check([f"{asked}/prints"]) else self.rank
-        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=offered)
-        store.set(f"{asked}/found", msgspec.json.encode(found).decode())
+        line = one_line(diagnosis)
+        found = _Found(
+            shortened(text, _MOST_TEXT), line, has_cause=diagnosis.has_cause, printer=self._printer(store, asked)
+        )
+        store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
         return found
 
     def _say_wait(self, wait: LongWait) -> None:
@@ -231,12 +251,21 @@ class Inquiry:
         if not store.check(["job"]):
             store.set("job", secrets.token_hex(8))
         log = self._publish(store, asked, log)
-        diagnosis = diagnose(self._gathered(store, asked, began, log))
+        logs, _ = self._gathered(store, asked, began, log)
+        diagnosis = diagnose(logs)
         text = wait_words(log, wait, diagnosis, folder_path(log.job, self.folder))
         found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=self.rank)
-        store.set(f"{asked}/found", msgspec.json.encode(found).decode())
+        store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
         self._say(asked, found)
         self._write(log)
+
+    def _printer(self, store: Store, asked: int) -> int:
+        """The rank that has offered to print what is found; this one where none has, or what it says is no rank."""
+        offered = self.rank
+        with contextlib.suppress(DisagreementError):
+            if store.check([f"{asked}/prints"]):
+                offered = read_number(store.get(f"{asked}/prints"), "the rank that prints")
+        return offered if offered in self.ranks else self.rank
 
     def _say(self, asked: int, found: _Found | None) -> Diagnosed:
         """Print what was found, once, if that falls to this rank; the line of it for an error."""
@@ -245,8 +274,9 @@ class Inquiry:
         with self._lock:  # one that has answered may then time out itself
             is_mine, self._printed = found.printer == self.rank and asked > self._printed, max(asked, self._printed)
         if is_mine:
-            print(f"commlayer: {found.text}", file=sys.stderr, flush=True)
-        return Diagnosed(f"{found.line} (rank {found.printer} has printed all of it)", found.has_cause)
+            say(found.text, keep="\n")
+        line = printable(shortened(found.line, _MOST_LINE), keep="")
+        return Diagnosed(f"{line} (rank {found.printer} has printed all of it)", found.has_cause)
 
     def _is_lowest(self, log: RankLog) -> bool:
         """Whether no lower rank is known to live."""
@@ -274,30 +304,34 @@ class Inquiry:
         until = time.monotonic() + _STORE_S
         while not store.check(["job"]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        job = store.get("job").decode(errors="replace") if store.check(["job"]) else ""
+        job = name_in_files(read_text(store.get("job"))) if store.check(["job"]) else ""  # a part of a folder's name
         return msgspec.structs.replace(log, job=job)
 
-    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> list[RankLog]:
-        """The logs of those ranks that answer in time."""
-        logs = {self.rank: own}
+    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
+        """The logs of those ranks that answer in time; and why what others have answered is none."""
+        logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
         left = [rank for rank in self.ranks if rank != self.rank]
         gone = set(own.gone)
         while left:
             there = [rank for rank in left if store.check([f"{asked}/log/{rank}"])]
             for rank in there:
-                logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"))
-            left = [rank for rank in left if rank not in logs]
+                try:
+                    logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"), rank, self.ranks)
+                except DisagreementError as error:  # noqa: PERF203  one such log must not end the diagnosis of all
+                    damaged[rank] = str(error)
+            left = [rank for rank in left if rank not in logs and rank not in damaged]
             if not set(left) - gone or time.monotonic() - began > _GATHER_S:
                 break
             time.sleep(_LOOK_S)
-        return list(logs.values())
+        return list(logs.values()), damaged
 
     @staticmethod
     def _read(store: Store, asked: int) -> _Found | None:
         until = time.monotonic() + _RESULT_S
         while time.monotonic() < until:
             if store.check([f"{asked}/found"]):
-                return msgspec.json.decode(store.get(f"{asked}/found"), type=_Found)
+                found: _Found = read_words(store.get(f"{asked}/found"), _Found, "the rank that asked first")
+                return found
             time.sleep(_LOOK_S)
         return None
 
@@ -305,7 +339,7 @@ class Inquiry:
         try:
             write_log(folder_of(log.job or str(os.getpid()), self.folder), log)
         except OSError as error:
-            print(f"commlayer: rank {self.rank}: its calls could not be written: {error}", file=sys.stderr)
+            say(f"rank {self.rank}: its calls could not be written: {error}")
 
     def close(self) -> None:
         """The job is over: answer nobody any more."""
@@ -332,8 +366,16 @@ def _packed(log: RankLog) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(log), 1)
 
 
-def _unpacked(data: bytes) -> RankLog:
-    return msgspec.msgpack.decode(zlib.decompress(data), type=RankLog)
+def _unpacked(data: bytes, rank: int, ranks: Sequence[int]) -> RankLog:
+    """Read the log that ``rank``, of a job of ``ranks``, has packed. Raises DisagreementError."""
+    who = f"rank {rank}"
+    log: RankLog = read_words(inflated(data, who, _MOST_LOG_BYTES), RankLog, who, _MOST_LOG_BYTES)
+    try:
+        if (log.rank, log.ranks) != (rank, tuple(ranks)):
+            raise ValueError(f"expected its own log, got one of rank {log.rank} of {len(log.ranks)}")
+        return as_foreign(log)
+    except ValueError as error:
+        raise refusal(who, str(error)) from error
 
 
 # Of this process
@@ -446,7 +488,7 @@ def _take_signal(detector: FailureDetector) -> None:
             return
         hearing = _Hearing(detector)
     except OSError as error:  # the job runs without it as well
-        print(f"commlayer: rank {detector.rank} does not answer SIGUSR1: {error}", file=sys.stderr, flush=True)
+        say(f"rank {detector.rank} does not answer SIGUSR1: {error}")
         return
     if hearing.listen():
         _hearing = hearing

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog
+from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog, as_foreign
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.files import read_file, write_file
+from commlayer.profiles.files import write_file
+from commlayer.profiles.strict_json import each_sound, parse_record, read_data
 
 __all__ = ["folder_of", "folder_path", "log_name", "read_logs", "write_log"]
 
@@ -57,11 +58,15 @@ def write_log(folder: Path, log: RankLog) -> Path:
     return path
 
 
-def read_logs(folder: Path) -> list[RankLog]:
+def read_logs(folder: Path, damaged: list[str] | None = None) -> list[RankLog]:
     """Read the logs in ``folder``, by rank.
 
-    Raises UsageError for a folder without logs, damaged files, files of another format or of several jobs, names that do not
-    fit: with all of them named.
+    Args:
+        damaged: takes the errors of files that are not sound, where there are others that are.
+
+    Raises:
+        UsageError: a folder without logs, files of several jobs; and, unless ``damaged`` takes them, damaged files, those of
+            another format, and names that do not fit: with all of them named.
     """
     paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     if not paths:
@@ -69,56 +74,30 @@ def read_logs(folder: Path) -> list[RankLog]:
             f"{folder}: expected files such as {log_name(0)}, got none: ranks write them when a call times out, or on SIGUSR1, "
             "into the folder that COMMLAYER_DIAGNOSE_DIR names; collect those of all machines"
         )
-    logs: list[RankLog] = []
-    troubles: list[str] = []
-    for path in paths:
-        try:
-            logs.append(_read(path))
-        except UsageError as error:  # noqa: PERF203  all damaged files are to be named
-            troubles.append(str(error))
+    logs = list(each_sound(paths, _read, damaged))
     jobs = {log.job for log in logs if log.job}  # whose store was gone, a rank could not read its job's name
-    if not troubles and len(jobs) > 1:
+    if len(jobs) > 1:
         each = ", ".join(f"{job} ({counted(sum(log.job == job for log in logs), 'file')})" for job in sorted(jobs))
-        troubles.append(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")
-    if troubles:
-        raise UsageError("\n".join(troubles))
+        raise UsageError(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")
     return sorted(logs, key=lambda log: log.rank)
 
 
 def _read(path: Path) -> RankLog:
     """Raises UsageError."""
-    try:
-        data = read_file(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the log of a rank: {error.strerror or error}") from error
-    try:
-        head = msgspec.json.decode(data, type=_Head)
-        if head.format != LOG_FORMAT:
-            raise UsageError(
-                f"{path}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
-                "wrote it"
-            )
-        log = msgspec.json.decode(data, type=RankLog)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    what = "the log of a rank"
+    data = read_data(path, what)
+    head = parse_record(data, _Head, path, what)
+    if head.format != LOG_FORMAT:
         raise UsageError(
-            f"{path}: expected the log of a rank, got a damaged or a foreign file: {error}. Copy it again, or remove it"
-        ) from error
+            f"{path}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
+            "wrote it"
+        )
+    log = parse_record(data, RankLog, path, what)
     if path.name != log_name(log.rank):
         raise UsageError(
             f"{path}: expected a name that fits its content, rank {log.rank}: rename it to {log_name(log.rank)}"
         )
-    _check(path, log)
-    return log
-
-
-def _check(path: Path, log: RankLog) -> None:
-    """Raises UsageError for what points to nothing, or is longer than its group."""
-    places = {call.group for call in log.calls} | {wait.group for wait in log.waits}
-    if any(not 0 <= place < len(log.groups) for place in places):
-        raise UsageError(
-            f"{path}: expected calls of the {len(log.groups)} groups of the file, got one of another group"
-        )
-    for call in log.calls:
-        size = len(log.groups[call.group].ranks)
-        if any(parts is not None and len(parts) != size for parts in (call.to, call.of)):
-            raise UsageError(f"{path}: expected splits for {size} members, got others in {call.kind} #{call.number}")
+    try:
+        return as_foreign(log)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error

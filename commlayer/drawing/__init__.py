@@ -2,7 +2,7 @@
 
     from commlayer.drawing import chrome_trace, timeline_figure, save_figure
 
-Figures need the extra ``commlayer[plots]``; traces, and reports without their figures, do not. The names below are loaded
+Figures need matplotlib, the extra ``plots``; traces, and reports without their figures, do not. The names below are loaded
 when first used.
 """
 

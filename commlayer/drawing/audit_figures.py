@@ -158,5 +158,4 @@ def plain_name(group: GroupTotals) -> str:
 
 
 def _plain(text: str) -> str:
-    # matplotlib reads what stands between two dollar signs as mathematics
-    return shortened(printable(text, keep=""), _LONGEST_NAME).replace("$", r"\$")
+    return shortened(printable(text, keep=""), _LONGEST_NAME)

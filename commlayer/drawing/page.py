@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,13 +85,14 @@ fitted as latency + bandwidth beyond what was measured.</dd>
 def page(title: str, parts: Iterable[str], style: str = "") -> str:
     """Return one HTML file without anything from outside. ``parts``: its elements; empty ones are left out. ``style``: rules of
     its own, beside those of all pages."""
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + "\n</main>\n</body>\n</html>\n"
     )
+    return printable(text)  # HTML has no control characters, whatever names and sources of others have
 
 
 def section(title: str, *parts: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import replacing
+from commlayer.profiles.printable import printable
 from commlayer.scheduler.plan import Op
 
 if TYPE_CHECKING:
@@ -157,7 +158,29 @@ def check_drawing() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise UsageError("figures need matplotlib, which is not installed: pip install 'commlayer[plots]'")
+        raise UsageError("figures need matplotlib, which is not installed: pip install 'matplotlib>=3.8'")
+
+
+def _show_texts(figure: Figure) -> None:
+    """Have names and sources of others in ``figure`` drawn as they are.
+
+    Control characters, which SVG cannot have, are spelt out, and what stands between two dollar signs is no mathematics.
+    """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        formatter = axis.get_major_formatter()
+        if isinstance(formatter, FixedFormatter):
+            formatter.seq = [_as_it_is(text) for text in formatter.seq]
+    for artist in figure.findobj(Text):
+        text = artist.get_text()
+        if text != _as_it_is(text):
+            artist.set_text(_as_it_is(text))
+
+
+def _as_it_is(text: str) -> str:
+    return re.sub(r"(?<!\\)\$", r"\\$", printable(text))
 
 
 @styled
@@ -170,6 +193,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """
     check_picture(path)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower(), {})
+    _show_texts(figure)
     with replacing(path) as file:
         figure.savefig(file, format=Path(path).suffix.lower()[1:], metadata=undated)
 
@@ -184,6 +208,7 @@ def svg_fragment(figure: Figure, prefix: str, label: str) -> str:
     """
     from html import escape
 
+    _show_texts(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     svg = buffer.getvalue()

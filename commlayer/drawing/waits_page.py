@@ -54,7 +54,7 @@ def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
 def _summary(found: Diagnosis) -> str:
     kinds = {"circles": Cycle, "calls that differ": Mismatch, "missing ranks": Missing}
     items = [(str(sum(isinstance(each, kind) for each in found.findings)), words) for words, kind in kinds.items()]
-    items.append((str(len(found.waits)), "ranks that others wait for, in no call"))
+    items.append((str(len(found.waits)), "ranks that others wait for"))
     items.append((f"{len(found.ranks) - len(found.without)} of {len(found.ranks)}", "ranks left a log"))
     return cards(items)
 
@@ -90,7 +90,9 @@ def _star(missing: Missing) -> str:
         lines.append(_arrow(place, centre, needs, bend=0.0))
         call = waiter.call
         boxes.append(_box(place, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
-    state = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log"}[missing.why]
+    held = "".join(f"in {short_call(each.call)} of group {each.call.group}" for each in missing.held[:1])
+    states = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log", "held": held}
+    state = states[missing.why]
     boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
     more = len(missing.waiting) - len(waiters)
     rest = f'<p class="reason">and {more} more that wait.</p>' if more > 0 else ""

@@ -8,7 +8,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from commlayer.emulation.rank_process import masked_signals
 from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, delay_message, pair_message, shape_message
 from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
+from commlayer.profiles.printable import warn
 
 __all__ = ["EmulatedCluster"]
 
@@ -322,7 +322,7 @@ class EmulatedCluster:
 
     def __del__(self) -> None:
         if self._fabric is not None and not self._closed and os.getpid() == self._owner:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+            warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
             self.close()
 
     def __enter__(self) -> EmulatedCluster:

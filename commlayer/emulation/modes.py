@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal, get_args
 
 from commlayer.emulation.protocol import LinkSpec
 from commlayer.emulation.rates import parse_rate
 from commlayer.emulation.rights import Rights, rights
 from commlayer.profiles.errors import RightsError, UsageError
+from commlayer.profiles.printable import warn
 from commlayer.settings import Settings
 
 __all__ = ["EmulationWarning", "Mode", "checked_count", "decide_mode", "link_spec"]
@@ -92,4 +92,4 @@ def _warn_once(reason: str) -> None:
     if not _warned:
         _warned = True
         consequence = "ranks run on loopback, unshaped; times are not comparable with a cluster's"
-        warnings.warn(f"{reason}: {consequence}", EmulationWarning, stacklevel=4)
+        warn(f"{reason}: {consequence}", EmulationWarning, stacklevel=4)

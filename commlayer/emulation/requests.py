@@ -6,10 +6,10 @@ import enum
 import json
 import os
 import socket
-import sys
 
 from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
+from commlayer.profiles.printable import say
 
 __all__ = ["KEEP", "NO_SHAPING", "Keep", "delay_message", "pair_message", "request_shape", "shape_message"]
 
@@ -75,7 +75,7 @@ def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None =
     if not reply:
         raise RightsError("the emulated cluster of this rank is gone")
     raise_reply(json.loads(reply))
-    print(f"commlayer: emulated cluster: {_in_words(inter, intra, node)} from now on", file=sys.stderr, flush=True)
+    say(f"emulated cluster: {_in_words(inter, intra, node)} from now on")
 
 
 def _in_words(inter: str | Keep | None, intra: str | Keep | None, node: int | None) -> str:

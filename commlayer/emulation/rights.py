@@ -13,7 +13,7 @@ from commlayer.emulation import syscalls
 
 __all__ = ["INSTALL_HINT", "Rights", "rights"]
 
-INSTALL_HINT = "pyroute2 is not installed: pip install 'commlayer[emulation]'"
+INSTALL_HINT = "pyroute2 is not installed: pip install 'pyroute2>=0.8'"
 _NO_NAMESPACES = "no right to create network namespaces (CAP_SYS_ADMIN)"
 _REMEDY = "run as root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, or allow user namespaces"
 

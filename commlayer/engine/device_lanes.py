@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
 from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.devices.hold_support import why_no_holds
+from commlayer.profiles.printable import warn
 from commlayer.transport.stream_lanes import DeviceLanes
 
 __all__ = ["lanes_of_device"]
@@ -31,5 +31,5 @@ def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:
             except Exception as error:  # noqa: BLE001  whatever a compiler says: this rank alone would fail, and others wait for it
                 why = f"the kernel that holds a stream failed: {type(error).__name__}: {error}"
         if why:
-            warnings.warn(f"commlayer: lower lanes are not held on {where}: {why}", stacklevel=2)
+            warn(f"commlayer: lower lanes are not held on {where}: {why}", stacklevel=2)
     return _of_devices[where]

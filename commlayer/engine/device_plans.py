@@ -42,8 +42,9 @@ _NO_TIMEOUT = 0.0  # of the host, which waits for nothing
 
 
 def _memory_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor in one piece, as 1-D uint8 [bytes]."""
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
+    """The memory of a tensor in one piece, as 1-D uint8 [bytes]; writing there is no change of which autograd hears, as NCCL's
+    is none."""
+    return x.data.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DevicePlans:

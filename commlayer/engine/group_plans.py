@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from commlayer.profiles.errors import PlanError, SettingsError
+from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.contest import Contender, Contest, contenders
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import pairs_on
 from commlayer.scheduler.kept import Kept
+from commlayer.scheduler.named_plans import TRIED, parse_plan
 from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.price import price
 from commlayer.scheduler.rails import exchange_over
@@ -24,10 +25,7 @@ from commlayer.scheduler.traffic import SlowPair, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.settings import Settings
 
-__all__ = ["TRIED", "Choices", "parse_plan"]
-
-TRIED = "tried"
-"""The word for a plan that is found by contests (:mod:`commlayer.scheduler.contest`)."""
+__all__ = ["Choices"]
 
 _MAX_KEPT = 1024
 _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
@@ -35,21 +33,6 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
 _CLEAR_GAIN = 1.5
 _SUMS = ("all_reduce", "reduce_scatter")
 _PLANNED = (*_SUMS, "all_gather", "broadcast", "all_to_all_v")
-
-
-def parse_plan(text: str, what: str = "COMMLAYER_PLAN") -> tuple[Strategy, int]:
-    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError, about ``what``, for anything else."""
-    name, _, count = text.replace("×", ":").partition(":")
-    try:
-        strategy, chunks = Strategy(name), int(count or 1)
-    except ValueError:
-        chunks = 0
-    if chunks < 1:
-        names = ", ".join(strategy.value for strategy in Strategy)
-        raise SettingsError(
-            f"{what} must be one of {names}, {TRIED}, chunks behind a colon (pipelined:4), got {text!r}"
-        )
-    return strategy, chunks
 
 
 class Choices:
@@ -431,7 +414,7 @@ class Choices:
     def _warn(self, why: str) -> None:
         if why not in self._warned:
             self._warned.add(why)
-            warnings.warn(
+            warn(
                 f"commlayer: {why}. Until then tensors go in their own format; a format with ! behind it is used always",
                 stacklevel=2,
             )

@@ -210,6 +210,11 @@ class ProgressQueue:
         self._failure: BaseException | None = None  # what the thread died of
         self.is_inherited = False  # by a forked child: what was queued before the fork runs in the parent
 
+    @property
+    def is_running(self) -> bool:
+        """Whether some thread runs a call at this moment."""
+        return self._running.locked()
+
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
 

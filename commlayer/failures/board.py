@@ -11,7 +11,6 @@ innocent rank.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Le
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
+from commlayer.profiles.printable import say
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -291,7 +291,7 @@ class FailureBoard:
             self.on_timeout()
         except Exception as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {error}"
-            print(f"commlayer: rank {self.rank} could not ask who waits for whom: {why}", file=sys.stderr, flush=True)
+            say(f"rank {self.rank} could not ask who waits for whom: {why}")
 
     def leave(self, why: str, *, is_consequence: bool = False) -> None:
         """Tell that this rank leaves the group on its own account, and why; ``is_consequence``: of another rank's failure."""
@@ -389,8 +389,8 @@ class FailureBoard:
             if record.rank not in ranks:
                 continue
             left = self.detector.left.get(record.rank)
-            if left is not None and left.is_failure and not left.is_consequence:
-                return _Verdict((record.rank,), left.why, record.rank)
+            if left is not None and not left.is_consequence:
+                return _Verdict((record.rank,), _left_words(left), record.rank)
             if isinstance(record, Gone):
                 is_unheard = record.is_unheard and left is None
                 return _Verdict((record.rank,), "died: its process has ended", record.seen_by, is_unheard)
@@ -415,8 +415,13 @@ class FailureBoard:
         if left and left[0].is_failure:
             return self._of_leaver(left[0]), True
         if left:
-            return _Verdict((left[0].rank,), f"has left the job ({left[0].why})", left[0].rank), True
+            return _Verdict((left[0].rank,), _left_words(left[0]), left[0].rank), True
         return _Verdict(tuple(silent), what, seen_by), False
+
+
+def _left_words(left: Left) -> str:
+    """What became of a rank that has said why it left, for a verdict."""
+    return left.why if left.is_failure else f"has left the job ({left.why})"
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -19,6 +19,10 @@ A rank's first act is to listen and to say so in the store, before its thread st
 on, and closes their connections when the rank ends. A connection that ends is dialled again, and only where an address refuses at
 which a rank of the job has answered before, or a port at which a connection has been closed, is its rank called dead; so what a
 firewall drops, or a peer that has no time to answer, costs nothing.
+
+A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who have read it then: to close a
+socket in which something is unread throws away what is still on its way to the other end. So a rank that has left in good
+order is not taken for dead, and calls for which nothing more is needed from it go on.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -47,8 +50,10 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import on_a_thread, within
+from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.printable import say
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -72,6 +77,8 @@ __all__ = [
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
+_UNHEARD_S = 1.0
+"""For how long a rank that was never connected with another one, and finds its port closed, waits for what others know of it."""
 _NAP_S = 0.05
 _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
 _MOST_STRANGERS = 64
@@ -183,8 +190,6 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Frame = Gone | Left | Report | Asked | Absent | _Hello | _Welcome
-_decode_frame = msgspec.msgpack.Decoder(_Frame).decode
-_decode_card = msgspec.msgpack.Decoder(_Card).decode
 
 
 class Observer(Protocol):
@@ -250,7 +255,7 @@ class FailureDetector:
         self._closed: set[tuple[str, int]] = set()
         self._heard: set[int] = set()  # the ranks with which there has been a link
         self._cards: dict[int, _Card] = {}
-        self._is_closed = self._is_linked = False
+        self._is_closed = self._is_linked = self._has_joined = False
         self._staying: threading.Thread | None = None
         self._regularly: weakref.WeakMethod[Callable[[], float]] | None = None
         if store is None or len(self.ranks) < 2:
@@ -281,6 +286,7 @@ class FailureDetector:
             self._thread.start()
             on_listening(self)
             self._join(store, timeout_s, until)
+            self._has_joined = True
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
             raise
@@ -341,7 +347,7 @@ class FailureDetector:
         try:
             return look()
         except Exception:  # noqa: BLE001  this thread is also the one that hears of deaths
-            traceback.print_exc()
+            say(traceback.format_exc(), keep="\n")
             self._regularly = None
             return None
 
@@ -355,11 +361,11 @@ class FailureDetector:
         self._learn(record, None)
 
     def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
-        """Say why this rank leaves, and let go of connections. Harmless when repeated."""
+        """Say why this rank leaves, and let go of connections, once the neighbours have heard it. Harmless when repeated."""
         if self._has_closed() or not self._is_linked:
             return
         self.tell(Left(self.rank, told(why), is_failure, is_consequence))
-        self._flush()
+        self._part()
         with self.changed:
             was_closed, self._is_closed = self._is_closed, True
             if was_closed:  # another thread has been quicker
@@ -434,13 +440,8 @@ class FailureDetector:
             store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
             return store.get(key)
 
-        try:
-            card: _Card = _decode_card(self._asked(read, store, (peer,), timeout_s, until))
-        except msgspec.MsgspecError as error:
-            raise DisagreementError(
-                f"rank {self.rank}: what rank {peer} says of itself cannot be read ({error}): start the same commlayer on all "
-                "ranks"
-            ) from error
+        words = self._asked(read, store, (peer,), timeout_s, until)
+        card: _Card = read_words(words, _Card, f"rank {peer}", _MAX_FRAME_BYTES)
         return card
 
     def _asked(
@@ -547,10 +548,10 @@ class FailureDetector:
                 connection = self._greeted(address, card)
             except ConnectionRefusedError:  # noqa: PERF203  addresses are few
                 is_known = address in self._answering or (address, card.port) in self._closed
-                if is_known and peer not in self.left and not self._is_closed:
-                    self._learn(Gone(peer, self.rank, is_unheard=peer not in self._heard), None)
+                if is_known and not self._is_closed:
+                    self._find_ended(peer)
                     return None
-            except (OSError, msgspec.MsgspecError, EOFError):
+            except (OSError, DisagreementError, EOFError):
                 continue
             else:
                 link = _Link(connection, peer, card)
@@ -560,8 +561,17 @@ class FailureDetector:
                 return link
         return None
 
+    def _find_ended(self, peer: int) -> None:
+        """Tell that nobody is behind the port of ``peer`` any more, unless it has said itself why it left."""
+        is_unheard = peer not in self._heard
+        if is_unheard and self._has_joined:  # it could not tell this rank; those whom it told pass it on
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_closed or peer in self.left or peer in self.gone, _UNHEARD_S)
+        if peer not in self.left and not self._is_closed:
+            self._learn(Gone(peer, self.rank, is_unheard), None)
+
     def _greeted(self, address: str, card: _Card) -> socket.socket:
-        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, MsgspecError."""
+        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, DisagreementError."""
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
             connection.settimeout(_DIAL_S)
@@ -596,10 +606,9 @@ class FailureDetector:
             if self._dial(peer, card) is not None:
                 return
             if attempt == _SAY_AFTER_DIALS:
-                print(
-                    f"commlayer: rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
-                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use",
-                    file=sys.stderr,
+                say(
+                    f"rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
+                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use"
                 )
             self._pause(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S), card)
 
@@ -642,7 +651,7 @@ class FailureDetector:
                     self._serve_event(key.data, event)
             except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
                 if not self._is_closed:
-                    traceback.print_exc()
+                    say(traceback.format_exc(), keep="\n")
 
     def _accept(self) -> None:
         try:
@@ -675,7 +684,7 @@ class FailureDetector:
         try:
             for frame in _frames(link.inbox):
                 self._take(link, frame)
-        except (msgspec.MsgspecError, ValueError):
+        except (DisagreementError, ValueError):
             self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
             return
         if not data:
@@ -715,7 +724,8 @@ class FailureDetector:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(link.socket)
             link.socket.close()
-        if card is not None and is_lost and not self._is_closed:
+        is_over = self._is_closed or self.rank in self.left or link.rank in self.left
+        if card is not None and is_lost and not is_over:
             self._start_asking(link.rank, card)
 
     def _learn(self, record: Record, source: _Link | None) -> None:
@@ -732,7 +742,7 @@ class FailureDetector:
             try:
                 observer.observe(record)
             except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
-                traceback.print_exc()
+                say(traceback.format_exc(), keep="\n")
         self._announce(record)
 
     def _announce(self, record: Record) -> None:
@@ -760,8 +770,10 @@ class FailureDetector:
             return self.reports.setdefault((record.key, record.rank), record) is record
         if isinstance(record, Absent):
             return self._is_first_absence(record)
-        if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
+        if record.rank not in self._members:
             return False
+        if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
+            return False  # a rank that has said why it left, and was then not found by one that had not heard it
         kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
         is_news = kept.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
         if is_news and (isinstance(record, Gone) or record.is_failure):
@@ -803,11 +815,19 @@ class FailureDetector:
     def _wanted(link: _Link) -> int:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
 
-    def _flush(self) -> None:
+    def _part(self) -> None:
+        """Say nothing more, and wait until the neighbours have heard all of it, and close: half a second at most."""
         until = time.monotonic() + _FLUSH_S
+        is_read = threading.current_thread() is not self._thread  # else nobody sees that they close
+        silent: set[_Link] = set()
         while time.monotonic() < until:
             with self.changed:
-                if not any(link.outbox for link in self._links):
+                for link in set(self._links) - silent:
+                    if not link.outbox:
+                        silent.add(link)
+                        with contextlib.suppress(OSError):
+                            link.socket.shutdown(socket.SHUT_WR)
+                if not (self._links if is_read else set(self._links) - silent):
                     return
             time.sleep(0.005)
 
@@ -929,7 +949,7 @@ def _framed(frame: _Frame) -> bytes:
 
 
 def _frames(inbox: bytearray) -> list[_Frame]:
-    """The whole frames of ``inbox``, taken out of it. Raises ValueError, MsgspecError for what is none."""
+    """The whole frames of ``inbox``, taken out of it. Raises ValueError, DisagreementError for what is none."""
     frames = []
     while len(inbox) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(inbox)
@@ -937,16 +957,20 @@ def _frames(inbox: bytearray) -> list[_Frame]:
             raise ValueError(f"a frame of {length} bytes")
         if len(inbox) < _LENGTH.size + length:
             break
-        frames.append(_decode_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
+        frames.append(_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
         del inbox[: _LENGTH.size + length]
     return frames
 
 
+def _frame(data: bytes) -> _Frame:
+    found: _Frame = read_words(data, _Frame, "a visitor", _MAX_FRAME_BYTES)
+    return found
+
+
 def _received(connection: socket.socket) -> _Frame:
     """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other end closes it), EOFError,
-    MsgspecError."""
-    frame: _Frame = _decode_frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
-    return frame
+    DisagreementError."""
+    return _frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -978,10 +1002,11 @@ def set_job_detector(detector: FailureDetector | None) -> None:
     _job = detector
 
 
-def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> None:
-    """Leave every job of this process: it ends."""
+def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in_haste: bool = False) -> None:
+    """Leave every job of this process: it ends. ``is_in_haste``: ranks that have yet to come are not waited for."""
     for detector in list(_detectors):
-        detector.linger()
+        if not is_in_haste:
+            detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 

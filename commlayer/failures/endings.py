@@ -10,6 +10,11 @@ calls, and so has nothing to wait for the lock with; else :func:`bury_when_idle`
 At the program's end, a thread that comes back from C++ and asks for the lock is ended by Python (before 3.14) in the middle
 of C++ frames that do not allow it: "terminate called without an active exception". So calls that nobody waited for are ended
 first (:func:`end_with_program`), and then the process's other threads are given the lock until all of them sleep.
+
+Programs end by ``os._exit(0)`` too, as every child does that ``multiprocessing`` forks, and then nothing of what is registered
+for the program's end is called. The others would take such a rank for one that died, and break calls of which it has done its
+part. So once there is a group, ``os._exit(0)`` first says that the rank leaves, and ends what is under way. With any other
+status, and by a signal, a rank has died.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from commlayer.failures.detector import leave_all  # registered at exit before this module's end, and so called after it
 from commlayer.failures.waits import join_abandoned
@@ -45,6 +50,8 @@ _CRASH_PATIENCE_S = 1.0
 """The same after an exception that nobody caught: the peers are to see soon that this rank is gone."""
 _ABANDONED_PATIENCE_S = 1.0
 """The same for waits that were let go of: for what they wait nobody knows, but where a rank died they end at once."""
+_IN_HASTE_S = 3.0
+"""How long ``os._exit(0)`` may take: whatever holds it up, the process ends."""
 _REST_S = 0.5
 _NAP_S = 0.005
 _NAPS = 2
@@ -59,15 +66,35 @@ class Ends(Protocol):
     """Something with calls under way on threads of its own."""
 
     def end(self, patience_s: float) -> None:
-        """Let what is under way end, within ``patience_s`` seconds in good order, then by breaking it. Raises nothing."""
+        """Let what is under way end, within ``patience_s`` seconds in good order, then by breaking it; 0: break it at once, also
+        where another thread waits for it. Raises nothing."""
 
 
 _watched: weakref.WeakSet[Ends] = weakref.WeakSet()
+_exit = os._exit
 
 
 def end_with_program(thing: Ends) -> None:
     """Have ``thing.end`` called when the program ends, if ``thing`` still is there."""
     _watched.add(thing)
+    os._exit = _leave_and_exit
+
+
+def _leave_and_exit(status: int) -> NoReturn:
+    """End the process without a clean-up, as Python's own ``os._exit`` does; with status 0 tell the other ranks before."""
+    if status == 0 and _watched:
+        # On a thread of its own: this one may hold a lock, or have been stopped by a signal's handler in the middle of a call.
+        thread = threading.Thread(target=_leave_in_haste, name="commlayer-leave", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
+            thread.start()
+            thread.join(_IN_HASTE_S)
+    _exit(status)
+
+
+def _leave_in_haste() -> None:
+    for thing in list(_watched):
+        thing.end(0.0)
+    leave_all("its program has ended", is_failure=False, is_in_haste=True)
 
 
 def bury(dead: list[Any]) -> None:

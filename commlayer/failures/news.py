@@ -8,10 +8,9 @@ them with what they knew (:mod:`commlayer.failures.last_words`).
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say
 
 __all__ = ["FailureNews"]
 
@@ -35,7 +34,7 @@ class FailureNews:
             return
         self._has_told_consequence = True
         self.has_heard = not is_consequence
-        text = printable(f"commlayer: rank {self._rank}: {who} {what}. Look at the log of {who}", keep="\n")
+        text = f"rank {self._rank}: {who} {what}. Look at the log of {who}"
         thread = threading.Thread(target=self._print, args=(text,), name="commlayer-news", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()
@@ -45,8 +44,6 @@ class FailureNews:
         self._printed.wait(seconds)
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, or there is none
-            sys.stderr.write(f"{text}\n")  # in one piece: ranks share a terminal
-            sys.stderr.flush()
+        say(text, keep="\n")
         if self.has_heard:
             self._printed.set()

@@ -21,7 +21,6 @@ import ctypes
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -32,6 +31,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
+
+from commlayer.profiles.printable import warn
 
 __all__ = [
     "NO_TIMEOUT",
@@ -387,7 +388,7 @@ def _aborts() -> dict[int, Callable[[int], None]]:
 
 @cache
 def _warn_once() -> None:
-    warnings.warn(
+    warn(
         f"torch {torch.__version__} does not let a wait for a Gloo message be ended: ranks that are in the middle of a "
         "message when another dies notice it at the group's timeout only",
         RuntimeWarning,

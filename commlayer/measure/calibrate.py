@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +28,9 @@ from commlayer.measure.device_prober import DeviceLinks, DeviceProber
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import (
     HOSTS,
+    UNFINISHED,
     SweepOptions,
-    complete_formats,
+    complete_profile,
     lacking_formats,
     measure_cluster,
     node_hosts,
@@ -40,7 +40,7 @@ from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file, write_file
-from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.printable import say, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
 from commlayer.profiles.topology import Topology
@@ -60,11 +60,15 @@ PROBE = SweepOptions(
     longest_us=4e4,
     is_probe=True,
     budget_s=2.5,
+    deadline_s=2.5,
 )
-"""The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
+"""The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores. On a busy machine it
+takes no longer: curves for which there was no time are left to later jobs."""
+EARLIER = ".earlier"
+"""The suffix of the profile that was kept before the cached one, and did not hold in some job: it may hold again."""
 CHECKED = ".checked"
 """The suffix of the empty file beside a cached profile whose time says when the check of a start has last accepted that."""
-DEVICE_PROBE = replace(PROBE, budget_s=2.0)
+DEVICE_PROBE = replace(PROBE, budget_s=2.0, deadline_s=2.0)
 """The sweep of a group on a device, before its first call that can be planned: with its communicators less than three seconds."""
 _PROBE_ERROR = 0.25
 """The error of curves from one to three samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
@@ -186,29 +190,69 @@ def calibrated(
         off = _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links)
         if not off:
             _note_check(entry)
-            return profile if links is not None else _with_all_formats(profile, topology, ranks, timeout_s, entry)
+            return _completed(profile, topology, ranks, timeout_s, entry, links)
+        earlier = _earlier(entry, topology, ranks, timeout_s, links)
+        if earlier is not None:
+            _say(
+                ranks,
+                f"the cached profile {entry.path} does not hold any more ({off}), but the one before it does: it is used",
+            )
+            return _completed(earlier, topology, ranks, timeout_s, entry, links)
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
     return _measured(topology, ranks, timeout_s, entry, links)
 
 
-def _with_all_formats(
-    profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Entry
+def _earlier(
+    entry: _Entry, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None
+) -> Profile | None:
+    """The profile that was in the cache before the one that does not hold, if it does: then the two change places. Collective.
+
+    The same machines may be busy in one job and not in the next, or have one of two networks: then one of the two holds, and
+    nothing is measured again and again.
+    """
+    text = _read_earlier(entry) if ranks.rank == 0 else None
+    found = ranks.from_first(_Cached(text), _Cached).json
+    if found is None:
+        return None
+    profile = parse_profile(found, "the cached profile before the last one")
+    if _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links):
+        return None
+    if ranks.rank == 0:
+        _keep(profile, entry)
+        _note_check(entry)
+    return profile
+
+
+def _completed(
+    profile: Profile,
+    topology: Topology,
+    ranks: AllRanks,
+    timeout_s: float,
+    entry: _Entry,
+    links: DeviceLinks | None,
 ) -> Profile:
-    """``profile``, and what encoding costs in the wire formats that it lacks: it was kept before there were these. Collective."""
-    lacking = lacking_formats(profile, topology)
-    if not lacking:
+    """``profile`` with the curves that it lacks: of wire formats that are newer than it, and those for which the probe that
+    measured it had no time. Collective."""
+    formats, left_out = () if links else lacking_formats(profile, topology), profile.environment.get(UNFINISHED)
+    if not formats and left_out is None:
         return profile
     began = time.perf_counter()
-    with phase("what encoding costs was being measured"):
-        whole = complete_formats(
-            profile, replace(PROBE, timeout_s=timeout_s), topology=topology, ranks=ranks, as_kept=as_probe
-        )
+    options = replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s)
+    with phase("curves that the cached profile lacks were being measured"):
+        whole = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
     if ranks.rank == 0:
-        took_s, where = time.perf_counter() - began, _keep(whole, entry)
-        _print(
-            f"the cached profile did not know what encoding in {', '.join(lacking)} costs: measured it in {took_s:.1f} s, {where}"
+        took_s, where = time.perf_counter() - began, _keep(whole, entry, is_same=True)
+        lacked = (
+            f"lacked {left_out} curves" if left_out else f"did not know what encoding in {', '.join(formats)} costs"
         )
+        say(f"the cached profile {lacked}: measured it in {took_s:.1f} s, {where}.{_left_out(whole)}")
     return whole
+
+
+def _left_out(profile: Profile) -> str:
+    """A sentence on the curves for which a probe had no time; empty where it had."""
+    number = profile.environment.get(UNFINISHED)
+    return "" if number is None else f" Time was up before {number} of its curves, which later jobs measure."
 
 
 def _described(ranks: AllRanks, links: DeviceLinks, job: str) -> str:
@@ -251,9 +295,9 @@ def _measured(
         why = (
             f"no profile of this {what} ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
         )
-        _print(
-            f"{why} in {took_s:.1f} s, {_keep(profile, entry)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "
-            "makes a finer one; COMMLAYER_PROFILE names it, or is none",
+        say(
+            f"{why} in {took_s:.1f} s, {_keep(profile, entry)}.{_left_out(profile)} {_doubted(profile)}"
+            f"{_slow(profile, topology)}`commlayer profile` makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
 
@@ -315,25 +359,40 @@ def _cached(settings: Settings, key: str) -> _Entry:
     except FileNotFoundError:
         return _Entry(path)
     except CommlayerError as error:
-        _print(f"the cached profile cannot be used and is measured again: {error}")
+        say(f"the cached profile cannot be used and is measured again: {error}")
         return _Entry(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         why = getattr(error, "strerror", None) or error
-        _print(
+        say(
             f"the cache cannot be used, so what is measured here is not kept: {where}: {why}. Remove that, or name another "
             "folder in COMMLAYER_CACHE"
         )
         return _Entry(None)
 
 
-def _keep(profile: Profile, entry: _Entry) -> str:
+def _read_earlier(entry: _Entry) -> str | None:
+    """The text of the profile that was in the cache before the last one; None where there is no sound one. Raises nothing."""
+    if entry.path is None:
+        return None
+    path = entry.path.with_suffix(EARLIER)
+    with contextlib.suppress(OSError, CommlayerError):
+        return parse_profile(read_file(path), str(path)).to_json()
+    return None
+
+
+def _keep(profile: Profile, entry: _Entry, *, is_same: bool = False) -> str:
     """Put ``profile`` into the cache, in place of the one that was there, or if no other job has been faster; the words for
-    it. Raises nothing."""
+    it. Raises nothing.
+
+    The one that was there stays beside it as the earlier one, unless ``is_same``: it is this one with more curves.
+    """
     path = entry.path
     if path is None:
         return "not kept"
     try:
         if entry.text is not None:
+            if not is_same:
+                write_file(path.with_suffix(EARLIER), entry.text, follow_links=False)
             profile.save(path, follow_links=False)
             return f"kept in {path}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -365,8 +424,4 @@ def _first_kept(profile: Profile, path: Path) -> str:
 
 def _say(ranks: AllRanks, text: str) -> None:
     if ranks.rank == 0:
-        _print(text)
-
-
-def _print(text: str) -> None:
-    print(f"commlayer: {printable(text)}", file=sys.stderr)
+        say(text)

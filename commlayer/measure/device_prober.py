@@ -225,9 +225,12 @@ class DeviceProber(Prober):
         self._await(span[1])
         return self.agree(span[1].elapsed_us(span[0]))
 
-    def times(self, calls: Iterable[tuple[Probe, TimedCall]]) -> list[float]:
-        """See :meth:`Prober.times`. All are launched, one behind the other, before the first is waited for."""
+    def times(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
+        """See :meth:`Prober.times`. All are launched, one behind the other, before the first is waited for, so ``is_over`` is
+        asked once."""
         found: list[list[Span]] = []
+        if is_over():
+            return []
         made = list(
             calls
         )  # not while another is under way: making one may wait for the device, and so for a rank that is gone

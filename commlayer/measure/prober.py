@@ -185,19 +185,19 @@ class Prober:
         self.ranks.barrier()
         return self.agree(self._time_us(task))
 
-    def times(self, calls: Iterable[tuple[Probe, TimedCall]]) -> list[float]:
-        """The time that each call takes this rank, µs: one after the other, all ranks starting together.
+    def times(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
+        """The time that each call takes this rank, µs: one after the other, all ranks starting together. None begins when time
+        is up: ``is_over()`` is asked before each, by all ranks, says the same to all, and so is their barrier.
 
-        For what ranks do alone they do not wait; it takes little time, so that the faster of two counts. Collective.
+        What ranks do alone takes little time, so that the faster of two counts. Collective.
         """
-        found = []
+        found: list[float] = []
         for probe, call in calls:
-            if probe.leg.is_exchange:
-                with phase(f"{_MEASURING}, {probe.key[0]} on {probe.key[1]}"):
-                    self.ranks.barrier()
-                    found.append(self._time_us(call.run))
-            else:
-                found.append(min(self._time_us(call.run) for _ in range(_ALONE_TIMES)))
+            with phase(f"{_MEASURING}, {probe.key[0]} on {probe.key[1]}"):
+                if is_over():
+                    break
+                repeats = 1 if probe.leg.is_exchange else _ALONE_TIMES
+                found.append(min(self._time_us(call.run) for _ in range(repeats)))
         return found
 
     def _time_us(self, task: Callable[[], Any]) -> float:

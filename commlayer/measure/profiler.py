@@ -42,8 +42,9 @@ from commlayer.version import __version__
 
 __all__ = [
     "HOSTS",
+    "UNFINISHED",
     "SweepOptions",
-    "complete_formats",
+    "complete_profile",
     "lacking_formats",
     "measure_cluster",
     "measure_groups",
@@ -66,6 +67,8 @@ _LARGE = 4
 """Sizes of this part of the largest one on a link, and more, show the rate of a stream."""
 HOSTS = "hosts"
 """The entry of a profile's environment that says on which nodes it found slow links, in their order."""
+UNFINISHED = "unfinished"
+"""The entry of a profile's environment that says how many curves a probe left out when its time was up."""
 _GROUP_SHARE = 8
 """The curves of whole groups end at this fraction of the largest size: there are many of them, and their links' rates show
 much earlier."""
@@ -80,8 +83,9 @@ class SweepOptions:
     are for the curves of plans over nodes and of the backend's own calls, of which there are many.
     ``interference_rounds`` 0: pairs of resources are not measured. ``longest_us``: a curve ends at the first size that takes
     longer. ``is_probe``: spend little time, as :mod:`commlayer.profiles.survey` does. Then ``longest_us`` is what the largest
-    size should take, and nothing is timed again when ``budget_s`` is over; ``repeats`` do not count, nothing is checked, and what
-    few jobs plan is left out: broadcasts in a part of the job.
+    size should take, nothing is timed again when ``budget_s`` is over, and when ``deadline_s`` is, no further call begins, but
+    for the first curve of each link: other curves may be missing. ``repeats`` do not count, nothing is checked, and what few
+    jobs plan is left out: broadcasts in a part of the job.
     ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they are known (shaped, or from a data sheet);
     None takes the largest bus bandwidth measured. ``timeout_s`` bounds every collective.
     """
@@ -100,6 +104,7 @@ class SweepOptions:
     longest_us: float = math.inf
     is_probe: bool = False
     budget_s: float = 0.0
+    deadline_s: float = math.inf
     inter_gbps: float | None = None
     intra_gbps: float | None = None
     timeout_s: float = 120.0
@@ -132,17 +137,20 @@ def measure_cluster(
         )
     ranks = ranks or AllRanks.default()
     links = links or _links_of(ranks)
+    clock = _ProbeClock(ranks, options.deadline_s)
     with _prober(topology, options.timeout_s, ranks, links) as prober:
         sweeps = _possible(prober, _sweeps(options, topology))
         curves = (
-            _surveyed(prober, sweeps, options, topology)
+            _surveyed(prober, sweeps, options, topology, clock)
             if options.is_probe
             else _curves(prober, sweeps, options, on_point)
         )
-        by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
-        slow = _slow_links(prober) if _has_pairs(topology, links) else ()
+        of_peaks = {each.probe.key for each in sweeps if _shows_peak(each.probe, topology)}
+        by_steps = [curve for curve in curves if curve.key in of_peaks] or curves
+        slow = _slow_links(prober, clock) if _has_pairs(topology, links) else ()
         pairs = _all_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
+    unfinished = _unfinished(len(sweeps) - len(curves))
     return _agreed(
         ranks,
         name=name,
@@ -153,40 +161,60 @@ def measure_cluster(
         curves=curves,
         interference=pairs,
         slow_links=slow,
-        environment=_where(links) | hosts | (environment or {}),
+        environment=_where(links) | hosts | unfinished | (environment or {}),
     )
+
+
+def _unfinished(num_missing: int) -> dict[str, str]:
+    """What a profile's environment says of curves that are missing: nothing of none."""
+    return {UNFINISHED: str(num_missing)} if num_missing else {}
 
 
 def lacking_formats(profile: Profile, topology: Topology) -> tuple[str, ...]:
     """List the wire formats of this version of which ``profile``, of such a cluster, does not know what encoding costs: it was
     measured before there were these."""
-    return tuple(dict.fromkeys(str(each.probe.unit.wire) for each in _lacking(profile, SweepOptions(), topology)))
+    lacking = [each.probe for each in _lacking(profile, SweepOptions(), topology)]
+    return tuple(dict.fromkeys(str(probe.unit.wire) for probe in lacking if isinstance(probe.leg, CodedLeg)))
 
 
-def complete_formats(
+def complete_profile(
     profile: Profile,
     options: SweepOptions,
     *,
     topology: Topology,
     ranks: AllRanks,
+    links: DeviceLinks | None = None,
     as_kept: Callable[[Profile], Profile] = lambda measured: measured,
 ) -> Profile:
-    """``profile`` of the CPU's links, with what encoding costs in the formats that it lacks: only that is measured. Collective.
+    """``profile`` with the curves that it lacks: what encoding costs in formats that were not known yet, and what a probe left
+    out when its time was up. Only these are measured, by ranks that all have it. Collective.
 
-    ``as_kept``: what is done to a profile of such ``options`` before it is kept. Raises what :func:`measure_cluster` raises.
+    ``links``: as of :func:`measure_cluster`. ``as_kept``: what is done to a profile of such ``options`` before it is kept. Raises
+    what :func:`measure_cluster` raises.
     """
-    sweeps = _lacking(profile, options, topology)
-    with _prober(topology, options.timeout_s, ranks, None) as prober:
-        curves = _surveyed(prober, sweeps, options, topology) if options.is_probe else _curves(prober, sweeps, options)
+    clock = _ProbeClock(ranks, options.deadline_s)
+    with _prober(topology, options.timeout_s, ranks, links) as prober:
+        sweeps = _possible(prober, _lacking(profile, options, topology))
+        curves = (
+            _surveyed(prober, sweeps, options, topology, clock)
+            if options.is_probe
+            else _curves(prober, sweeps, options)
+        )
     measured = as_kept(profile.replace(curves=curves))
-    whole = profile.replace(curves=[*profile.curves, *measured.curves])
+    left = _unfinished(len(sweeps) - len(curves))
+    environment = {name: value for name, value in profile.environment.items() if name != UNFINISHED} | left
+    whole = profile.replace(curves=[*profile.curves, *measured.curves], environment=environment)
     return parse_profile(ranks.from_first(ProfileText(whole.to_json()), ProfileText).json, "rank 0's profile")
 
 
 def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
-    known = {curve.key for curve in profile.curves}
-    coding = [each for each in _sweeps(options, topology) if isinstance(each.probe.leg, CodedLeg)]
-    return [each for each in coding if each.probe.key not in known]
+    """The sweeps whose curves ``profile`` lacks: those of formats, and where it is unfinished, all."""
+    known, is_unfinished = {curve.key for curve in profile.curves}, UNFINISHED in profile.environment
+    return [
+        each
+        for each in _sweeps(options, topology)
+        if each.probe.key not in known and (is_unfinished or isinstance(each.probe.leg, CodedLeg))
+    ]
 
 
 def measure_groups(
@@ -357,9 +385,26 @@ def _curves(
     ]
 
 
-def _surveyed(prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, topology: Topology) -> list[Curve]:
-    """The curves of a probe."""
-    began = time.monotonic()
+class _ProbeClock:
+    """The time that is gone since a probe began, on which all ranks agree: the longest of any."""
+
+    def __init__(self, ranks: AllRanks, deadline_s: float) -> None:
+        self._ranks, self._began, self.deadline_us = ranks, time.monotonic(), deadline_s * 1e6
+
+    @property
+    def mine_us(self) -> float:
+        """What is gone for this rank, µs."""
+        return (time.monotonic() - self._began) * 1e6
+
+    def is_over(self, until_us: float) -> bool:
+        """Whether so much time is gone; the same on all ranks. Collective, and no rank returns before all have asked."""
+        return self._ranks.maximum(self.mine_us) >= until_us
+
+
+def _surveyed(
+    prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, topology: Topology, clock: _ProbeClock
+) -> list[Curve]:
+    """The curves of a probe: of those for which there was time."""
     kept: dict[Wanted, TimedCall] = {}
 
     def ready(call: Wanted) -> tuple[Probe, TimedCall]:
@@ -370,18 +415,19 @@ def _surveyed(prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, t
             kept[call] = made
         return probe, made
 
-    def run(calls: Sequence[Wanted]) -> tuple[Sequence[float], float]:
-        times = prober.times(map(ready, calls))
-        *agreed, spent_us = prober.ranks.maxima([*times, (time.monotonic() - began) * 1e6])
+    def run(calls: Sequence[Wanted], until_us: float) -> tuple[Sequence[float], float]:
+        times = prober.times(map(ready, calls), partial(clock.is_over, until_us))
+        *agreed, spent_us = prober.ranks.maxima([*times, clock.mine_us])
         return agreed, spent_us
 
     nodes = [len(members) for members in topology.nodes]
     ladders = [Ladder(each.sizes, each.probe.key[1], link_load(each.probe, nodes)) for each in sweeps]
-    found = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us))
+    found = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us, clock.deadline_us))
     curves = []
     for place, each in enumerate(sweeps):
-        sizes, times_us, samples = zip(*found.curve(place), strict=True)
-        curves.append(Curve.from_samples(*each.probe.key, sizes, times_us, samples=samples))
+        if rungs := found.curve(place):
+            sizes, times_us, samples = zip(*rungs, strict=True)
+            curves.append(Curve.from_samples(*each.probe.key, sizes, times_us, samples=samples))
     return curves
 
 
@@ -420,10 +466,13 @@ def _has_pairs(topology: Topology, links: DeviceLinks | None) -> bool:
     return topology.num_nodes > 2 and links is None
 
 
-def _slow_links(prober: Prober) -> tuple[SlowLink, ...]:
-    """The cards and pairs that are slower than the others each time; one look is enough where none is."""
+def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
+    """The cards and pairs that are slower than the others each time; one look is enough where none is. None, where there is no
+    time to look so often."""
     slow: tuple[SlowLink, ...] = ()
     for look in range(_PAIR_LOOKS):
+        if clock.is_over(clock.deadline_us):
+            return ()
         seen = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS))
         before = {link.nodes for link in slow}
         slow = tuple(link for link in seen if not look or link.nodes in before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.calls import OwnCall, StepCall, TimedCall
 from commlayer.measure.group_calls import largest
 from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.plan import Plan, Strategy
 
 __all__ = ["connected", "judge", "run_pending"]
@@ -63,9 +63,7 @@ def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callabl
             raise ClusterError(f"group {planned.name}: {why}: name fewer connections, or none")
         if planned.most_connections >= connections:  # not in another contest of this group
             planned.most_connections = connections - 1
-            warnings.warn(
-                f"commlayer: group {planned.name}: {why}. Plans over fewer contend without them", stacklevel=2
-            )
+            warn(f"commlayer: group {planned.name}: {why}. Plans over fewer contend without them", stacklevel=2)
         found = anew()
     return found
 

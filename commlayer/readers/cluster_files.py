@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.known_names import closest, is_path
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Interference, read_profile
-from commlayer.profiles.strict_json import json_kind
+from commlayer.profiles.strict_json import parse_object
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
 from commlayer.scheduler.mapping.clusters import from_peaks, load, names
@@ -31,31 +30,22 @@ def resolve(name_or_path: str) -> Cluster:
     if name_or_path in names() or not is_path(name_or_path):
         return load(name_or_path)
     try:
-        text = read_file(name_or_path).decode("utf-8")
+        data = read_file(name_or_path)
     except FileNotFoundError as error:
         raise UsageError(f"{shortened(name_or_path)}: expected a cluster file, got no such file") from error
     except OSError as error:
         raise UsageError(
             f"{shortened(name_or_path)}: cannot read the cluster file: {error.strerror or error}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name_or_path}: cannot read the cluster file: {error}") from error
-    return parse(text, name_or_path)
+    return parse(data, name_or_path)
 
 
-def parse(text: str, where: str) -> Cluster:
+def parse(text: bytes | str, where: str) -> Cluster:
     """The cluster of a JSON text; ``where`` begins every message, and profiles are looked for beside it.
 
     Raises UsageError: names the field and the reason.
     """
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: line {error.lineno}, column {error.colno}: expected JSON ({error.msg})") from error
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
-        raise UsageError(f"{where}: expected a cluster, got JSON that no cluster needs ({error})") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{where}: expected a JSON object with a cluster, got a JSON {json_kind(content)}")
+    content = parse_object(text, shortened(where), "cluster")
     if content.get("format") == "commlayer-profile":
         raise UsageError(
             f"{where}: this is a profile, which says nothing about GPUs. Write a cluster file beside it: "

@@ -9,7 +9,6 @@ of its parameters. The parameters of every type that transformers has are exactl
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.known_names import closest, closest_or_all, is_path
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import json_kind
+from commlayer.profiles.strict_json import parse_object
 from commlayer.scheduler.mapping.catalog import MODELS
 from commlayer.scheduler.mapping.model import (
     MOST_LAYERS,
@@ -97,7 +96,7 @@ def read_model(path: str | Path) -> ModelShape:
         file /= "config.json"
         typed = str(file)
     try:
-        text = read_file(file).decode("utf-8")
+        data = read_file(file)
     except FileNotFoundError as error:
         hint = "" if file.suffix == ".json" else closest(file.name, MODELS)  # the name of a repository of models, say
         raise UsageError(
@@ -107,11 +106,7 @@ def read_model(path: str | Path) -> ModelShape:
         raise UsageError(
             f"{shortened(str(file))}: expected a model's JSON file, or a folder with a config.json: {error.strerror}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x} at {error.start}"
-        ) from error
-    content = _parse(text, str(file))
+    content = parse_object(data, shortened(str(file)), "model's configuration")
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
     if "format" in content:
         return _own(content, str(file))
@@ -141,30 +136,6 @@ def from_config(content: Mapping[str, Any], name: str, where: str) -> ModelShape
         return ModelShape(name=name, source=source, **shape)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-            raise UsageError(f"{where}: field {twice}: expected it once in its object, got it again")
-        return found
-
-    try:
-        content = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UsageError(
-            f"{where}: {place}: expected JSON, got a damaged text ({error.msg}): fetch the file again"
-        ) from error
-    except RecursionError as error:
-        raise UsageError(f"{where}: expected a model's configuration, got JSON nested too deep") from error
-    except ValueError as error:
-        raise UsageError(f"{where}: expected a model's configuration, got a number that is none ({error})") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{where}: expected a JSON object, got a JSON {json_kind(content)}")
-    return content
 
 
 def _own(content: dict[str, Any], where: str) -> ModelShape:

@@ -85,19 +85,20 @@ def read_routing(path: StrPath) -> ExpertLoads:
     if os.path.isdir(path):
         return read_routing_folder(path)
     try:
-        data = read_file(path, _MOST_BYTES)
+        data = read_file(path, _MOST_BYTES, begins=b"{")
     except OSError as error:
         raise UsageError(
             f"{where}: cannot read the routing: {error.strerror or error}. `commlayer routing record` makes such a file"
         ) from error
-    content = parse_object(data, where, "routing")
+    content = parse_object(data, where, "commlayer routing")
     found, version = content.get("format"), content.get("version")
     if found != ROUTING_FORMAT:
         got = "but it is missing" if found is None else f"got {shortened(repr(found))}"
         raise UsageError(f"{where}: field format: expected {ROUTING_FORMAT!r}, {got}: this is no routing file")
     if isinstance(version, int) and version > _VERSION:
         raise UsageError(
-            f"{where}: field version: expected at most {_VERSION}, got {version}: a newer commlayer wrote it. Upgrade commlayer"
+            f"{where}: field version: expected at most {_VERSION}, got {shortened(str(version))}: a newer commlayer wrote it. "
+            "Upgrade commlayer"
         )
     file = convert(content, _RoutingFile, where, {"version": str(_VERSION)})
     if file.checksum != _checksum({name: value for name, value in content.items() if name != "checksum"}):

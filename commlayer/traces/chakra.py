@@ -143,7 +143,7 @@ def _messages() -> dict[str, Any]:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as error:
-        raise UsageError("Chakra traces need protobuf: pip install 'commlayer[chakra]'") from error
+        raise UsageError("Chakra traces need protobuf: pip install 'protobuf>=5'") from error
     file = descriptor_pb2.FileDescriptorProto(
         name="commlayer/chakra.proto", package="commlayer.chakra", syntax="proto3"
     )

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.files import read_file, replacing
+from commlayer.profiles.files import replacing
+from commlayer.profiles.strict_json import each_sound, parse_record, read_data
 from commlayer.traces.clock import ClockReading, to_job_ns
 from commlayer.traces.records import CallRecord, Mark, rank_name
 
@@ -21,7 +22,9 @@ __all__ = ["TRACE_FORMAT", "RankTrace", "installed_versions", "rank_paths", "rea
 
 TRACE_FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)(?:-(\d+))?\.json")
-_T = TypeVar("_T")
+_WHAT = "the trace of a rank"
+_MOST_BYTES = 4 << 30
+"""The largest trace that is read: of some ten million calls."""
 _PACKAGES = ("commlayer", "torch", "numpy")
 
 
@@ -98,19 +101,20 @@ def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
         file.write(b"}\n")
 
 
-def read_folder(folder: Path, job: str | None = None) -> Iterator[RankTrace]:
+def read_folder(folder: Path, job: str | None = None, damaged: list[str] | None = None) -> Iterator[RankTrace]:
     """Read the traces in ``folder``, one file after the other, by rank; :func:`rank_paths` says which.
 
     Args:
         job: only the files of this one, or of the one whose name begins so.  [the only one]
+        damaged: takes the errors of files that are not sound, where there are others that are; at the end.
 
     Raises:
-        UsageError: no trace in the folder, a damaged file, files of different jobs or none of ``job``, a rank's file twice.
+        UsageError: no trace in the folder, a damaged file that ``damaged`` does not take, files of different jobs or none of
+            ``job``, a rank's file twice.
     """
     found: dict[int, Path] = {}
     first: RankTrace | None = None
-    for path in rank_paths(folder):
-        trace = _read(path, job or "")
+    for path, trace in each_sound(rank_paths(folder), lambda path: (path, _read(path, job or "")), damaged):
         if trace is None:
             continue
         first = first or trace
@@ -157,11 +161,8 @@ def _jobs(folder: Path, begin: str = "") -> str:
 
 
 def _head(path: Path) -> tuple[_Head, bytes]:
-    try:
-        data = read_file(path, most_bytes=None)  # a long job's is as large as it is
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the trace: {error.strerror or error}") from error
-    head = _decoded(path, data, _Probe).commlayer
+    data = read_data(path, _WHAT, _MOST_BYTES)
+    head = parse_record(data, _Probe, path, _WHAT).commlayer
     if head.format != TRACE_FORMAT:
         raise UsageError(
             f"{path}: expected a trace of format {TRACE_FORMAT}, got format {head.format}: read it with the commlayer that "
@@ -175,17 +176,8 @@ def _read(path: Path, begin: str) -> RankTrace | None:
     head, data = _head(path)
     if not head.job.startswith(begin):
         return None
-    trace = _decoded(path, data, _File).commlayer
+    trace = parse_record(data, _File, path, _WHAT).commlayer
     name = _NAME.fullmatch(path.name)
     if name is None or path.name != (right := rank_name(trace.rank, int(name[2] or 1))):
         raise UsageError(f"{path}: expected a name that fits its content, rank {trace.rank}: rename it to {right}")
     return trace
-
-
-def _decoded(path: Path, data: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path}: expected the trace of a rank, got a damaged file: {error}. Copy it again, or remove it to go on without"
-        ) from error

@@ -13,12 +13,12 @@ import secrets
 import socket
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import warn
 from commlayer.traces.clock import ClockReading, exchange_clocks
 from commlayer.traces.records import CallRecord, Mark, rank_name
 
@@ -86,7 +86,7 @@ class Recorder:
             self.num_dropped += 1
             is_first = self.num_dropped == 1
         if is_first:
-            warnings.warn(
+            warn(
                 f"rank {self.rank}: the trace in {self.path.parent} is full, {len(self.calls)} calls: later ones are counted but "
                 "not recorded. Trace fewer steps of the program",
                 stacklevel=3,
@@ -201,8 +201,8 @@ def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:
         try:
             closing.readings.append(exchange_clocks(gather, closing.rank))
         except Exception as error:  # noqa: BLE001  whatever broke the job must not be hidden by its trace
-            warnings.warn(f"rank {closing.rank}: clocks could not be compared again: {error}", stacklevel=2)
+            warn(f"rank {closing.rank}: clocks could not be compared again: {error}", stacklevel=2)
     try:
         closing.close()
     except OSError as error:
-        warnings.warn(f"rank {closing.rank}: {closing.path}: the trace could not be written: {error}", stacklevel=2)
+        warn(f"rank {closing.rank}: {closing.path}: the trace could not be written: {error}", stacklevel=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,11 @@ _ABORT_TAG = FIRST_TAG + MAX_TAGS * CALLS_IN_FLIGHT
 
 _BYTE = torch.uint8
 _MAX_PARTS = 4096
+_MAY_BE_WRITTEN = 0x200  # PyBUF_WRITE of Python's C interface
+# A function of our own: argument types that are set on ctypes.pythonapi's are those of everybody who calls it.
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 
 Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
@@ -47,6 +53,9 @@ Whole = Callable[[torch.Tensor, torch.Tensor], None]
 
 class CallMemory:
     """The memory of one buffer of a call: ``tensor``, 1-D uint8 [bytes], and, on the CPU, ``bytes``, the same as a memoryview.
+
+    ``bytes`` is made from an address, and holds no memory: a slice of it must not outlive this object, which holds the tensor.
+    (Rejected: ``tensor.numpy()``. It makes the storage one that can never be resized again, and most tensors are a caller's.)
 
     Its parts as tensors are made once: a slice of a tensor costs ten times what a slice of a memoryview does, and more than the
     copy of a small message. A buffer that is kept between calls keeps its parts too.
@@ -57,7 +66,7 @@ class CallMemory:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         if tensor.is_cpu:
-            self.bytes: memoryview = tensor.numpy().data
+            self.bytes: memoryview = _memory_at(tensor.data_ptr(), tensor.nbytes, _MAY_BE_WRITTEN)
         self._parts: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {_BYTE: tensor}
 

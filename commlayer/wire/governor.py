@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from commlayer.agree.maximum import settle_maximum
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.wire import WireFormat, WirePolicy
 
 __all__ = ["Governor"]
@@ -65,7 +65,7 @@ class Governor:
             return
         self.formats = tuple(each for each in self.formats if each is not wire_format) or (WireFormat.NATIVE,)
         if self._group.rank() == 0:
-            warnings.warn(
+            warn(
                 f"commlayer: {self._name}: {wire_format} has a relative error of {self.errors[wire_format]:.2g} in call "
                 f"{self._calls}, more than the budget of {budget:.2g}: it is not used any more; from now on "
                 f"{' or '.join(map(str, self.formats))}",

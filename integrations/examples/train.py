@@ -1,6 +1,7 @@
 """Train a small MoE language model on any mapping: ``python -m commlayer.integrations.examples.train``, alone or on ranks.
 
-The losses are the same under every mapping, up to rounding; docs/moe_training.md takes it apart.
+The losses are the same under every mapping, up to rounding; with a balance loss and several micro-batches they depend on dp.
+docs/moe_training.md takes it apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from commlayer import recorder, stats
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
+from commlayer.cli.failure import failure_of, wants_traceback
 from commlayer.cli.option_types import RealNumber, in_order, json_option
 from commlayer.cli.place import is_first
 from commlayer.cli.progress_bars import progress
@@ -156,7 +157,7 @@ class _Program(Command):
         except CommlayerError as error:
             if wants_traceback(ctx):
                 raise
-            raise CommandFailure(str(error), exit_code(error)) from error
+            raise failure_of(error, None) from error
 
 
 @contextmanager

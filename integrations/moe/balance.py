@@ -22,12 +22,14 @@ class Usage:
     """The use of experts by T tokens, maybe of several ranks.
 
     ``fractions`` [E] of the T·K choices, before any are dropped; no gradient. ``probabilities`` [E]: the tokens' mean, which
-    sums to 1. ``squared_logsumexp``: the mean over tokens of ``logsumexp(logits)²``. All are 0 where there are no tokens.
+    sums to 1. ``squared_logsumexp``: the mean over tokens of ``logsumexp(logits)²``. ``num_tokens``: T, a scalar. All are 0
+    where there are no tokens.
     """
 
     fractions: torch.Tensor
     probabilities: torch.Tensor
     squared_logsumexp: torch.Tensor
+    num_tokens: torch.Tensor
 
 
 def usage(
@@ -65,8 +67,9 @@ def usage(
             )
         sums = total[:-1].to(sums.dtype) + over.size * (sums - sums.detach())
     probability, count, squared, tokens = sums.split([num_experts, num_experts, 1, 1])
-    tokens = tokens.clamp(min=1)
-    return Usage(count / count.sum().clamp(min=1), probability / tokens, (squared / tokens).squeeze(0))
+    divisor = tokens.clamp(min=1)
+    fractions, mean_squared = count / count.sum().clamp(min=1), (squared / divisor).squeeze(0)
+    return Usage(fractions, probability / divisor, mean_squared, tokens.squeeze(0))
 
 
 def expert_balance_loss(usage: Usage) -> torch.Tensor:

@@ -24,12 +24,13 @@ __all__ = ["Limits", "RoutedChoices", "capacity", "gather_choices", "keep_within
 class RoutedChoices:
     """The choices that capacity is applied to: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept;
     ``positions`` [T] of the tokens in their sequence, None: the order in which they lie here. Where priorities are
-    equal the earlier is kept.
+    equal the earlier is kept. ``num_padding``: how many tokens of padding lie beside them.
     """
 
     indices: torch.Tensor
     priority: torch.Tensor
     positions: torch.Tensor | None
+    num_padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,9 @@ def gather_choices(
     """
     positions = choices.positions
     device = choices.indices.device
-    mine = [choices.indices.shape[0], positions is not None, is_refused]
+    mine = [choices.indices.shape[0], positions is not None, is_refused, choices.num_padding]
     everyone = sequence.all_gather(torch.tensor([mine], dtype=torch.int64, device=device))
-    rows, has_positions, refused = everyone.t().tolist()
+    rows, has_positions, refused, num_padding = everyone.t().tolist()
     if any(refused):
         raise DisagreementError(
             f"{who()}rank {refused.index(1)} of those that share the sequence refused its tokens: look at its log"
@@ -116,5 +117,6 @@ def gather_choices(
         sequence.all_gather(choices.indices, rows),
         sequence.all_gather(choices.priority.detach().double(), rows),  # in one dtype, whatever the weights' is here
         None if positions is None else sequence.all_gather(positions, rows),
+        sum(num_padding),
     )
     return whole, slice(start, start + rows[sequence.rank])

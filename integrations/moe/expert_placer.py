@@ -17,7 +17,6 @@ threads that ask a store.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -36,6 +35,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import ExpertMigration, Optimizer, StagePlaces, moved_bytes
 from commlayer.integrations.moe.expert_slots import ExpertSlots
+from commlayer.integrations.moe.expert_spilling import require_prices
 from commlayer.integrations.moe.expert_work import measured_work
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.observed_loads import ObservedLoads
@@ -44,8 +44,9 @@ from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+from commlayer.integrations.spread_parameters import is_dtensor
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.profiles.printable import printable
+from commlayer.profiles.printable import say as say_on_stderr
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
@@ -95,7 +96,8 @@ class ExpertPlacer:
 
     Raises:
         UsageError: nothing that could be placed: layers without ``spare_slots``, one rank of EP, rows that are padded to a
-            capacity, experts that FSDP shards, a ShardedOptimizer over other ranks than edp; or a number below its least.
+            capacity, experts that FSDP shards, a ShardedOptimizer over other ranks than edp, no profile to decide by; or a
+            number below its least.
     """
 
     def __init__(
@@ -114,7 +116,12 @@ class ExpertPlacer:
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         _check(self._layers, self._optimizers, mesh, every, horizon)
         self._every, self._horizon = every, horizon or max(every, 1)
-        self._profile, self._work, self._say = profile, work, say or _print
+        self._profile, self._work, self._say = profile, work, say or say_on_stderr
+        for layer in self._layers if every else ():
+            nodes = layer.dispatcher.grid.ep.shape
+            require_prices(
+                self._profile_of(layer), nodes, "ExpertPlacer", "pass profile=, or every=0 to move experts by hand"
+            )
         self._group, self._world = GroupCommunicator(_own_group(mesh), "dp"), dist.group.WORLD
         self._places = StagePlaces.of(mesh, self._group)
         self._node_of = self._agreed_nodes()
@@ -172,8 +179,8 @@ class ExpertPlacer:
         """Begin to move all layers' experts to ``placements``, the same on all ranks; they are used from the
         optimizer's next step on. Collective over the stage, behind an optimizer's step.
 
-        Raises UsageError for placements of other layers, experts, ranks or slots, while experts are on their way, and after
-        :meth:`close`; DisagreementError where ranks have others.
+        Raises UsageError for placements of other layers, experts, ranks or slots, for copies in a layer that spills by LLEP's
+        rule, while experts are on their way, and after :meth:`close`; DisagreementError where ranks have others.
         """
         if self._is_closed:
             raise UsageError(f"{who()}this ExpertPlacer is closed, and moves no experts any more: make another one")
@@ -186,6 +193,12 @@ class ExpertPlacer:
                 f"{who()}expected a placement for each of {len(self._layers)} layers, got {len(placements)}"
             )
         settled = [new.settled_from(old) for new, old in zip(placements, self.placements, strict=True)]
+        for place, (layer, new) in enumerate(zip(self._layers, settled, strict=True)):
+            if new.has_replicas and _spills_by_llep(layer):
+                raise UsageError(
+                    f"{who()}layer {place} spills by LLEP's rule, which knows no copies of experts: expected a placement "
+                    "with one copy of each, or a layer with spilling='priced'"
+                )
         told = {f"the placement of layer {place}": str(each.slots.tolist()) for place, each in enumerate(settled)}
         if self._group.group is not None:
             require_alike(told, self._group.group, "to move experts")
@@ -268,7 +281,7 @@ class ExpertPlacer:
             self._loads.close()
             self._let_spill([True] * len(self._layers))  # no later decision turns it on again
             if found is not None:
-                _print(f"experts stay where they are from now on: {found.words}")
+                say_on_stderr(f"experts stay where they are from now on: {found.words}")
         elif answer == _MOVE:
             self._take(under_way.told, found)
         elif found is not None:
@@ -326,7 +339,12 @@ class ExpertPlacer:
             load, spiller = LayerLoad(counts, config.top_k), self._layers[place].dispatcher.spiller
             may_spill = spiller is not None and spiller.spilling.rule == "priced"
             decision_us = 0.0 if spiller is None else spiller.decision_us
-            room = PlacementRoom(num_groups=config.num_groups or 1, may_spill=may_spill, decision_us=decision_us)
+            room = PlacementRoom(
+                num_groups=config.num_groups or 1,
+                may_copy=not _spills_by_llep(self._layers[place]),
+                may_spill=may_spill,
+                decision_us=decision_us,
+            )
             decisions.append(place_layer(load, self._prices_of(place), before, self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, self.placements, strict=True)]
         spills = [self._shall_spill(place, decision) for place, decision in enumerate(decisions)]
@@ -367,14 +385,16 @@ class ExpertPlacer:
         work = self._work or self._works[place]
         if self._work is None and spilling is not None and spilling.work is not None:
             work = replace(spilling.work, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
-        profile = self._profile or (spilling and spilling.profile) or layer.dispatcher.grid.ep.profile
-        if profile is None:
-            raise UsageError(
-                "no profile of the expert group: name one in COMMLAYER_PROFILE, or pass profile=, to place experts"
-            )
+        profile = self._profile_of(layer)
+        assert profile is not None  # required when this was made
         if (profile, work) not in self._prices:
-            self._prices[profile, work] = PlacementPrices(profile, work)
+            self._prices[profile, work] = PlacementPrices(profile, work, layer.dispatcher.grid.ep.shape)
         return self._prices[profile, work]
+
+    def _profile_of(self, layer: MoELayer) -> Profile | None:
+        """The profile by which one layer's experts are placed."""
+        spiller = layer.dispatcher.spiller
+        return self._profile or (spiller and spiller.spilling.profile) or layer.dispatcher.grid.ep.profile
 
     # Migrations
 
@@ -547,7 +567,7 @@ def _check(
                 "rows are padded to a capacity, so every expert has as many: there is nothing to place; leave pad_to_capacity "
                 "out, or the ExpertPlacer"
             )
-        if is_sharded(layer.experts):
+        if is_sharded(layer.experts) or any(is_dtensor(each) for each in layer.experts.parameters()):
             raise UsageError(
                 "experts that FSDP shards cannot be placed: their slots are cut over ranks; leave them out of fully_shard, "
                 "and share the optimizer's state out by ShardedOptimizer over edp"
@@ -605,6 +625,11 @@ def _slots_of(layer: MoELayer) -> ExpertSlots:
     return slots
 
 
+def _spills_by_llep(layer: MoELayer) -> bool:
+    spiller = layer.dispatcher.spiller
+    return spiller is not None and spiller.spilling.rule == "llep"
+
+
 def _said(decisions: Sequence[PlacementDecision]) -> str:
     """Say what was decided for all layers, and why for the one that gains most."""
     best = max(decisions, key=lambda each: each.kept.total_us - each.chosen.total_us)
@@ -617,7 +642,3 @@ def _said(decisions: Sequence[PlacementDecision]) -> str:
     words += f" ({', '.join(f'{number} {form}' for form, number in sorted(forms.items()))}); "
     words += f"their steps are predicted to take {after_us / 1e3:.4g} ms in place of {before_us / 1e3:.4g}"
     return f"{words}. {best.reason()}"
-
-
-def _print(words: str) -> None:
-    print(f"commlayer: {printable(words, keep='')}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from commlayer.agree.messages import ControlMessage, Peers, from_first
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.expert_slots import ExpertSlots
@@ -32,7 +33,10 @@ from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.levels import RowsOnLevel
 from commlayer.integrations.moe.measuring import Measurements, work_of_experts
-from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.integrations.moe.routing import who
+from commlayer.profiles.errors import DisagreementError, PlanError, UsageError
+from commlayer.profiles.profile import Profile, parse_profile
+from commlayer.scheduler.placement.exchange_times import exchange_times
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, PlacementPrices
 from commlayer.scheduler.placement.spilling import (
@@ -43,11 +47,18 @@ from commlayer.scheduler.placement.spilling import (
     spilled_cells,
 )
 
-__all__ = ["ExpertSpiller"]
+__all__ = ["ExpertSpiller", "require_prices"]
 
 _REFUSED = -1
 _REMEMBERED = 9
 """How many decisions are remembered for how long one takes."""
+
+
+class _Curves(ControlMessage, frozen=True):
+    """The profile of an expert group, and how many ranks this has on each of its nodes."""
+
+    profile: str
+    nodes: tuple[int, ...]
 
 
 class ExpertSpiller:
@@ -56,11 +67,19 @@ class ExpertSpiller:
     Attributes:
         decision: of the latest call whose load was uneven.
         is_on: whether anything may spill; all ranks change it between the same two calls.
+
+    Raises:
+        UsageError: prices are asked for, and no profile says what exchanges of this expert group take.
     """
 
     def __init__(self, grid: ExpertGrid, slots: ExpertSlots | None, spilling: Spilling) -> None:
         self.spilling = spilling
         self._grid, self._slots = grid, slots
+        self._profile = None if spilling.rule == "llep" else spilling.profile or grid.ep.profile
+        if spilling.rule == "priced" and grid.ep.size > 1:
+            require_prices(
+                self._profile, grid.ep.shape, "spilling='priced'", "take spilling='llep', which knows no prices"
+            )
         self._measured = Measurements(grid)
         self._prices: PlacementPrices | None = None
         self._work: ExpertWork | None = spilling.work
@@ -91,7 +110,7 @@ class ExpertSpiller:
         """Decide for one call: how its choices go then, what this rank lends and is lent (None: no rank does), and the decision
         (None: the load is even). Collective where the load is uneven.
 
-        Raises UsageError for what cannot be priced; DisagreementError where ranks decided differently.
+        Raises DisagreementError where ranks decided differently.
         """
         if not (self.is_on and self.spilling.is_for(layout.gathered_rows)):
             return layout, None, None
@@ -189,30 +208,43 @@ class ExpertSpiller:
     # Prices
 
     def _made_prices(self, experts: GroupedExperts, layout: ChoiceCounts) -> PlacementPrices:
-        """Collective: the profile is compared, and the work is measured unless it was given."""
-        grid = self._grid
-        profile = self.spilling.profile or grid.ep.profile
-        mine = 0 if profile is None else 1 + zlib.crc32(profile.fingerprint.encode())
-        everyone = grid.all.all_gather(torch.tensor([mine])).tolist()
-        if profile is None or 0 in everyone:
-            raise UsageError(
-                "no profile of the expert group, by which to price what spills: name one in COMMLAYER_PROFILE, or take "
-                "spilling='llep', which knows no prices"
-            )
-        if len(set(everyone)) > 1:
-            raise UsageError(
-                "expert groups that share tokens over etp have different profiles, so what spills has no one price: give them "
-                "one, Spilling(profile=…), or take spilling='llep'"
-            )
+        """Collective: the ranks agree on a profile, and the work is measured unless it was given."""
+        profile, nodes = self._agreed_curves()
         top_k, tokens = layout.indices.shape[1], sum(layout.tokens)
         work = self._work or work_of_experts(experts, self._measured, top_k, tokens)
-        prices = PlacementPrices(profile, work)
-        if prices.num_ranks != grid.ep.size:
-            raise UsageError(
-                f"spilling by prices: expected a profile of the {grid.ep.size} ranks of EP, got one of {prices.num_ranks} "
-                f"({profile.topology})"
-            )
-        return prices
+        return PlacementPrices(profile, work, nodes)
+
+    def _agreed_curves(self) -> tuple[Profile, tuple[int, ...]]:
+        """The profile by which all ranks price, and the ranks on each node that it is for. Collective.
+
+        The expert groups that share tokens over ETP may lie on other nodes, and have other profiles: then all take those of the
+        first rank, because all must decide alike.
+        """
+        grid = self._grid
+        assert self._profile is not None  # required when this was made
+        mine = zlib.crc32(repr((self._profile.fingerprint, grid.ep.shape)).encode())
+        if len(set(grid.all.all_gather(torch.tensor([mine])).tolist())) == 1:
+            return self._profile, grid.ep.shape
+        told = _Curves(self._profile.to_json(), grid.ep.shape)
+        told = from_first(
+            told, _Curves, Peers.of(grid.all.group), None, "to agree on the prices by which experts spill"
+        )
+        return parse_profile(told.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), told.nodes
+
+
+def require_prices(profile: Profile | None, nodes: Sequence[int], what: str, instead: str) -> None:
+    """Raise UsageError unless ``profile`` can price exchanges of an expert group with so many ranks on each of ``nodes``.
+
+    ``what`` was asked for, and ``instead`` says what else to do: for the message.
+    """
+    if profile is None:
+        raise UsageError(
+            f"{who()}{what}: there is no profile of the expert group: name one in COMMLAYER_PROFILE, or {instead}"
+        )
+    try:
+        exchange_times(profile, tuple(nodes))
+    except PlanError as error:
+        raise UsageError(f"{who()}{what}: {error}; or {instead}") from error
 
 
 def _guests_of(parts: Sequence[SpilledRows], num_ranks: int) -> list[int]:

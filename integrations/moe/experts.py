@@ -16,8 +16,9 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.lent_experts import LentExperts
-from commlayer.integrations.parameter_marks import mark_experts
+from commlayer.integrations.parameter_marks import mark_experts, mark_split
 from commlayer.integrations.remat import is_rematerialising, recomputable
+from commlayer.integrations.spread_parameters import refuse_spread
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.overlap import LATER_CHUNKS
 from commlayer.transfers import differentiable_once
@@ -278,6 +279,7 @@ class GroupedExperts(nn.Module):
         self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
         mark_experts(self)
+        mark_split(self)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -288,6 +290,7 @@ class GroupedExperts(nn.Module):
         if self.slots is None:
             cast("Any", super())._save_to_state_dict(destination, prefix, keep_vars)
             return
+        self._refuse_spread(prefix)
         for name, parameter in self.named_parameters(recurse=False):
             for place, expert in enumerate(self.numbers):
                 if expert >= 0:
@@ -303,7 +306,10 @@ class GroupedExperts(nn.Module):
         names = [name for name, _ in self.named_parameters(recurse=False)]
         of_experts = [key for name in names for key in state_dict if key.startswith(f"{prefix}{name}.")]
         given = {key: value for key, value in state_dict.items() if key not in set(of_experts)}
-        for name, parameter in self.named_parameters(recurse=False) if of_experts or self.slots is not None else ():
+        by_number = bool(of_experts) or self.slots is not None
+        if by_number:
+            self._refuse_spread(prefix)
+        for name, parameter in self.named_parameters(recurse=False) if by_number else ():
             keys = [f"{prefix}{name}.{expert}" if expert >= 0 else None for expert in self.numbers]
             missing = [key for key in keys if key is not None and key not in state_dict]
             found[0].extend(missing)  # as torch's own: missing, unexpected, errors
@@ -315,6 +321,13 @@ class GroupedExperts(nn.Module):
                 ]
             ).detach()
         cast("Any", super())._load_from_state_dict(given, prefix, local_metadata, strict, *found)
+
+    def _refuse_spread(self, prefix: str) -> None:
+        refuse_spread(
+            ((prefix + name, parameter) for name, parameter in self.named_parameters(recurse=False)),
+            "a state_dict() that has experts by their numbers",
+            "no rank has whole experts; make the layer without spare_slots, or save and load it by TrainingState",
+        )
 
     # What torch does with parameters that are moved or copied keeps nothing that was added to them.
 

@@ -18,9 +18,10 @@ from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.handle import DispatchHandle
-from commlayer.integrations.moe.planning import slices_of
+from commlayer.integrations.moe.layer_options import check_layer_options
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
+from commlayer.integrations.moe.routing import ValidTokens
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
@@ -73,8 +74,8 @@ class MoELayer(nn.Module):
             (tensor parallelism without sequence parallelism) and get the same outputs; see
             :mod:`commlayer.integrations.moe.replicated_tokens`.
         wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
-        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
-            each rank takes its share of them.
+        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans, and goes with no
+            option that a dispatcher looks at. Without it each rank takes its share of the tokens.
         spare_slots: places for copies of experts on each rank, beside those that experts in order take. Given, 0 too, experts
             can be placed anew while the model trains (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
         spilling: where routing is uneven, rows of busy ranks may be computed on idle ones, to which the experts' weights go
@@ -87,7 +88,8 @@ class MoELayer(nn.Module):
         routing: what the router decided in the latest forward pass, and its losses, for logs: without gradients.
 
     Raises:
-        UsageError: what does not go together.
+        UsageError: options that are none, or do not go together; ``priced`` without a profile that can price this expert group.
+        GroupError: ``two_level`` over an expert group that has not two levels.
     """
 
     def __init__(
@@ -111,15 +113,24 @@ class MoELayer(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_options(router, mesh, chunks, weights_at=weights_at, tokens=tokens)
-        if communicator is not None and (spare_slots is not None or spilling is not None):
-            name = "spare_slots" if spare_slots is not None else "spilling"
-            raise UsageError(f"a communicator's plans send rows to experts in order: leave {name} out, or communicator")
-        if spilling is not None and router.pad_to_capacity:
-            raise UsageError(
-                "rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave pad_to_capacity "
-                "out, or spilling"
-            )
+        check_layer_options(
+            hidden=hidden,
+            width=width,
+            router=router,
+            mesh=mesh,
+            shared_width=shared_width,
+            dispatch=dispatch,
+            chunks=chunks,
+            weights_at=weights_at,
+            tokens=tokens,
+            wire=wire,
+            communicator=communicator,
+            spare_slots=spare_slots,
+            spilling=spilling,
+            sequence=sequence,
+            balance=balance,
+            seed=seed,
+        )
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
@@ -153,44 +164,52 @@ class MoELayer(nn.Module):
             )
         self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
-        if tokens == "sharded":  # whole on every tp rank, each of which has tokens of its own
-            mark_replicated(self.router)
-            if self.shared is not None:
-                mark_replicated(self.shared)
+        # Whole on every tp rank: each of which has tokens of its own, or all of which have the same.
+        over = ("tp",) if tokens == "sharded" else ()
+        mark_replicated(self.router, over=over)
+        if self.shared is not None:
+            mark_replicated(self.shared, over=over)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP, also where this
-        rank has no tokens.
+        rank has no tokens, or no valid ones.
 
-        ``positions`` [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
+        Args:
+            positions: [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
+            valid: bool, as many as tokens, True where a token is no padding; None: all are valid. Padding is neither routed nor
+                sent nor computed: its output is zero, and so is its gradient. Where tokens are replicated, the ranks that hold
+                them pass the same.
+
         Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.
         """
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-        routing = self._routed(tokens, positions)
+        tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
-            return self._mix_shared(tokens, routing).view(x.shape)
+            return padding.put_back(self._mix_shared(tokens, routing)).view(x.shape)
         handle, beside = self._prepared(tokens, routing), self._beside(tokens)
         out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
-        return (out if other is None else out + other).view(x.shape)
+        return padding.put_back(out if other is None else out + other).view(x.shape)
 
-    def parts(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Parts[torch.Tensor]:
+    def parts(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Parts[torch.Tensor]:
         """The parts of the layer's forward pass, with what it returns, for passes that go in turns
         (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one. Hooks of the module do not run.
         """
-        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-        routing = self._routed(tokens, positions)
+        tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
-            return self._mix_shared(tokens, routing).view(x.shape)
+            return padding.put_back(self._mix_shared(tokens, routing)).view(x.shape)
         handle, beside = self._prepared(tokens, routing), self._beside(tokens)
         out, other = yield from self.dispatcher.run_in_parts(
             tokens, handle, self.experts, routing.weights, beside=beside
         )
-        return (out if other is None else out + other).view(x.shape)
+        return padding.put_back(out if other is None else out + other).view(x.shape)
 
     def _prepared(self, tokens: torch.Tensor, routing: Routing) -> DispatchHandle:
         return self.dispatcher.prepare(
             routing.indices,
-            capacity=routing.capacity if routing.is_padded else None,
+            capacity=routing.padded_rows,
             like=tokens,
             weights=routing.weights,
             experts=self.experts,
@@ -201,15 +220,25 @@ class MoELayer(nn.Module):
         shared = self.shared
         return None if shared is None else lambda: shared(tokens)
 
-    def _routed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
-        routing = self._route(tokens, positions)
+    def _routed(
+        self, x: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Routing, ValidTokens]:
+        """The valid tokens [V, H] of ``x`` [..., H], their routing, and where they lie among all."""
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+        if valid is not None and valid.shape == x.shape[:-1]:  # of another shape the router refuses it
+            valid = valid.flatten()
+        routing = self._route(tokens, positions, valid)
         losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
-        return routing
+        found = routing.valid_tokens
+        if found.places is None:
+            return tokens, routing, found
+        of_taken = replace(routing, indices=found.take(routing.indices), weights=found.take(routing.weights))
+        return found.take_tokens(tokens), of_taken, found
 
-    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
+    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None) -> Routing:
         try:
-            routing: Routing = self.router(tokens, positions)
+            routing: Routing = self.router(tokens, positions, valid)
         except (PeerError, CollectiveTimeoutError):  # nothing more can be sent
             raise
         except Exception as error:  # of this rank alone, perhaps
@@ -228,22 +257,9 @@ class MoELayer(nn.Module):
 
     def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights
-        if self._goes_by_plans and self.replicated is not None and routing.capacity is not None:
-            return self.replicated.run(tokens, indices, weights, routing.capacity, self.experts)
+        if self._goes_by_plans and self.replicated is not None and routing.padded_rows is not None:
+            return self.replicated.run(tokens, indices, weights, routing.padded_rows, self.experts)
         return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
-
-
-_OPTIONS = {"weights_at": ("combine", "experts"), "tokens": ("sharded", "replicated")}
-
-
-def _check_options(router: RouterConfig, mesh: object, chunks: int | Sequence[int] | str, **options: str) -> None:
-    for name, value in options.items():
-        if value not in _OPTIONS[name]:
-            raise UsageError(f"{name} must be {' or '.join(_OPTIONS[name])}, got {value!r}")
-    if mesh is not None and not isinstance(mesh, FoldedMesh):
-        raise UsageError(f"mesh must be a FoldedMesh, such as FoldedMesh({{'ep': 2}}), got {mesh!r}")
-    if router.pad_to_capacity and chunks != "auto" and len(slices_of(chunks)) > 1:
-        raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
 
 
 def _slots_in_order(num_experts: int, mesh: FoldedMesh | None, spare: int) -> ExpertSlots:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlayer.integrations.mesh import pipeline_stage
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.profiles.printable import warn
 from commlayer.readers.routing_files import routing_path, write_routing
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.settings import Settings
@@ -47,7 +47,7 @@ class LayerRecord:
         is kept, and that is told."""
         if layout.capacity is not None:
             if not self._is_refused:
-                warnings.warn(
+                warn(
                     f"COMMLAYER_ROUTING: {self.name} pads its rows to a capacity, so its counts say nothing of the routing: "
                     "nothing is recorded. Leave pad_to_capacity out",
                     stacklevel=2,
@@ -107,7 +107,7 @@ class LoadRecorder:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             write_routing(self.path, ExpertLoads.added(found))
         except (OSError, ValueError) as error:
-            warnings.warn(f"COMMLAYER_ROUTING: {self.path} was not written: {error}", stacklevel=2)
+            warn(f"COMMLAYER_ROUTING: {self.path} was not written: {error}", stacklevel=2)
 
 
 _recorders: dict[str, LoadRecorder] = {}

@@ -81,6 +81,12 @@ class Measurements:
         self._grid = grid
         self._experts: dict[tuple[Any, ...], ExpertTimes] = {}
 
+    @property
+    def num_local_experts(self) -> float:
+        """How many experts a rank has: the median, of which the measured times are. Not this rank's, as others may have one
+        more, and all must find the same."""
+        return median(self._grid.experts)
+
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
         """Return the times of moving rows, for ``tokens`` of all ranks such as ``like``; shared by all layers on the
         same group, and measured anew for calls of more than twice as many tokens. Raises as :meth:`experts`.
@@ -153,7 +159,7 @@ def work_of_experts(
     return ExpertWork(
         row_bytes=experts.hidden * experts.w_gate.element_size(),
         row_us=row_us,
-        expert_us=max(0.0, times.times_us[0] - row_us * times.rows[0]) / experts.count,
+        expert_us=max(0.0, times.times_us[0] - row_us * times.rows[0]) / measured.num_local_experts,
         weight_bytes=weight_bytes,
         gradient_bytes=weight_bytes,
         state_bytes=state_bytes,

@@ -17,6 +17,7 @@ from torch import nn
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.spread_parameters import refuse_spread
 
 __all__ = ["placed_layers", "sum_replica_gradients"]
 
@@ -33,8 +34,8 @@ def sum_replica_gradients(module: nn.Module) -> None:
     :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of this rank alone, where a
     :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` sums over edp later.
 
-    A parameter without a gradient counts as zero. Without copies nothing is sent. Raises PeerError and CollectiveTimeoutError as
-    collectives do.
+    A parameter without a gradient counts as zero. Without copies nothing is sent. Raises UsageError for experts that
+    ``fully_shard`` spreads over ranks; PeerError and CollectiveTimeoutError as collectives do.
     """
     groups: dict[dist.ProcessGroup | None, tuple[GroupCommunicator, list[MoELayer]]] = {}
     for layer in placed_layers(module):
@@ -42,6 +43,11 @@ def sum_replica_gradients(module: nn.Module) -> None:
         assert slots is not None  # of placed layers
         slots.has_summed = True
         if slots.placement.has_replicas:
+            refuse_spread(
+                layer.experts.named_parameters(),
+                "sum_replica_gradients",
+                "no rank has the whole gradient of an expert's copy; leave placed experts out of fully_shard",
+            )
             ep = layer.dispatcher.grid.ep
             groups.setdefault(ep.group, (ep, []))[1].append(layer)
     for ep, layers in groups.values():

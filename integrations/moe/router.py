@@ -10,7 +10,7 @@ which tokens lie beside it:
 - Among equal scores the expert of the lowest index wins. torch.topk promises no order; argmax promises the first.
 - Dropping depends on the other tokens by its nature; ``drop_scope="sequence"`` makes it independent of the mapping.
 
-Shapes: T tokens, H hidden, E experts, K choices per token, G groups of experts, D devices.
+Shapes: T tokens, V of them valid (no padding), H hidden, E experts, K choices per token, G groups of experts, D devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from commlayer.integrations.moe.balance import (
     usage,
 )
 from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices
-from commlayer.integrations.moe.routing import Routing, count_choices, refuse_any, who
+from commlayer.integrations.moe.routing import Routing, ValidTokens, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
 from commlayer.integrations.moe.scoring import first_highest, fixed_shape_logits, limit_to_groups, score, weigh
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
@@ -53,8 +53,11 @@ class Router(torch.nn.Module):
         device: of the parameter.
         dtype: of the parameter.
 
-    ``loss_scale`` is what attached losses are multiplied with in the backward pass: set it where the main loss is scaled (FP16,
-    accumulation).
+    Attributes:
+        loss_scale: what attached losses are multiplied with in the backward pass: set it where the main loss is scaled (FP16).
+        step_tokens: how many valid tokens all micro-batches of a step have together, those of the ranks of ``balance`` too. Set,
+            the attached losses of a call count by its share of them, so that all calls of a step add up to one mean. None: they
+            count whole.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Router(torch.nn.Module):
         self.config, self.hidden_size = config, hidden_size
         self.sequence, self.balance = sequence, balance
         self.loss_scale: float | torch.Tensor = 1.0
+        self.step_tokens: int | torch.Tensor | None = None
         self.weight = torch.nn.Parameter(torch.empty(config.num_experts, hidden_size, device=device, dtype=dtype))
         has_bias = config.bias_update_rate is not None
         bias = torch.zeros(config.num_experts, device=device) if has_bias else None
@@ -90,23 +94,29 @@ class Router(torch.nn.Module):
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Routing:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Routing:
         """Route tokens ``x`` [T, H].
 
-        ``positions`` [T] int64: of the tokens in their sequence, where a capacity drops choices and ranks do not hold
-        consecutive slices in rank order (context parallelism in zigzag).
+        Args:
+            positions: [T] int64: of the tokens in their sequence, where a capacity drops choices and ranks do not hold
+                consecutive slices in rank order (context parallelism in zigzag).
+            valid: [T] bool, True where a token is no padding; None: all are valid. Padding chooses no experts (its indices are
+                −1, its weights 0), takes none of their capacity, counts in no loss, and its values are not looked at. Only the
+                rows that ``pad_to_capacity`` fills up are those of all tokens: their number must not depend on the data.
 
         Collective over ``sequence`` where it is dropped from the sequence, and over ``balance`` where a loss is on and the
         module trains: also with no tokens.
 
         Raises:
-            TensorError: ``x`` has another hidden size, dtype or device; logits are NaN or infinite. (Not looked for while a
-                CUDA graph is captured.)
+            TensorError: ``x``, ``positions`` or ``valid`` has another shape, dtype or device; logits are NaN or infinite. (Not
+                looked for while a CUDA graph is captured.)
             DisagreementError: only some ranks of the sequence pass positions; another rank of ``sequence`` or ``balance``
                 refused its tokens.
         """
         config = self.config
-        logits, positions, refused = self._logits(x, positions)
+        found, logits, positions, refused = self._logits(x, positions, valid)
         is_refused = refused is not None
         try:
             with torch.autocast(logits.device.type, enabled=False):
@@ -114,18 +124,19 @@ class Router(torch.nn.Module):
                 indices = self._choose(scores.detach())
                 weights = weigh(scores.gather(1, indices), config)
                 chosen = count_choices(indices, config.num_experts)
-                losses = self._losses(logits, probabilities, chosen, is_refused)
-                indices, weights, capacities = self._drop(indices, weights, positions, is_refused)
+                losses, scale = self._losses(logits, probabilities, chosen, is_refused)
+                indices, weights, limits = self._drop(indices, weights, positions, found.num_padding, is_refused)
         except DisagreementError:
             if refused is None:
                 raise
         if refused is not None:  # not before: the other ranks would wait for this one in what the above exchanges
             raise refused
         if config.attach_losses and losses:
-            weights = attach_loss(weights, torch.stack(list(losses.values())).sum(), self.loss_scale)
+            weights = attach_loss(weights, torch.stack(list(losses.values())).sum(), scale)
             losses = {name: loss.detach() for name, loss in losses.items()}
         counts = chosen if config.is_dropless else count_choices(indices, config.num_experts)
-        return Routing(indices, weights, counts, chosen, *capacities, config.pad_to_capacity, losses)
+        indices, weights = found.put_back(indices, -1), found.put_back(weights)
+        return Routing(indices, weights, counts, chosen, *limits, losses, found)
 
     def update_bias(self, counts: torch.Tensor) -> None:
         """Update the balancing bias after an optimizer step: raise the bias of experts with less than the mean of
@@ -147,24 +158,25 @@ class Router(torch.nn.Module):
         return f"hidden_size={self.hidden_size}, {self.config}"
 
     def _logits(
-        self, x: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, TensorError | None]:
-        """Logits and positions; or of other tokens, which are zero, and why this rank refuses its own."""
+        self, x: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None
+    ) -> tuple[ValidTokens, torch.Tensor, torch.Tensor | None, TensorError | None]:
+        """The valid tokens, their logits [V, E] and positions; or of other tokens, which are zero, and why this rank refuses its
+        own."""
         try:
             self._check(x, positions)
+            found = ValidTokens() if valid is None else ValidTokens.of(valid, x)
             with torch.autocast(x.device.type, enabled=False):
-                logits = fixed_shape_logits(x, self.weight)
-            refuse_any(
-                ~logits.isfinite(), logits, "router logits that are NaN or infinite: check the input and the weight"
+                logits = fixed_shape_logits(found.take_tokens(x), self.weight)
+            refuse_any(  # by the numbers that the caller knows
+                found.put_back(~logits.isfinite()),
+                found.put_back(logits.detach()),
+                "router logits that are NaN or infinite: check the input and the weight",
             )
         except TensorError as refused:
             logits = fixed_shape_logits(self.weight.new_zeros(1, self.hidden_size), self.weight)
-            return (
-                logits,
-                None if positions is None else torch.zeros(1, dtype=torch.int64, device=logits.device),
-                refused,
-            )
-        return logits, positions, None
+            zero = None if positions is None else torch.zeros(1, dtype=torch.int64, device=logits.device)
+            return ValidTokens(), logits, zero, refused
+        return found, logits, None if positions is None else found.take(positions), None
 
     def _check(self, x: torch.Tensor, positions: torch.Tensor | None) -> None:
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
@@ -190,27 +202,38 @@ class Router(torch.nn.Module):
         return first_highest(scores, config.top_k)
 
     def _drop(
-        self, indices: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor | None, is_refused: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int | None, int | None]]:
+        self,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor | None,
+        num_padding: int,
+        is_refused: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int | None, int | None, int | None]]:
+        """Indices and weights of what is kept; and the capacity of an expert, of a device, and the rows to fill up to."""
         config = self.config
         if config.is_dropless:
-            return indices, weights, (None, None)
+            return indices, weights, (None, None, None)
         by_position = config.drop_policy == "position"
-        choices = RoutedChoices(indices, torch.zeros_like(weights) if by_position else weights.detach(), positions)
+        priority = torch.zeros_like(weights) if by_position else weights.detach()
+        choices = RoutedChoices(indices, priority, positions, num_padding)
         mine = slice(None)
         if config.drop_scope == "sequence" and self.sequence is not None:
             choices, mine = gather_choices(choices, self.sequence, is_refused=is_refused)
         keep = config.limits.keep(choices)[mine]
-        capacities = config.limits.capacities(choices.indices.numel())
-        return indices.masked_fill(~keep, -1), weights.masked_fill(~keep, 0.0), capacities
+        per_expert, per_device = config.limits.capacities(choices.indices.numel())
+        # Ranks have other numbers of valid tokens, and must send equally many rows: so these are of all tokens.
+        of_all, _ = config.limits.capacities(choices.indices.numel() + choices.num_padding * config.top_k)
+        limits = per_expert, per_device, of_all if config.pad_to_capacity else None
+        return indices.masked_fill(~keep, -1), weights.masked_fill(~keep, 0.0), limits
 
     def _losses(
         self, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, is_refused: bool
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], float | torch.Tensor]:
+        """The losses, and what they are multiplied with where they are attached."""
         config = self.config
         aux, device_aux, z = config.aux_loss_coefficient, config.device_aux_loss_coefficient, config.z_loss_coefficient
         if not self.training or not (aux or device_aux or z):
-            return {}
+            return {}, 1.0
         used = usage(logits, probabilities, chosen, self.balance, is_refused=is_refused)
         losses = {}
         if aux:
@@ -219,7 +242,8 @@ class Router(torch.nn.Module):
             losses["device_aux"] = device_aux * device_balance_loss(used, config.num_devices)
         if z:
             losses["z"] = z * used.squared_logsumexp
-        return losses
+        share = 1.0 if self.step_tokens is None else used.num_tokens / self.step_tokens
+        return losses, self.loss_scale * share
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
         bias = self.expert_bias

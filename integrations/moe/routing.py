@@ -1,6 +1,6 @@
 """The decisions of a router, which experts each token goes to, and checks of those that another router made.
 
-Shapes: T tokens, E experts, K choices per token.
+Shapes: T tokens, V of them valid (no padding), E experts, K choices per token.
 """
 
 from __future__ import annotations
@@ -10,20 +10,72 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from commlayer.integrations.remat import recomputable_from
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["Routing", "count_choices", "refuse_any", "who"]
+__all__ = ["Routing", "ValidTokens", "count_choices", "refuse_any", "who"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValidTokens:
+    """The valid tokens among T, the others being padding.
+
+    Padding is taken out before tokens are routed, and zeros are put in its place afterwards. So an MoE layer computes the same
+    with padding as without, and padding is neither sent nor computed. Rejected: padding as tokens whose choices are dropped,
+    which an all_gather would send, and shared experts would compute.
+
+    ``places`` [V] int64: where the valid tokens lie; None: all are valid. ``num_padding``: T − V.
+    """
+
+    places: torch.Tensor | None = None
+    num_padding: int = 0
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many there are depends on the data
+    def of(cls, valid: torch.Tensor, x: torch.Tensor) -> ValidTokens:
+        """Find the valid ones of tokens ``x`` [T, H] by the mask ``valid`` [T] of bool, True where a token is no padding. Waits
+        for the device where the mask is on one.
+
+        Raises TensorError for a mask of another shape, dtype or device.
+        """
+        if valid.dtype != torch.bool or valid.shape != x.shape[:1] or valid.device != x.device:
+            raise TensorError(
+                f"{who()}expected valid, True where a token is no padding, as torch.bool of shape [{len(x)}] on {x.device}; got "
+                f"{valid.dtype} of shape {list(valid.shape)} on {valid.device}"
+            )
+        places = valid.nonzero().squeeze(1)
+        return cls() if len(places) == len(x) else cls(places, len(x) - len(places))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Take the rows of the valid tokens: [T, …] → [V, …]."""
+        return x if self.places is None else x.index_select(0, self.places)
+
+    def take_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Take valid tokens [V, H] of ``x`` [T, H]; under :class:`~commlayer.integrations.remat.Rematerialise` they are not kept,
+        but taken again."""
+        taken = self.take(x)
+        if taken is not x:
+            recomputable_from(x, taken, self.take)
+        return taken
+
+    def put_back(self, y: torch.Tensor, padding: float = 0) -> torch.Tensor:
+        """Put rows back where :meth:`take` took them, and ``padding`` in all others: [V, …] → [T, …]."""
+        if self.places is None:
+            return y
+        whole = y.new_full((len(y) + self.num_padding, *y.shape[1:]), padding)
+        return whole.index_put((self.places,), y)  # index_copy would keep y for the backward pass
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
     """The routing of tokens: the experts that they go to, with weights.
 
-    ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped. ``weights`` [T, K] float32
-    (float64 for float64 tokens): differentiable; 0 where it was dropped. ``counts`` [E] int64: kept choices per expert;
+    ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped, and for padding. ``weights`` [T, K]
+    float32 (float64 for float64 tokens): differentiable; 0 where the index is −1. ``counts`` [E] int64: kept choices per expert;
     ``chosen`` [E]: before dropping. ``capacity``, ``device_capacity``: what an expert, a device takes of one drop scope (of all
-    ranks that share the sequence, under ``drop_scope="sequence"``); None: everything. ``is_padded``: the dispatcher is to pad
-    to the capacity. ``losses``: ``aux``, ``device_aux``, ``z``, scalars with their coefficients, as far as they are on.
+    ranks that share the sequence, under ``drop_scope="sequence"``); None: everything. ``padded_rows``: how many rows the
+    dispatcher is to send to each expert, filled up with zeros; None: as many as choose it. ``losses``: ``aux``, ``device_aux``,
+    ``z``, scalars with their coefficients, as far as they are on. ``valid_tokens``: which tokens are no padding.
     """
 
     indices: torch.Tensor
@@ -32,8 +84,9 @@ class Routing:
     chosen: torch.Tensor
     capacity: int | None = None
     device_capacity: int | None = None
-    is_padded: bool = False
+    padded_rows: int | None = None
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    valid_tokens: ValidTokens = field(default_factory=ValidTokens)
 
     @property
     def num_experts(self) -> int:
@@ -41,8 +94,8 @@ class Routing:
 
     @property
     def dropped(self) -> int:
-        """The number of choices that were dropped. (Waits for the device.)"""
-        return int((self.indices < 0).sum())
+        """The number of choices that were dropped, padding's not among them. (Waits for the device.)"""
+        return int((self.valid_tokens.take(self.indices) < 0).sum())
 
     @classmethod
     def of(cls, indices: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:

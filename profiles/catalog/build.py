@@ -10,6 +10,7 @@ from pathlib import Path
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Peaks, Resource, bus_factor
+from commlayer.profiles.printable import say
 from commlayer.profiles.profile import Profile
 
 __all__ = ["build_catalog", "main"]
@@ -158,7 +159,7 @@ def main() -> None:
     for profile in build_catalog():
         path = Path(__file__).with_name(f"{profile.name}.json")
         profile.save(path)
-        print(f"{path.name}: {profile.fingerprint}")
+        say(f"{path.name}: {profile.fingerprint}")
 
 
 if __name__ == "__main__":

@@ -18,23 +18,18 @@ that stay away counts, since each leaves something out that keeps choices apart.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
-from commlayer.profiles.topology import Topology
-from commlayer.scheduler.group_strategies import build_group
+from commlayer.scheduler.placement.exchange_times import exchange_times
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.spilled_rows import Spilled, rows_on_the_way
 from commlayer.scheduler.placement.step_timeline import MicroBatch
-from commlayer.scheduler.plan import Span, Strategy
-from commlayer.scheduler.price import price
-from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS, exchange_over
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 
 __all__ = ["Exchanges", "ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
 
@@ -195,38 +190,19 @@ class Exchanges(NamedTuple):
 
 
 class PlacementPrices:
-    """Prices of placements on the ranks of ``profile``'s topology, an expert group: the ranks of its nodes in order.
+    """Prices of placements on the ranks of an expert group, which are those of its nodes in order.
 
-    Curves are looked up once, at sizes a factor of the square root of two apart; what lies between follows as between a curve's
-    own points. So pricing takes microseconds.
+    ``nodes``: how many ranks the group has on each of its nodes, in the cluster of ``profile``; None: all ranks of that cluster.
 
-    Raises:
-        UsageError: nodes of different sizes.
-        PlanError: a profile without curves for such exchanges.
+    Raises UsageError and PlanError as :func:`exchange_times` does.
     """
 
-    def __init__(self, profile: Profile, work: ExpertWork) -> None:
-        import numpy as np
-
-        self.profile, self.work = profile, work
-        topology = Topology.parse(profile.topology)
-        if not topology.is_uniform:
-            raise UsageError(f"placement: expected nodes with as many ranks each, got {profile.topology}")
-        self.num_nodes, self.per_node = topology.num_nodes, topology.ranks_per_node
-        self.num_ranks = topology.world_size
-        self.node_of = np.arange(self.num_ranks) // self.per_node
-        nodes = (self.per_node,) * self.num_nodes
-        self._flat = _table(
-            lambda size: (
-                price(build_group(Traffic.on_nodes("all_to_all_v", size, nodes), Strategy.FLAT), profile).total_us
-            )
-        )
+    def __init__(self, profile: Profile, work: ExpertWork, nodes: Sequence[int] | None = None) -> None:
+        self.work, self._times = work, exchange_times(profile, None if nodes is None else tuple(nodes))
+        times = self._times
+        self.profile, self.num_nodes, self.per_node = times.profile, times.num_nodes, times.per_node
+        self.num_ranks, self.node_of, self.has_levels = times.num_ranks, times.node_of, times.has_levels
         self._latest: tuple[LayerLoad, ExpertPlacement, tuple[Totals, Totals]] | None = None
-        self._rails = self._inside = self._flat
-        self.has_levels = self.num_nodes > 1 and self.per_node > 1
-        if self.has_levels:
-            self._rails = _table(lambda size: price(exchange_over(Span.RAIL, nodes, size), profile).total_us)
-            self._inside = _table(lambda size: price(exchange_over(Span.NODE, nodes, size), profile).total_us)
 
     # One layer's step
 
@@ -292,13 +268,13 @@ class PlacementPrices:
 
         work, batches = self.work, self.work.micro_batches
         size = work.row_bytes / batches
-        beside_flat = self._flat(most_rows * size) * batches
+        beside_flat = self._times.flat(most_rows * size) * batches
         flat = _EXCHANGES * beside_flat + most_rows * work.move_us
         if not self.has_levels:
             return Exchanges(flat, beside_flat, np.zeros_like(flat, dtype=bool))
         on_rails, in_nodes = load.tokens * node_reach / self.per_node, load.tokens * rank_reach
-        rails = self._rails(on_rails * size) * batches
-        both = _EXCHANGES * (rails + self._inside(in_nodes * size) * batches)
+        rails = self._times.rails(on_rails * size) * batches
+        both = _EXCHANGES * (rails + self._times.inside(in_nodes * size) * batches)
         both = both + (on_rails + in_nodes + most_rows) * work.level_move_us
         levels = both * (1 + LEAST_GAIN_OF_LEVELS) < flat  # as the dispatcher chooses
         return Exchanges(np.where(levels, both, flat), np.where(levels, rails, beside_flat), levels)
@@ -377,7 +353,7 @@ class PlacementPrices:
         size, ranks, each = float(1 << 20), self.num_ranks, self.per_node
         if not self.has_levels:
             return 1.0
-        inside_us, flat_us = (float(table(size)) for table in (self._inside, self._flat))
+        inside_us, flat_us = (float(table(size)) for table in (self._times.inside, self._times.flat))
         return min(1.0, inside_us / (1 - 1 / each) * (1 - each / ranks) / flat_us)
 
     # What is sent beside tokens
@@ -435,7 +411,8 @@ class PlacementPrices:
     def _most_us(self, across: float, inside: float) -> float:
         """Time messages of which a rank sends, or receives, so many bytes at most to other nodes, and on its own."""
         total = 0.0
-        for size, table, count in ((across, self._flat, self.num_ranks), (inside, self._inside, self.per_node)):
+        times = self._times
+        for size, table, count in ((across, times.flat, self.num_ranks), (inside, times.inside, self.per_node)):
             if size > 0:  # of an even exchange a part stays where it is
                 total += float(table(size * count / (count - 1)))
         return total
@@ -443,26 +420,4 @@ class PlacementPrices:
     @cached_property
     def us_per_byte(self) -> float:
         """The time of a byte in a large exchange over all ranks, µs."""
-        return float(self._flat(float(1 << 28))) / (1 << 28)
-
-
-def _table(time_us: Callable[[int], float]) -> Callable[[Array], Array]:
-    """``time_us`` of sizes, looked up between points that are computed once; nothing takes no time."""
-    import numpy as np
-
-    sizes = 2.0 ** np.arange(6, 38, 0.5)
-    logs, times = np.log(sizes), np.log(np.array([max(time_us(round(size)), 1e-9) for size in sizes]))
-
-    points, values = logs.tolist(), times.tolist()
-    slopes = [*(np.diff(times) / np.diff(logs)).tolist(), 0.0]
-
-    def looked_up(asked: Array) -> Array:
-        if np.ndim(asked) == 0:  # most are single numbers, for which numpy is slow
-            if asked <= 0:
-                return 0.0
-            log = min(max(math.log(asked), points[0]), points[-1])
-            at = bisect_right(points, log) - 1
-            return math.exp(values[at] + slopes[at] * (log - points[at]))
-        return np.where(asked > 0, np.exp(np.interp(np.log(np.maximum(asked, 1e-9)), logs, times)), 0.0)
-
-    return looked_up
+        return float(self._times.flat(float(1 << 28))) / (1 << 28)

@@ -133,11 +133,12 @@ class PlacementDecision:
 @dataclass(frozen=True, slots=True)
 class PlacementRoom:
     """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of experts to which routing is
-    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step; ``decision_us``: what deciding on that
-    takes in each micro-batch, on the ranks themselves."""
+    limited (EPLB's hierarchy). ``may_copy``: whether an expert may lie on several ranks. ``may_spill``: whether weights may go
+    along in a step; ``decision_us``: what deciding on that takes in each micro-batch, on the ranks themselves."""
 
     spare_bytes: int = 0
     num_groups: int = 1
+    may_copy: bool = True
     may_spill: bool = True
     decision_us: float = 0.0
 
@@ -230,8 +231,10 @@ def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]
     priced = [_priced(placer, kind, start) for kind, start in starts]
     best = min(priced, key=lambda each: each.total_us)
     found += priced
-    if (best.placement.slots < 0).any():
+    if room.may_copy and (best.placement.slots < 0).any():
         found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
+    if not room.may_copy:
+        found = [each for each in found if not each.placement.has_replicas]
     if room.may_spill:
         found += _spilling(placer, found, room.decision_us)
     return found

@@ -21,7 +21,6 @@ from commlayer.agree import messages as agree_codec
 from commlayer.agree.communicator_signatures import Signature
 from commlayer.agree.discovery import Member
 from commlayer.agree.messages import (
-    LIMIT_BYTES,
     ControlMessage,
     Peers,
     Reason,
@@ -33,6 +32,7 @@ from commlayer.agree.messages import (
 from commlayer.backend import world
 from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import ProfileText
+from commlayer.peer_words import LIMIT_BYTES
 from commlayer.profiles.errors import DisagreementError, ProfileNotFoundError
 
 ROOT = Path(__file__).resolve().parents[2]

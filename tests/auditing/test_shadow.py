@@ -23,8 +23,8 @@ import commlayer
 from commlayer import CompressedGroup, WireFormat, WirePolicy
 from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.saved_calls import read_call
-from commlayer.engine.group_plans import parse_plan
 from commlayer.profiles.errors import DisagreementError
+from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.wire import Scaling
 from commlayer.testing.faults import flipped_in_step
 from commlayer.testing.payload import bits
@@ -271,6 +271,7 @@ def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[st
         with heard(said), flip if calls.rank == liar else nullcontext() as lie:
             result, expected = getattr(calls, name)(number)
             assert is_right(result, expected, name), f"{name}, {plan}: not the right result"
+            assert result.untyped_storage().resizable(), f"{name}, {plan}: keeping the call has changed its storage"
         where = [None] * calls.n
         dist.all_gather_object(where, None if lie is None else lie.where)
         was_over = [None] * calls.n

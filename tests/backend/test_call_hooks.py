@@ -108,7 +108,7 @@ def test_a_torch_without_hooks_says_so() -> None:
 
 
 def answers() -> dict[str, Any]:
-    """What a group of two ranks says and does."""
+    """Return what a group of two ranks answers, and check what it does."""
     dist.init_process_group("commlayer")
     group: Any = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections import Counter
 from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.backend import create
 from commlayer.backend.group_options import GroupOptions, options_of
-from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.profiles.errors import DisagreementError, SettingsError, UsageError
+from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.wire import WireFormat, wires_of_sum
 from commlayer.settings import Settings
 from commlayer.statistics import stats
@@ -30,8 +34,21 @@ COUNT = 40_000
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lane": ({"lane": "sidewalk"}, r"lane: expected one of .*'ep'.*got 'sidewalk'"),
-    "plan": ({"plan": "fastest"}, r"GroupOptions.plan must be one of flat, .*got 'fastest'; or auto"),
+    "plan": ({"plan": "fastest"}, r"GroupOptions.plan must be one of flat, .*auto, .*got 'fastest'"),
     "chunks": ({"plan": "pipelined:none"}, r"GroupOptions.plan must be one of"),
+    "more chunks than messages can be told apart": ({"plan": "pipelined:8193"}, r"up to 8192 chunks"),
+    "chunks of a plan that has none": (
+        {"plan": "hierarchical:4"},
+        r"hierarchical goes in one chunk, got 'hierarchical:4'",
+    ),
+    "a plan of Communicators": (
+        {"plan": "pipelined_copy:2"},
+        r"pipelined_copy is for tokens that a Communicator moves",
+    ),
+    "nothing to watch": ({"replan": "audit", "audit": False}, r"replan: 'audit' compares .*audit=False keeps neither"),
+    "nothing to change": ({"replan": "on", "plan": "ring:2"}, r"replan: 'on' changes plans .*plan 'ring:2' stays"),
+    "nothing to compare": ({"shadow": 3, "plan": "flat"}, r"shadow: it is for calls that go by a plan"),
+    "nothing to share out": ({"connections": 2, "plan": "flat"}, r"connections: it is for calls that go by a plan"),
     "no text": ({"plan": 4}, r"plan: expected the name of a plan, .*got 4"),
     "fp8": ({"wire": "fp8_e4m3"}, r"FP8 keeps three or four bits.*TokenDispatcher"),
     "format": ({"wire": "int3"}, r"a wire format must be one of native, bf16"),
@@ -70,6 +87,18 @@ def test_options_stand_above_settings() -> None:
     changed = GroupOptions(plan="auto", shadow=0, reduction="ordered", replan="on").over(job)
     assert (changed.plan, changed.shadow, changed.reduction, changed.replan) == (None, None, "ordered", "on")
     assert GroupOptions(plan="pipelined:4").over(job).plan == "pipelined:4"
+
+
+@pytest.mark.parametrize(("text", "plan"), [("auto", None), ("AUTO", None), ("Tried", "tried"), ("ring×4", "ring:4")])
+def test_the_environment_takes_the_words_that_options_take(text: str, plan: str | None) -> None:
+    assert Settings.from_environment({"COMMLAYER_PLAN": text}).plan == plan
+    assert (GroupOptions(plan=text).over(Settings())).plan == plan
+
+
+@pytest.mark.parametrize("text", ["fastest", "", "flat:2"])
+def test_the_environment_names_no_such_plan(text: str) -> None:
+    with pytest.raises(SettingsError, match="COMMLAYER_PLAN"):
+        Settings.from_environment({"COMMLAYER_PLAN": text})
 
 
 def test_options_are_one_object_and_say_what_they_are() -> None:
@@ -248,6 +277,73 @@ def test_a_groups_sums_take_its_format_on_a_device_too(emulated_cluster: Cluster
         dist.destroy_process_group()
 
     emulated_cluster(1, 2).run(job)
+
+
+SWEPT: dict[str, tuple[Any, ...]] = {
+    "lane": ("dp",),
+    "wire": ("bf16", "int8!", "native"),
+    "plan": ("auto", "tried", "flat", "hierarchical", "leaders", "ring:2", "pipelined:2"),
+    "reduction": ("ordered",),
+    "audit": (False,),
+    "replan": ("on", "audit", "off"),
+    "shadow": (1,),
+    "connections": (2,),
+}
+
+
+def all_pairs() -> list[dict[str, Any]]:
+    each = [(name, value) for name, values in SWEPT.items() for value in values]
+    return [{one[0]: one[1], other[0]: other[1]} for one, other in combinations(each, 2) if one[0] != other[0]]
+
+
+def refusal(given: dict[str, Any]) -> str:
+    """Why these options are refused; empty where they are taken."""
+    try:
+        GroupOptions(**given)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_two_options_of_which_one_leaves_the_other_nothing_to_do() -> None:
+    refused = [(given, words) for given in all_pairs() if (words := refusal(given))]
+    assert all(any(f"GroupOptions.{name}" in words for name in given) for given, words in refused)
+    assert Counter(tuple(sorted(given)) for given, _ in refused) == {
+        ("plan", "wire"): 6,  # bf16 where it is faster, and a plan without a profile to say so
+        ("plan", "replan"): 10,
+        ("audit", "replan"): 2,
+        ("plan", "shadow"): 1,
+        ("connections", "plan"): 1,
+    }
+
+
+@pytest.mark.cluster
+def test_any_two_options_that_are_taken_work_together(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The sums and what is gathered; with a profile that knows the group."""
+
+    def job() -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+        rank = dist.get_rank()
+        exact = torch.arange(8192.0) % 64 + rank
+        for given in all_pairs():
+            if refusal(given):
+                continue
+            options = GroupOptions(**given)
+            group = dist.new_group(pg_options=options)
+            total, whole = exact.clone(), torch.empty(4 * 2048)
+            dist.all_reduce(total, group=group)
+            dist.all_gather_into_tensor(whole, exact[:2048], group=group)
+            apart = 4.0 if options.sum_formats else 0.0
+            assert ((total - (exact - rank) * 4 - 6).abs() <= apart).all(), given
+            assert torch.equal(whole, torch.cat([exact[:2048] - rank + each for each in range(4)])), given
+            dist.destroy_process_group(group)
+
+    clusters.load("h100-eos").profile_of((2, 2)).save(tmp_path / "profile.json")
+    monkeypatch.setenv("COMMLAYER_PROFILE", str(tmp_path / "profile.json"))
+    emulated_cluster(2, 2).run(job)
 
 
 @pytest.mark.cluster

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlayer.engine.group_plans import parse_plan
 from commlayer.scheduler import Strategy
+from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.slow_pairs import is_avoided, ring_order
 from commlayer.testing.plugin import ClusterFactory
 

@@ -395,4 +395,4 @@ def test_without_matplotlib_a_report_is_refused_before_measuring(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     for arguments in (("bench", "--emulate", "2x4", "--report", tmp_path / "x.html"), ("demo", "-o", tmp_path)):
-        assert "pip install 'commlayer[plots]'" in refused(*arguments)
+        assert "pip install 'matplotlib>=3.8'" in refused(*arguments)

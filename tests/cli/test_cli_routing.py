@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from commlayer.cli.main import main
+from commlayer.cli.routing import _scaled
 from commlayer.readers.routing_files import read_routing, write_routing
 from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
 
@@ -131,3 +133,17 @@ def test_record_adds_up_what_ranks_wrote(tmp_path: Path) -> None:
 def test_a_program_without_experts_is_told(tmp_path: Path) -> None:
     path = str(tmp_path / "r.json")
     assert "recorded nothing" in call("routing", "record", "-o", path, "--shape", "1x1", "--", "true", status=2).stderr
+
+
+@pytest.mark.parametrize("tokens", ["1", "8"])
+def test_loads_are_scaled_to_few_tokens_without_losing_them(file: str, tokens: str) -> None:
+    rows = call_json("routing", "replay", file, *PLACE[:-1], tokens)
+    assert [row["placement"] for row in rows] == ["static", "eplb", "llep", "place"]
+    assert _scaled(read_routing(file), int(tokens)).counts.sum(-1).tolist() == [[2 * int(tokens)] * 2] * 20
+
+
+def test_routing_without_a_choice_is_refused(file: str, tmp_path: Path) -> None:
+    loads = read_routing(file)
+    write_routing(tmp_path / "none.json", replace(loads, counts=0 * loads.counts))
+    told = call("routing", "replay", str(tmp_path / "none.json"), *PLACE, status=2).stderr
+    assert "expected recorded choices, got none in any step" in told

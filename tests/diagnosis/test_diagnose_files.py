@@ -111,7 +111,22 @@ def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["diagnose", str(folder)])
     assert done.exit_code == 2
     for words in ("calls-00001.json", "damaged", "rename it to calls-00002.json", "got format 99"):
-        assert words in done.output
+        assert words in done.stderr
+    assert "logs of ranks 0 and 2 of 3" in done.stdout, "one damaged file hides no other"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"format": 1, "x": ' + "[" * 100_000, '{"format": 1, "job": ' + "{" * 9]
+)
+def test_a_nested_log_hides_no_other(tmp_path: Path, text: str) -> None:
+    folder = written(tmp_path, hanging())
+    (folder / log_name(2)).write_text(text)
+    done = CliRunner().invoke(main, ["diagnose", str(folder)])
+    assert done.exit_code == 2, done.output
+    assert "ranks 0 and 1 wait for each other" in done.stdout
+    assert f"error: {folder / log_name(2)}: " in done.stderr
+    with pytest.raises(UsageError, match=log_name(2)):
+        read_logs(folder)
 
 
 def test_files_of_two_jobs_and_none_at_all_are_refused(tmp_path: Path) -> None:

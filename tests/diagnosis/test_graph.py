@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_log
 from simulated import Groups, Job, Op, Program, legal_program, run
 
-from commlayer.diagnosis.diagnosis_words import in_words
+from commlayer.diagnosis.call_logs import RankLog, Site, ThreadLog
+from commlayer.diagnosis.diagnosis_words import in_words, one_line
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
 
 
@@ -311,3 +313,92 @@ def test_seeded_faults_are_named_with_their_places(fault: str, seed: int) -> Non
         named = set(pair) if len(pair) == 2 else set(first.odd)
         assert "train.py:777 in step" in text
     assert culprits <= named
+
+
+def with_thread(log: RankLog, thread: int, name: str, line: int) -> RankLog:
+    """The log with another thread of the program, which is in no call that is in the ring yet."""
+    return replace_log(
+        log, threads=(*log.threads, ThreadLog(ident=thread, name=name, site=Site("train.py", line, "side")))
+    )
+
+
+def called_from(log: RankLog, thread: int, *numbers: int, group: str) -> RankLog:
+    """The log with these calls of a group made by another thread."""
+    key = next(index for index, each in enumerate(log.groups) if each.key == group)
+    calls = tuple(
+        replace_log(call, thread=thread) if call.group == key and call.number in numbers else call for call in log.calls
+    )
+    return replace_log(log, calls=calls)
+
+
+def test_a_thread_that_waits_in_a_call_is_told_of_where_its_rank_is_late_elsewhere() -> None:
+    """Rank 0 leaves a call out that a thread of rank 1 makes, whose main thread waits for that thread, outside of calls."""
+    side, barrier = Op("all_reduce", "pair", 1, 10), Op("barrier", "world", 2, 20)
+    job = Job({"world": (0, 1), "pair": (0, 1)}, {0: [barrier], 1: [side]})
+    run(job, random.Random(1))
+    logs = [job.log(rank, "timeout") for rank in (0, 1)]
+    logs[1] = called_from(with_thread(logs[1], 8, "side", 9), 8, 1, group="pair")
+    found = diagnose(logs)
+    assert found.findings == ()
+    held, late = found.waits
+    assert (held.call.rank, held.why) == (0, "held")
+    assert (late.call.rank, late.why) == (1, "late")
+    text = in_words(found)
+    assert "rank 0 has not come to all_reduce #1 of group pair, for which a thread of rank 1 waits:" in text
+    assert "  rank 0 waits in barrier #1 of group world, at train.py:20 in step" in text
+    assert one_line(found).startswith("rank 0 has not come to all_reduce #1 of group pair")
+
+
+def test_who_waits_behind_a_rank_that_waits_is_in_the_answer() -> None:
+    """A pipeline: rank 2 waits for rank 1, which waits for rank 0, in no call."""
+    program = {
+        0: [],
+        1: [Op("recv", "world", 1, 10, peer=0), Op("send", "world", 2, 11, peer=2)],
+        2: [Op("recv", "world", 1, 12, peer=1)],
+    }
+    job = Job({"world": (0, 1, 2)}, program)
+    job.ranks[0].program.append(Op("send", "world", 3, 13, peer=1))
+    for rank in (1, 2):
+        job.step(rank)
+    found = diagnose([job.log(rank, "timeout") for rank in range(3)])
+    (missing,) = found.waits
+    assert (missing.call.rank, missing.why) == (0, "late")
+    assert [each.call.rank for each in missing.behind] == [2]
+    assert "  behind it rank 2 waits in recv #1 from rank 1" in in_words(found)
+
+
+def test_two_threads_in_calls_of_one_group_are_told() -> None:
+    job = Job({"world": (0, 1)}, {0: [Op("barrier", "world", 1, 10)], 1: [Op("barrier", "world", 1, 10)]})
+    job.step(0)
+    log = job.log(0, "timeout")
+    second = replace_log(log.calls[0], number=2, kind="all_gather", thread=8, site=Site("train.py", 30, "save"))
+    log = replace_log(with_thread(log, 8, "saver", 30), calls=(*log.calls, second))
+    log = replace_log(log, groups=tuple(replace_log(each, issued=2) for each in log.groups))
+    found = diagnose([log, job.log(1, "timeout")])
+    (shared,) = found.shared
+    assert (shared.group, shared.ranks) == ("world", (0,))
+    text = in_words(found)
+    assert "rank 0 uses group world from several threads at once:" in text
+    assert "  rank 0 in all_gather #2 (float32, 64 B" in text
+    assert diagnose([job.log(0, "timeout"), job.log(1, "timeout")]).shared == ()
+
+
+def test_calls_that_differ_where_several_threads_make_them_are_hinted_at() -> None:
+    calls = [Op("all_reduce", "world", 1, 10), Op("all_gather", "world", 2, 11)]
+    job = Job({"world": (0, 1)}, {0: calls, 1: calls[::-1]})
+    run(job, random.Random(1))
+    logs = [job.log(rank, "timeout") for rank in (0, 1)]
+    extra = [replace_log(log.calls[-1], number=2, thread=8) for log in logs]
+    logs = [
+        replace_log(
+            with_thread(log, 8, "saver", 30),
+            calls=(*log.calls, call),
+            groups=tuple(replace_log(each, issued=2) for each in log.groups),
+        )
+        for log, call in zip(logs, extra, strict=True)
+    ]
+    mismatch = diagnose(logs).findings[0]
+    assert isinstance(mismatch, Mismatch)
+    assert mismatch.hint.endswith(
+        "ranks 0, 1 make calls of this group from several threads: give each thread a group of its own"
+    )

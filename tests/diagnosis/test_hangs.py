@@ -22,6 +22,7 @@ import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then st
 from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
 from commlayer.diagnosis.log_files import log_name, read_logs
+from commlayer.failures import aborts
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -287,3 +288,84 @@ def test_without_a_ring_nothing_is_asked(emulated_cluster: ClusterFactory, tmp_p
     assert "did not answer within 2 s" in text
     assert "has not come to" not in text
     assert os.listdir(tmp_path) == []
+
+
+def test_a_call_on_a_thread_for_which_the_main_thread_waits(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """Rank 0 leaves out what a thread of rank 1 calls: that call timed out first, and is in the answer."""
+
+    def program(rank: int) -> None:
+        pair = group_of(0, 1, name="pair")
+        errors: list[BaseException] = []
+
+        def side() -> None:
+            try:
+                dist.all_reduce(torch.ones(4), group=pair)
+            except RuntimeError as error:
+                errors.append(error)
+
+        if rank == 1:
+            thread = threading.Thread(target=side)
+            thread.start()
+            thread.join()
+            raise errors[0]
+        dist.barrier()
+
+    text = texts(emulated_cluster, tmp_path, program, ranks=2)
+    assert "rank 0 has not come to all_reduce #1 of group pair, for which a thread of rank 1 waits" in text, text
+    assert "rank 0 waits in barrier #1 of group default_pg" in text, text
+    assert "in program, in no call" in text, text
+
+
+def test_two_threads_that_use_one_group(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """A checkpoint may be saved on a thread, beside a barrier of the same group; one rank does not take part."""
+
+    def program(rank: int) -> None:
+        if rank == 3:
+            be_absent(3)
+            return
+
+        def save() -> None:
+            with contextlib.suppress(RuntimeError):
+                dist.all_gather_into_tensor(torch.empty(4), torch.ones(1))
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        while dist.group.WORLD._order.track.issued < 1:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        try:
+            dist.barrier()
+        finally:
+            tell("done")
+            thread.join()
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "ranks 0, 1 and 2 use group default_pg from several threads at once:" in text, text
+    assert "give each thread a group of its own" in text, text
+
+
+@pytest.mark.parametrize("what", ["size", "dtype"])
+def test_a_rank_that_gloo_ends_tells_what_it_called(
+    emulated_cluster: ClusterFactory, tmp_path: Path, what: str
+) -> None:
+    """Gloo aborts a process that is sent more than its call expects; the calls of all ranks are there all the same."""
+
+    def job() -> None:
+        aborts._LONGEST_S = 60
+        rank = start(tmp_path, HALF_AN_HOUR)
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        if rank == 1:
+            x = torch.ones(100_000) if what == "size" else x.double()
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=60.0)
+    aborted = [outcome.rank for outcome in outcomes if outcome.failure is not None]
+    assert [outcomes[rank].failure.signal for rank in aborted] == [signal.SIGABRT] * len(aborted)  # type: ignore[union-attr]
+    assert aborted
+    logs = read_logs(tmp_path)
+    assert {log.rank for log in logs} >= set(aborted)
+    mismatch = diagnose(logs).findings[0]
+    assert isinstance(mismatch, Mismatch)
+    assert (mismatch.number, mismatch.what, mismatch.odd) == (2, what, (1,))

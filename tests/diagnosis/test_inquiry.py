@@ -1,20 +1,24 @@
-"""Who answers SIGUSR1 and for how long, and which answer belongs to which question; without ranks."""
+"""Who answers SIGUSR1 and for how long, which answer belongs to which question, and hostile answers; without ranks."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import signal
+import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.diagnosis import inquiry
-from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import Asked, FailureDetector
 
@@ -23,7 +27,7 @@ class Listening(FailureDetector):
     """A detector without a thread, which keeps what is to be read and what is told."""
 
     def __init__(self) -> None:
-        super().__init__(None, 0, (0, 1), 0.0)
+        super().__init__(None, 0, (0, 1, 2), 0.0)
         self.reading: dict[int, Callable[[], None]] = {}
         self.questions: list[Asked] = []
 
@@ -188,9 +192,10 @@ def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypa
 
 def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
     calls = [CallLog(group=0, number=number, kind="barrier", site=Site("a.py", 1, "f"), thread=7) for number in (1, 2)]
+    groups = (GroupLog(key="g", name="g", ranks=(0, 1)),)
     calls += [CallLog(group=0, number=3 + at, kind="barrier", site=Site("a.py", 2, "f"), thread=8) for at in range(200)]
-    log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", calls=tuple(calls))
-    told = inquiry._unpacked(inquiry._packed(log)).calls
+    log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", groups=groups, calls=tuple(calls))
+    told = inquiry._unpacked(inquiry._packed(log), 0, (0, 1)).calls
     assert [call.number for call in told] == [2, *range(75, 203)]
 
 
@@ -204,3 +209,124 @@ def test_a_result_is_printed_once_and_by_one_rank(tmp_path: Path, capsys: pytest
     assert first._say(4, inquiry._Found("all of it", "in a line", has_cause=False, printer=1)).words
     assert first._say(5, None).words == ""
     assert capsys.readouterr().err == ""
+
+
+# Hostile answers
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\nforged"
+
+
+def told(rank: int, **changed: Any) -> bytes:
+    """The log of ``rank``, as it puts it into the store."""
+    calls = (CallLog(group=0, number=1, kind="all_reduce", site=Site("train.py", 7, "step"), state="started"),)
+    groups = (GroupLog(key="g", name="g", ranks=(0, 1, 2), issued=1),)
+    log = RankLog(job="", rank=rank, ranks=(0, 1, 2), reason="asked", host="host", groups=groups, calls=calls)
+    return inquiry._packed(msgspec.structs.replace(log, **changed))
+
+
+def evil_log() -> bytes:
+    call = CallLog(group=0, number=1, kind=EVIL, dtype=EVIL, op=EVIL, site=Site(EVIL, 7, EVIL), thread=1)
+    group = GroupLog(key="g", name=EVIL, description=EVIL, ranks=(0, 1, 2), issued=1)
+    thread = ThreadLog(ident=1, name=EVIL, site=Site(EVIL, 7, EVIL))
+    return told(1, host=EVIL, groups=(group,), calls=(call,), threads=(thread,), gone={2: EVIL})
+
+
+HOSTILE = {
+    "garbage": b"\x00garbage",
+    "a part": told(1)[:-4],
+    "bomb": zlib.compress(b"\x91" * (64 << 20), 9),
+    "deep": zlib.compress(b"\x91" * 1_000_000),
+    "another type": zlib.compress(msgspec.msgpack.encode([1, 2])),
+    "another rank's": told(2),
+    "another job's": told(1, ranks=(0, 1)),
+    "no group": told(1, groups=()),
+    "no state": told(1, calls=(CallLog(group=0, number=1, kind="all_reduce", site=Site("a", 1, "f"), state=EVIL),)),
+}
+
+
+def answer_to(first: Inquiry, **words: bytes | str) -> str:
+    """Return what ``first`` finds out where the other ranks have put these words into the store."""
+    for key, value in words.items():
+        first._store.set(f"0/{key.replace('_', '/')}", value)  # type: ignore[arg-type]  # it takes bytes too
+    first.timed_out()
+    found = first.diagnosed().words
+    first.linger()
+    return found
+
+
+@pytest.fixture
+def shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A HashStore has no clients of its own."""
+    monkeypatch.setattr(inquiry, "own_client", lambda store: store)
+
+
+@pytest.mark.usefixtures("shared_store")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_damaged_log_of_one_rank_is_named_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    first, _ = asking(tmp_path)
+    assert answer_to(first, log_1=HOSTILE[kind], log_2=told(2), prints="0").endswith("(rank 0 has printed all of it)")
+    said = capsys.readouterr().err
+    assert "2 of 3 answered" in said
+    assert "the log of rank 1 cannot be read: what rank 1 says cannot be read: " in said
+    assert "the job's store does not answer" not in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.usefixtures("shared_store")
+def test_a_log_that_unpacks_to_much_takes_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bomb = HOSTILE["bomb"]
+    tracemalloc.start()
+    try:
+        first, _ = asking(tmp_path)
+        answer_to(first, log_1=bomb, log_2=told(2), prints="0")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    assert "expected packed words of at most 4194304 bytes, got more" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shared_store")
+@pytest.mark.parametrize("prints", ["0", "-1", "99", "", EVIL, "9" * 10_000])
+def test_no_word_of_a_peer_is_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str], prints: str) -> None:
+    first, _ = asking(tmp_path)
+    first._store.set("job", f"../../{EVIL}")
+    line = answer_to(first, log_1=evil_log(), log_2=told(2), prints=prints)
+    said = capsys.readouterr().err
+    assert "3 of 3 answered" in said
+    assert "owned" in said
+    for text in (said, line):
+        assert "\x1b" not in text
+        assert "\nforged" not in text
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == "calls-00000.json"
+    assert "/" not in json.loads(kept.read_bytes())["job"], "it is a part of the name of a folder"
+
+
+@pytest.mark.usefixtures("shared_store")
+@pytest.mark.parametrize(
+    "found", [b"garbage", b"\x91" * 100_000, msgspec.msgpack.encode({"text": "x" * (2 << 20)}), b""], ids=range(4)
+)
+def test_what_another_rank_has_found_is_read_or_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], found: bytes
+) -> None:
+    first, _ = asking(tmp_path)
+    first._store.add("0/asked", 1)
+    answer_to(first, found=found)
+    said = capsys.readouterr().err
+    assert "nothing was found out, because what the rank that asked first says cannot be read" in said
+    assert "rank 0 (process" in said, "its own log is printed then"
+
+
+@pytest.mark.usefixtures("shared_store")
+def test_what_another_rank_has_found_is_shown_and_not_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = asking(tmp_path)
+    first._store.add("0/asked", 1)
+    words = inquiry._Found(f"\x1b[2Jtext{EVIL}", f"\x1b[2Jline{EVIL}", has_cause=True, printer=0)
+    line = answer_to(first, found=msgspec.msgpack.encode(words))
+    assert line.startswith("\\x1b[2Jline\\x1b]0;owned\\x07\\x1b[2J\\x0aforged (rank 0")
+    assert "\x1b" not in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_import_needs_no_matplotlib() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.startswith("UsageError")
-    assert "pip install 'commlayer[plots]'" in out
+    assert "pip install 'matplotlib>=3.8'" in out
 
 
 def report(tmp_path: Path, **changes: Any) -> str:
@@ -280,7 +280,7 @@ def test_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = HtmlPage(report(tmp_path))
     assert "svg" not in page.tags
-    assert "pip install 'commlayer[plots]'" in "".join(page.text)
+    assert "pip install 'matplotlib>=3.8'" in "".join(page.text)
 
 
 def test_a_row_and_its_report_have_one_error(tmp_path: Path) -> None:

@@ -755,7 +755,7 @@ def test_without_pyroute2_it_says_what_to_install() -> None:
         import sys
         sys.modules["pyroute2"] = None
         from commlayer.emulation import rights
-        assert "pip install 'commlayer[emulation]'" in rights().reason
+        assert "pip install 'pyroute2>=0.8'" in rights().reason
         assert not rights().netns
     """)
     subprocess.run([sys.executable, "-c", code], check=True)

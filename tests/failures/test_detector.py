@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Left, Report, _framed, _frames
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
 KEY = "group"
@@ -190,13 +189,22 @@ def test_a_rank_that_connects_says_so() -> None:
     assert "rank 0 could not connect to ranks 1, 2, 3 (group world, messages)" in text
 
 
-@pytest.mark.parametrize("junk", [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", _framed(Gone(1, 2))[:-1] + b"\xc1"])
+def nested() -> bytes:
+    """A frame whose type is named behind a field that is nested deeper than any parser goes."""
+    words = b"\x82\xa1x" + b"\x91" * 50_000 + b"\xc0\xa4type\xa4Gone"
+    return len(words).to_bytes(4, "big") + words
+
+
+JUNK = [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", _framed(Gone(1, 2))[:-1] + b"\xc1", nested()]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
 def test_junk_is_refused_and_halves_wait(junk: bytes) -> None:
     frame = _framed(Report(KEY, 1, (2, 3), "died"))
     inbox = bytearray(frame + frame[:7])
     assert _frames(inbox) == [Report(KEY, 1, (2, 3), "died")]
     assert bytes(inbox) == frame[:7]
-    with pytest.raises((ValueError, msgspec.MsgspecError)):
+    with pytest.raises((ValueError, DisagreementError)):
         _frames(bytearray(junk))
 
 
@@ -310,6 +318,23 @@ def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest
     assert mine.is_broken
 
 
+def test_a_rank_that_has_left_and_is_then_not_found_has_not_died() -> None:
+    """One that did not hear why it left finds its port closed, and tells everybody."""
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine = board(detector)
+    detector.tell(Left(3, "it destroyed its process group", is_failure=False))
+    detector.tell(Gone(3, 1, is_unheard=True))
+    assert not mine.is_broken
+    assert (detector.gone, detector.ended) == ({}, [])
+
+
+def test_a_rank_is_named_by_its_own_words_where_its_death_was_told_before() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Gone(3, 1, is_unheard=True))
+    detector.tell(Left(3, "its program has ended", is_failure=False))
+    assert board(detector).culprit() == "rank 3 has left the job (its program has ended)"
+
+
 class NeverDone:
     """A collective that nobody answers, on a clock that its waits move."""
 
@@ -370,6 +395,49 @@ def test_a_detector_that_closes_shows_strangers_out(detectors: list[FailureDetec
         assert link.fileno() == -1
         visitor.settimeout(20.0)
         assert visitor.recv(1) == b""
+
+
+def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close a socket in which something is unread throws away what is still on its way to the other end."""
+    monkeypatch.setattr("commlayer.failures.detector._FLUSH_S", 20.0)
+    leaves, hears = detectors
+    with hears.changed:
+        links, hears._links = hears._links, []
+        for link in links:
+            hears._selector.unregister(link.socket)  # the test reads for it
+    reads_again, bell = threading.Event(), os.eventfd(1)
+
+    def stall() -> None:
+        reads_again.wait(60.0)
+        os.eventfd_read(bell)
+
+    assert leaves.listen(bell, stall)
+    for link in links:
+        link.socket.send(_framed(Report(KEY, 1, (0,), "unread")))
+    closing = threading.Thread(target=leaves.close, args=("it ends",))
+    closing.start()
+    for link in links:
+        link.socket.settimeout(60.0)
+        while data := link.socket.recv(1 << 16):
+            link.inbox += data
+        assert _frames(link.inbox)[-1] == Left(0, "it ends", is_failure=False)
+        link.socket.close()
+    reads_again.set()
+    closing.join()
+    os.close(bell)
+
+
+def test_who_finds_a_port_closed_first_asks_those_who_may_have_heard_more(detectors: list[FailureDetector]) -> None:
+    """A rank that leaves has told its neighbours; one that it had no connection with hears of it through others."""
+    detector, left = detectors[0], Left(1, "its program has ended", is_failure=False)
+    detector._heard.clear()
+    neighbour = threading.Timer(0.05, detector.tell, [left])
+    neighbour.start()
+    detector._find_ended(1)
+    neighbour.join()
+    assert (detector.gone, detector.left) == ({}, {1: left})
 
 
 def test_a_forked_child_lets_go_of_strangers_too(detectors: list[FailureDetector]) -> None:

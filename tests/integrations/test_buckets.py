@@ -36,7 +36,7 @@ from commlayer.integrations.groups import planned_group
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
+from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
@@ -59,6 +59,8 @@ class Layers(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 8))
         mark_experts(self.expert)
         mark_replicated(self.layers[0])
+        for part in (self, self.low, *self.layers[1:]):
+            mark_split(part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

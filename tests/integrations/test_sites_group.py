@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commlayer.backend.group_options import GroupOptions
-from commlayer.integrations import planned_process_group
+from commlayer.integrations import planned_process_group, torchft
 from commlayer.profiles.errors import UsageError
 
 
@@ -19,6 +20,9 @@ class Wrapper:
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
+
+    def configure(self) -> None:
+        """Make the group anew, as torchft 0.2 does."""
 
 
 @pytest.fixture
@@ -68,5 +72,23 @@ def test_a_value_that_is_none_is_refused(wrapped: None, name: str) -> None:
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft.process_group", None)
-    with pytest.raises(UsageError, match=r"cannot be imported.*pip install 'commlayer\[torchft\]'"):
+    with pytest.raises(UsageError, match=r"cannot be imported.*pip install 'torchft>=0.2,<0.3'"):
         planned_process_group()
+
+
+def test_a_torchft_whose_groups_are_made_anew_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchft 0.3, by what its wrapper has and has not."""
+
+    class ProcessGroupWrapper:
+        def reconfigure(self) -> None: ...
+
+    newer = SimpleNamespace(ProcessGroupWrapper=ProcessGroupWrapper)
+    monkeypatch.setitem(sys.modules, "torchft", SimpleNamespace(process_group=newer))
+    monkeypatch.setitem(sys.modules, "torchft.process_group", newer)
+    with pytest.raises(UsageError, match=r"by configure\(\).*never commit a step: pip install 'torchft>=0.2,<0.3'"):
+        planned_process_group()
+
+
+def test_the_extra_takes_the_versions_that_are_taken() -> None:
+    pyproject = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'torchft = ["{torchft._VERSIONS}"]' in pyproject

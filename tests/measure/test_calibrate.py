@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import stat
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calibrate import cluster_key
 from commlayer.measure.machines import Machine, describe_machine
+from commlayer.measure.profiler import UNFINISHED
 from commlayer.measure.recheck import drift
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
@@ -283,13 +286,80 @@ def test_a_cached_profile_that_is_off_is_measured_again_and_replaced_with_one_wa
     capfd.readouterr()
     monkeypatch.setattr(calibrate, "measure_cluster", lambda *_, **__: of_all_ranks(1000.0).replace(name="new"))
     assert planner_of_a_job(tmp_path).profile.name == "new"
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     assert read_profile(path).name == "new"
     warned, measured = capfd.readouterr().err.splitlines()
     assert f"{path} does not hold any more and is measured again: an all_reduce of 4096 bytes takes 1000 µs" in warned
     assert f"measured one in 0.0 s, kept in {path}" in measured
     assert planner_of_a_job(tmp_path).profile.name == "new"
     assert capfd.readouterr().err == ""
+
+
+def test_of_two_profiles_that_hold_in_turn_neither_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Machines that are busy in one job and not in the next; a third kind of links takes the place of the one before the last."""
+    measured: list[float] = []
+
+    def starts(took_us: float) -> str:
+        monkeypatch.setattr(OneSpeaks, "time_all_reduce", lambda *_: took_us)
+        profile = of_all_ranks(took_us).replace(name=f"{took_us:.0f}")
+
+        def measure(*_: Any, **__: Any) -> Profile:
+            measured.append(took_us)
+            return profile
+
+        monkeypatch.setattr(calibrate, "measure_cluster", measure)
+        return planner_of_a_job(tmp_path).profile.name
+
+    assert [starts(took_us) for took_us in (1e3, 9e3, 1e3, 9e3, 9e3, 1e3)] == [
+        "1000",
+        "9000",
+        "1000",
+        "9000",
+        "9000",
+        "1000",
+    ]
+    assert measured == [1e3, 9e3]
+    assert capfd.readouterr().err.count("but the one before it does: it is used") == 3
+    assert [starts(took_us) for took_us in (1e5, 1e3, 1e5, 9e3)] == ["100000", "1000", "100000", "9000"]
+    assert measured == [1e3, 9e3, 1e5, 9e3]
+    (path,) = tmp_path.glob("*.json")
+    path.with_suffix(calibrate.EARLIER).write_text("{")
+    assert (starts(1e5), measured[4:]) == ("100000", [1e5]), "a damaged one is as none"
+
+
+def test_a_probe_whose_time_is_up_leaves_curves_to_later_jobs(
+    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank ends at the same call, keeps the first curve of each link, and works; the next job measures the rest."""
+
+    def job(deadline_s: float) -> tuple[list[tuple[str, str, int]], str | None]:
+        os.environ.pop("COMMLAYER_PROFILE", None)
+        os.environ["COMMLAYER_CACHE"] = str(tmp_path)
+        setattr(calibrate, "drift", lambda *_: "")  # noqa: B010  # in this rank's process
+        setattr(calibrate, "PROBE", replace(calibrate.PROBE, deadline_s=deadline_s))  # noqa: B010
+        dist.init_process_group("commlayer")
+        total = torch.ones(1 << 16)
+        dist.all_reduce(total)
+        assert (total == dist.get_world_size()).all()
+        profile = world.current().planner.profile  # type: ignore[union-attr]
+        dist.destroy_process_group()
+        return [curve.key for curve in profile.curves], profile.environment.get(UNFINISHED)
+
+    first, *others = emulated_cluster(2, 2).run(job, 0.0)
+    assert others == [first] * 3
+    keys, left_out = first
+    assert len({link for _, link, _ in keys}) == len(keys) == 3
+    assert left_out is not None
+    assert f"Time was up before {left_out} of its curves, which later jobs measure" in capfd.readouterr().err
+    (whole, none_left), *others = emulated_cluster(2, 2).run(job, math.inf)
+    assert others == [(whole, none_left)] * 3
+    assert none_left is None
+    assert (len(whole), whole[:3]) == (3 + int(left_out), keys)
+    assert f"the cached profile lacked {left_out} curves: measured it in" in capfd.readouterr().err
+    emulated_cluster(2, 2).run(job, 0.0)
+    assert "measured" not in capfd.readouterr().err
 
 
 def test_a_cached_profile_without_a_format_is_completed_and_nothing_else_is_measured(

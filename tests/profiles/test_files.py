@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from commlayer.profiles.errors import ProfileError, ProfileNotFoundError, UsageE
 from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers import cluster_files, model_files
+from commlayer.readers.routing_files import read_routing
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.rank_files import read_folder, write_trace
 from commlayer.traces.records import rank_name
@@ -62,7 +64,7 @@ def test_only_regular_files_are_read(
 @pytest.mark.timeout(20)
 def test_a_trace_that_is_a_fifo_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / rank_name(0))
-    with pytest.raises(UsageError, match=r"rank-00000.json: cannot read the trace: expected a regular file"):
+    with pytest.raises(UsageError, match=r"rank-00000.json: cannot read the trace of a rank: expected a regular file"):
         list(read_folder(tmp_path))
 
 
@@ -70,13 +72,32 @@ def test_a_file_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     path.write_bytes(b"12345")
     assert read_file(path, most_bytes=5) == b"12345"
-    assert read_file(path, most_bytes=None) == b"12345"
     with pytest.raises(OSError, match="expected at most 4 bytes"):
         read_file(path, most_bytes=4)
     with path.open("wb") as file:
         file.truncate(65 << 20)
     with pytest.raises(ProfileError, match="expected at most"):
         read_profile(path)
+
+
+def test_a_large_file_is_not_read_before_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sparse.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    most = 1 << 50
+    for given, words in ((most, r"begins with \{"), (4096, "expected at most 4096 bytes, got a larger file")):
+        with pytest.raises(OSError, match=words):
+            read_file(path, given, begins=b"{")
+    tracemalloc.start()
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    for read in (read_routing, lambda path: list(read_folder(path.parent))):
+        path = path.rename(tmp_path / rank_name(0))
+        with pytest.raises(UsageError, match=r"begins with \{"):
+            read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize(

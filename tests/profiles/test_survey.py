@@ -22,10 +22,15 @@ class Links:
         self.curves, self.overhead_us, self.spent_us = curves, overhead_us, 0.0
         self.rounds: list[list[Wanted]] = []
 
-    def __call__(self, calls: Sequence[Wanted]) -> tuple[list[float], float]:
-        self.rounds.append(list(calls))
-        times = [self.curves[place][0] + self.curves[place][1] * size for place, size in calls]
-        self.spent_us += sum(times) + self.overhead_us * len(calls)
+    def __call__(self, calls: Sequence[Wanted], until_us: float) -> tuple[list[float], float]:
+        times: list[float] = []
+        self.rounds.append([])
+        for place, size in calls:
+            if self.spent_us >= until_us:
+                break
+            self.rounds[-1].append((place, size))
+            times.append(self.curves[place][0] + self.curves[place][1] * size)
+            self.spent_us += times[-1] + self.overhead_us
         return times, self.spent_us
 
     @property
@@ -98,10 +103,32 @@ def test_a_curve_that_is_much_slower_than_its_link_goes_on_at_its_own_rate() -> 
     assert found.curve(2)[-1].time_us == pytest.approx(near.time_us + 0.02 * (SIZES[-1] - near.size), rel=0.05)
 
 
-def alternating(*times_us: float) -> Callable[[Sequence[Wanted]], tuple[list[float], float]]:
+@pytest.mark.parametrize("deadline_us", [0.0, 2e4, 5e4, 1e5, 2e5])
+def test_no_call_begins_behind_the_deadline_but_those_of_each_links_first_curve(deadline_us: float) -> None:
+    """Wherever time is up: curves are whole, go on at the link's rate, or are not there."""
+    inter, intra = ladders(*[1.0] * 6), ladders(*[1.0] * 6, link=Resource.INTRA)
+    links = Links(*[(1e3, 0.001)] * 12)
+    found = survey([*inter, *intra], links, SurveyLimits(1e9, 4e4, deadline_us))
+    needed = sum(1e3 + 0.001 * size + links.overhead_us for size in SIZES) * 2
+    assert links.spent_us <= max(deadline_us, 0.0) + needed + (1e3 + 0.001 * SIZES[-1] + links.overhead_us)
+    for place in (0, 6):
+        assert found.sizes(place) == SIZES
+    curves = [found.curve(place) for place in range(12)]
+    for place, curve in enumerate(curves):
+        assert bool(curve) == bool(found.sizes(place))
+        if curve:
+            assert curve[-1].size == SIZES[-1]
+            assert curve[-1].time_us == pytest.approx(1e3 + 0.001 * SIZES[-1], rel=0.01)
+    if deadline_us == 0.0:
+        assert [place for place, curve in enumerate(curves) if curve] == [0, 6]
+    if deadline_us == 2e5:
+        assert all(curves)
+
+
+def alternating(*times_us: float) -> Callable[[Sequence[Wanted], float], tuple[list[float], float]]:
     seen: Counter[Wanted] = Counter()
 
-    def run(calls: Sequence[Wanted]) -> tuple[list[float], float]:
+    def run(calls: Sequence[Wanted], _: float) -> tuple[list[float], float]:
         found = []
         for call in calls:
             found.append(times_us[min(seen[call], len(times_us) - 1)])

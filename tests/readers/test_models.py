@@ -471,9 +471,9 @@ def test_a_model_without_experts_has_dense_layers_alone() -> None:
         (_MIXTRAL | {"num_hidden_layers": 10**30}, "num_hidden_layers: expected at most 10,000, got 1000000"),
         (_MIXTRAL | {"vocab_size": 10**10}, "vocab_size: expected at most 1,000,000,000"),
         (_MIXTRAL | {"model_type": {}}, "model_type: expected llama"),
-        ("[1]", "expected a JSON object, got a JSON array"),
+        ("[1]", "configuration, got a JSON array"),
         ('{"vocab_size": 1, "vocab_size": 2}', "field vocab_size: expected it once in its object, got it again"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "got JSON that no model's configuration needs"),
     ],
 )
 def test_refuses_what_it_does_not_understand_and_names_file_and_field(
@@ -489,7 +489,7 @@ def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: expected a model's JSON file, .*got no such file"):
         resolve(str(tmp_path))
     (tmp_path / "model.json").write_bytes(b"\xff{}")
-    with pytest.raises(UsageError, match=r"model\.json: expected UTF-8 text, got byte 0xff at 0"):
+    with pytest.raises(UsageError, match=r"model\.json: expected UTF-8 text, got byte 0xff at offset 0"):
         resolve(str(tmp_path / "model.json"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.engine.group_plans import Choices, parse_plan
+from commlayer.engine.group_plans import Choices
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
@@ -21,6 +21,7 @@ from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, bui
 from commlayer.scheduler.group_moves import Group, Layout, even_blocks, group_moves, owned_blocks
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
+from commlayer.scheduler.named_plans import parse_plan, plan_words
 from commlayer.scheduler.plan import owned_by_node
 from commlayer.scheduler.slow_pairs import ring_order
 from commlayer.scheduler.two_level import TwoLevel
@@ -516,7 +517,7 @@ def test_a_plan_of_more_messages_than_tags_is_none(chunks: int) -> None:
 
 
 def test_too_many_chunks_for_all_calls_leave_them_flat_and_say_why() -> None:
-    choices = Choices((2, 2), None, Settings(plan="pipelined:9999"))
+    choices = Choices((2, 2), None, Settings(plan="pipelined:8000"))
     assert choices.plan("all_reduce", 1 << 20) is None
     ((reason, times),) = choices.reasons.items()
     assert "use fewer chunks" in reason
@@ -552,7 +553,17 @@ def test_a_plan_by_name(text: str) -> None:
     assert parse_plan(text) == (Strategy.PIPELINED, 4)
 
 
-@pytest.mark.parametrize("text", ["pipeline", "pipelined:0", "pipelined:x", ""])
+@pytest.mark.parametrize("text", ["Auto", " tried ", "flat:1", "PIPELINED×4"])
+def test_a_plan_is_written_in_one_way(text: str) -> None:
+    assert plan_words(text) == text.strip().lower().replace("×", ":").removesuffix(":1")
+
+
+def test_chunks_of_a_plan_that_has_none() -> None:
+    with pytest.raises(SettingsError, match="leaders goes in one chunk, got 'leaders:2': leave the number out"):
+        parse_plan("leaders:2")
+
+
+@pytest.mark.parametrize("text", ["pipeline", "pipelined:0", "pipelined:x", "", "pipelined:8193"])
 def test_no_plan_of_that_name(text: str) -> None:
     with pytest.raises(SettingsError, match="COMMLAYER_PLAN must be one of"):
         parse_plan(text)

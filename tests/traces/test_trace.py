@@ -814,9 +814,18 @@ def test_bad_folders(tmp_path: Path) -> None:
     assert "expected files such as rank-00000.json, got none" in invoke(tmp_path, status=2).stderr
     put(tmp_path, job())
     (tmp_path / "rank-00001.json").write_text('{"traceEvents": [')
-    assert "rank-00001.json: expected the trace of a rank, got a damaged file" in invoke(tmp_path, status=2).stderr
+    assert (
+        "rank-00001.json: expected the trace of a rank, got a damaged or foreign file"
+        in invoke(tmp_path, status=2).stderr
+    )
+    (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 1, "x": ' + "[" * 100_000)
+    nested = invoke(tmp_path, status=2)
+    assert "rank-00001.json: expected the trace of a rank, got a damaged or foreign file" in nested.stderr
+    assert "3 of 4 ranks" in nested.stdout, "one damaged file hides no other"
     (tmp_path / "rank-00001.json").write_text('{"traceEvents": []}')
-    assert "got a damaged file: Object missing required field `commlayer`" in invoke(tmp_path, status=2).stderr
+    assert (
+        "got a damaged or foreign file: Object missing required field `commlayer`" in invoke(tmp_path, status=2).stderr
+    )
     (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 2, "novel": 1}}')
     assert "expected a trace of format 1, got format 2" in invoke(tmp_path, status=2).stderr
     (tmp_path / "rank-00001.json").write_bytes((tmp_path / "rank-00002.json").read_bytes())

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,15 @@ def test_torchrun_on_two_machines(
     printed = capfd.readouterr()
     assert status == 0, printed.err
     assert "step 2: loss" in printed.out
+
+
+@pytest.mark.parametrize("page", ["megatron", "torchtitan"])
+def test_the_line_for_two_machines_is_torchruns(page: str) -> None:
+    text = (DOCS / "trainers" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if "torchrun --nnodes 2" in line]
+    words = shlex.split(line)
+    given = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert (given.nnodes, given.nproc_per_node, given.rdzv_backend) == ("2", "8", "c10d")
 
 
 @pytest.mark.cluster

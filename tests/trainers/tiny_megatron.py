@@ -247,14 +247,21 @@ KEPT: list[object] = []
 """Models left behind: freed in a rank, the last to hold a Gloo group may hang in its destructor (see tiny_moe.py)."""
 
 
+def _forget_metrics() -> None:
+    """Empty Megatron's tracker of MoE metrics, which is as long as the first model has layers: a dict of its own up to 0.18, and
+    in 0.19 that of an object, whose own ``clear`` keeps what is as long."""
+    tracker = getattr(core("transformer.moe.moe_utils"), "_MOE_LAYER_WISE_LOGGING_TRACKER", None)
+    if tracker is None:
+        tracker = core("transformer.moe.moe_logging").get_moe_metrics_tracker()._metrics
+    tracker.clear()
+
+
 def run_case(case: Case, *, planned: bool) -> Trained:
     """Train from the same weights on the same tokens as ever."""
     reset_stats()
     if case.deep_ep:
         give_deep_ep(case.kind)
-    core(
-        "transformer.moe.moe_utils"
-    )._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # it is as long as the first model has layers
+    _forget_metrics()
     with warnings_kept() as given, sorted_wrongly() if case.wrong and planned else contextlib.nullcontext():
         model = build(case, planned=planned)
         losses = list(train(case, model))

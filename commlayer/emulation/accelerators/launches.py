@@ -12,7 +12,6 @@ they start; those of commlayer do not, because what they compute (sums of what a
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, cast
@@ -31,6 +30,7 @@ from commlayer.emulation.accelerators.device_clock import (
     use_device_clock,
 )
 from commlayer.emulation.modes import EmulationWarning
+from commlayer.profiles.printable import warn
 
 __all__ = ["Launches", "start_launches"]
 
@@ -248,7 +248,7 @@ class _Warning:
         if self._is_said or is_little or report.rank:
             return
         self._is_said = True
-        warnings.warn(
+        warn(
             f"rank {report.rank}: {report.late} of {report.operations} operations were late: on these cores they take "
             f"{report.slowness:.2f} times as long as the emulated accelerator; a scale so many times larger gives them time",
             EmulationWarning,

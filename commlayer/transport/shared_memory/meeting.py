@@ -16,7 +16,6 @@ import hmac
 import os
 import socket
 import struct
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.waits import Board, wait
+from commlayer.profiles.printable import warn
 from commlayer.transport.shared_memory.slabs import Segment
 
 __all__ = ["Neighbourhood", "meet"]
@@ -152,7 +152,7 @@ def _meet(meeting: _Meeting, stack: ExitStack, *, is_able: bool) -> tuple[Neighb
 
 
 def _warn(what: str, error: object) -> None:
-    warnings.warn(
+    warn(
         f"the ranks of this node share no memory ({what}: {error}); they exchange messages over TCP instead, which is "
         "several times slower. Ranks in containers of their own need one network namespace (Docker: --network=host)",
         RuntimeWarning,

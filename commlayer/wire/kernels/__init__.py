@@ -1,6 +1,6 @@
 """Triton kernels for rows on a GPU: what :mod:`commlayer.wire.codecs` runs there, and a placing copy.
 
-They need ``pip install commlayer[triton]``. Importing this package does not load Triton; :func:`row_kernels` does.
+They need Triton, the extra ``triton``. Importing this package does not load Triton; :func:`row_kernels` does.
 With TRITON_INTERPRET=1 in the environment before Triton is loaded they run on CPU tensors, in its interpreter: that is how
 tests/wire/test_kernels.py holds them against the reference.
 """
@@ -24,6 +24,6 @@ def row_kernels() -> type[rows.RowKernels]:
     except ImportError as error:
         raise UsageError(
             f"rows on a GPU are encoded by Triton kernels, and Triton could not be loaded ({error}): "
-            "pip install 'commlayer[triton]', or send CUDA tensors native"
+            "pip install 'triton>=3.2', or send CUDA tensors native"
         ) from error
     return RowKernels

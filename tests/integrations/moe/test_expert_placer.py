@@ -330,17 +330,26 @@ def test_layers_spill_or_not_as_was_chosen_on_all_ranks(
         assert losses == pytest.approx(static, rel=1e-6)
 
 
-def without_profile() -> tuple[list[str], int]:
+def out_of_luck(*_: Any) -> None:
+    raise UsageError("out of luck")
+
+
+def without_decision() -> tuple[list[str], int]:
     """Return what is printed where the search cannot be made, and how many steps' loads are kept then."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     printed: list[str] = []
-    vars(expert_placer)["_print"] = printed.append
+    vars(expert_placer)["say_on_stderr"] = printed.append
     with FoldedMesh({"ep": 2}) as mesh:
         layer = MoELayer(32, 32, ROUTER, mesh=mesh, dispatch="all_to_all", chunks=1, spare_slots=1)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-        work = ExpertWork.of_shape(32, 32, tflops=1e-5, element_bytes=4)
-        with ExpertPlacer(layer, optimizer, mesh, every=2, work=work) as placer:
+        with pytest.raises(
+            UsageError, match=r"ExpertPlacer: there is no profile of the expert group: .* every=0 to move"
+        ):
+            ExpertPlacer(layer, optimizer, mesh, every=2)
+        profile = clusters.load("h100-eos").profile_of((2,))
+        vars(expert_placer)["place_layer"] = out_of_luck
+        with ExpertPlacer(layer, optimizer, mesh, every=2, profile=profile) as placer:
             steps_after = 0
             for _ in range(3000):
                 optimizer.zero_grad()
@@ -359,9 +368,9 @@ def test_a_search_that_fails_is_told_once_and_training_goes_on(
     emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMMLAYER_PROFILE", "none")
-    (first, kept), other = emulated_cluster(1, 2).run(without_profile)
+    (first, kept), other = emulated_cluster(1, 2).run(without_decision)
     assert len(first) == 1
-    assert "from now on: no profile of the expert group" in first[0]
+    assert "from now on: out of luck" in first[0]
     assert (kept, other) == (0, ([], 0))
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +35,18 @@ from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.moe.routing import Routing
 from commlayer.integrations.remat import Rematerialise
+from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.profiles.links import Peaks
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.llep import LlepRule
 from commlayer.scheduler.placement.placement_price import ExpertWork
 from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
+from commlayer.scheduler.probes import probes
+from commlayer.testing import run_on_nodes
 from commlayer.testing.plugin import ClusterFactory
 
 EAGER = Spilling("llep", thresholds=LlepRule(imbalance=1.0, capacity=1.0, least_rows=1))
@@ -48,9 +55,9 @@ HIDDEN, WIDTH, TOP_K = 16, 24, 2
 
 
 def priced(*shape: int) -> Spilling:
-    """Spill by prices of experts that compute long, so that it pays to send weights."""
+    """Spill by prices of experts that compute long, so that it pays to send weights. Without a shape: by the group's curves."""
     work = ExpertWork(row_bytes=128, row_us=1e3, weight_bytes=9216, gradient_bytes=9216, state_bytes=0)
-    return Spilling("priced", profile=clusters.load("h100-eos").profile_of(shape), work=work)
+    return Spilling("priced", profile=clusters.load("h100-eos").profile_of(shape) if shape else None, work=work)
 
 
 class Drawn(nn.Module):
@@ -60,7 +67,9 @@ class Drawn(nn.Module):
         super().__init__()
         self.config, self.indices, self.weights = config, indices, weights
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Routing:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
+    ) -> Routing:
         counts = torch.bincount(self.indices[self.indices >= 0], minlength=self.config.num_experts)
         return Routing(self.indices, self.weights, counts, counts)  # which does not mind an expert that is chosen twice
 
@@ -173,7 +182,7 @@ def test_odd_numbers_of_ranks_and_shards_of_experts(
     emulated_cluster: ClusterFactory, shape: tuple[int, int], degrees: dict[str, int], experts: int
 ) -> None:
     if "etp" in degrees:
-        for errors in emulated_cluster(*shape).run(sharded, degrees, experts):
+        for errors in emulated_cluster(*shape).run(beside_experts_that_stay, degrees, experts, EAGER):
             assert max(errors) < 1e-12
         return
     for rule in (EAGER, priced(3)):
@@ -182,19 +191,55 @@ def test_odd_numbers_of_ranks_and_shards_of_experts(
             assert min(rows) > 0
 
 
-def sharded(degrees: dict[str, int], experts: int) -> list[float]:
-    """The differences from a layer whose experts stay, where ranks hold shards of them."""
+def beside_experts_that_stay(degrees: dict[str, int], experts: int, spilling: Spilling) -> list[float]:
+    """The differences from a layer whose experts stay."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     rank = dist.get_rank()
     with FoldedMesh(degrees) as mesh:
         tokens, found = drawn(experts, rank)[2], []
         for way in WAYS[:3]:
-            layer = layer_of(mesh, experts, rank, spilling=EAGER, **way)
+            layer = layer_of(mesh, experts, rank, spilling=spilling, **way)
             found.append(apart(passed(layer, tokens), passed(layer_of(mesh, experts, rank, **way), tokens)))
             assert layer.dispatcher.spill_decision is not None
             assert layer.dispatcher.spill_decision.parts
     return found
+
+
+def measured(sizes: tuple[int, ...]) -> Profile:
+    """A profile with all curves that are measured on such nodes; nothing of them takes long."""
+    topology = Topology.parse(shape_text(sizes))
+    return Profile.create(
+        name="quick",
+        kind="measured",
+        source="made up",
+        topology=topology,
+        peaks=Peaks(8.0, 8.0, 8.0),
+        gather="remote",
+        curves=[Curve(*probe.key, (1024, 1 << 24), (1.0, 2000.0)) for probe in probes(topology)],
+    )
+
+
+GROUPS: dict[str, tuple[tuple[int, ...], dict[str, int], Spilling]] = {
+    "a node of two": ((2, 2), {"ep": 2}, priced()),
+    "a node of two, by a profile of both": ((2, 2), {"ep": 2}, replace(priced(), profile=measured((2, 2)))),
+    "nodes of one rank and of three": ((1, 3), {"ep": 4}, priced()),
+    "ETP between groups on one node and on two": ((1, 3), {"ep": 2, "etp": 2}, priced()),
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", GROUPS)
+def test_prices_are_those_of_the_expert_group(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """The group is a part of the job, its nodes differ, or groups that share tokens differ."""
+    sizes, degrees, spilling = GROUPS[name]
+    measured(sizes).save(tmp_path / "profile.json")
+    monkeypatch.setenv("COMMLAYER_PROFILE", str(tmp_path / "profile.json"))
+    cluster = emulated_cluster(len(sizes), max(sizes))
+    for errors in run_on_nodes(cluster, sizes, beside_experts_that_stay, degrees, 6, spilling):
+        assert max(errors) < 1e-12
 
 
 def even() -> tuple[bool, list[Any]]:
@@ -325,7 +370,9 @@ def wrong() -> list[str]:
         handle = dispatcher.prepare(indices, like=tokens, experts=layer.experts)
         said.append(raised(lambda: dispatcher.dispatch(tokens, handle)))
         said.append(raised(lambda: dispatcher.prepare(indices, like=tokens)))
-        said.append(raised(lambda: layer_of(mesh, 8, rank, spilling="priced")(tokens)))
+        said.append(raised(lambda: layer_of(mesh, 8, rank, spilling="priced")))
+        small = replace(priced(), profile=clusters.load("h100-eos").profile_of((3,)))
+        said.append(raised(lambda: layer_of(mesh, 8, rank, spilling=small)))
     return said
 
 
@@ -341,7 +388,11 @@ def test_what_ranks_decide_differently_is_found_before_a_token_moves(
         assert "disagree on the way" in said[3]
         assert "use run()" in said[4]
         assert "expected GroupedExperts" in said[5]
+        assert said[6].startswith(
+            f"UsageError: rank {rank}: spilling='priced': there is no profile of the expert group"
+        )
         assert "COMMLAYER_PROFILE" in said[6]
+        assert "a group of 2x2 does not fit a cluster of that shape; or take spilling='llep'" in said[7]
 
 
 def test_what_does_not_go_together_is_refused() -> None:

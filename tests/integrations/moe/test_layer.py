@@ -104,7 +104,7 @@ def job(padded: bool, with_communicator: bool) -> list[bool]:
     if with_communicator:
         profile = synthetic_profile(nodes=2, ranks_per_node=2)
         communicator = Communicator(mesh.group("ep"), mesh.group("etp"), profile=profile)
-        with pytest.raises(UsageError, match="make both one group"):
+        with pytest.raises(UsageError, match="take tokens='replicated'"):
             MoELayer(HIDDEN, WIDTH, config, mesh=mesh, communicator=communicator)  # sharded: nobody holds the same
     layer = MoELayer(HIDDEN, WIDTH, config, mesh=mesh, tokens="replicated", communicator=communicator)
     got = gradients(layer, x)

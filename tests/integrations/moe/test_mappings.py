@@ -105,7 +105,7 @@ def _expected(key: str, case: Case) -> Expected:
         x, gradient = case.data()
         y = x.requires_grad_()
         for layer in layers:
-            layer.scale_losses(1)
+            layer.scale_losses(step_tokens=max(1, case.rows * case.batch))
             y = layer(y)
         y.backward(gradient)
         for layer in layers:
@@ -126,7 +126,7 @@ def run_on(mesh: FoldedMesh, case: Case) -> list[str]:
     pp = GroupCommunicator(mesh.group("pp"), "pp")
     tp, cp = sequence_groups(mesh)
     (layer,) = case.layers(mesh, range(pp.rank, pp.rank + 1))
-    layer.scale_losses(case.micro_batches)
+    layer.scale_losses(step_tokens=max(1, case.rows * case.batch))
 
     def mine(whole: torch.Tensor) -> torch.Tensor:
         return split_sequence(whole.split(even_rows(case.batch, mesh.size("dp")), dim=1)[mesh.rank("dp")], cp=cp, tp=tp)
@@ -417,12 +417,12 @@ def test_axes_of_parameters_survive_a_copy() -> None:
     """torch drops the marks of parameters in deepcopy(); a module's own remain."""
     (layer,) = mapping().layers(None, range(1))
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    axes = {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(layer).items()}
+    axes = {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(layer, None).items()}
     assert axes["edp"] == ["moe.experts.w_gate", "moe.experts.w_up", "moe.experts.w_down"]
     assert sum(map(len, axes.values())) == len(names)
     copied = copy.deepcopy(layer)
     names = {id(parameter): name for name, parameter in copied.named_parameters()}
-    assert {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(copied).items()} == axes
+    assert {axis: [names[id(p)] for p in found] for axis, found in gradient_axes(copied, None).items()} == axes
 
 
 def test_a_pipeline_needs_a_micro_batch() -> None:

@@ -238,7 +238,7 @@ def test_weights_that_need_a_gradient_on_one_rank(emulated_cluster: ClusterFacto
         ({"tokens": "replicate"}, "tokens must be sharded or replicated, got 'replicate'"),
         ({"mesh": {"ep": 1}}, "mesh must be a FoldedMesh"),
         ({"chunks": True}, "chunks must be auto"),
-        ({"shared_width": -1}, "width -1"),
+        ({"shared_width": -1}, "shared_width must be a whole number, 0 or more, got -1"),
         ({"dispatch": "a2a"}, "dispatch of a layer"),
     ],
     ids=str,
@@ -340,7 +340,7 @@ def test_a_router_that_refuses_does_so_last() -> None:
 
 
 def is_marked(module: nn.Module) -> bool:
-    axes = gradient_axes(module)
+    axes = gradient_axes(module, None)
     return not axes["dp_cp"] and len(axes["edp"]) == len(list(module.parameters()))
 
 

@@ -272,6 +272,15 @@ def test_prices_of_experts_have_the_moves_of_calls_with_a_gradient(monkeypatch: 
     assert counted.shapes[0].needs_gradient
 
 
+def test_prices_of_experts_are_alike_on_ranks_that_have_one_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Counted(monkeypatch)
+    monkeypatch.setattr(measuring, "measure_experts", lambda *_: [30.0, 40.0, 50.0])
+    grid = replace(layout(Predicted(4, {}), top_k=2).grid, num_experts=7)
+    works = [measuring.work_of_experts(GroupedExperts(8, 4, count=n), measuring.Measurements(grid), 2) for n in (2, 1)]
+    assert works[0] == works[1]
+    assert works[0].expert_us > 0
+
+
 def test_a_failure_to_measure_is_raised_here_and_told_there() -> None:
     """Instead of leaving the other ranks in the exchange of what was measured."""
 

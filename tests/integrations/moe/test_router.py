@@ -360,14 +360,14 @@ def test_evaluation_adds_no_losses() -> None:
 
 
 def test_balanced_use_costs_the_coefficient_and_one_expert_for_all_costs_e_times_that() -> None:
-    even = Usage(torch.full((8,), 1 / 8), torch.full((8,), 1 / 8), torch.tensor(0.0))
-    single = Usage(torch.eye(8)[3], torch.eye(8)[3], torch.tensor(0.0))
+    even = Usage(torch.full((8,), 1 / 8), torch.full((8,), 1 / 8), torch.tensor(0.0), torch.tensor(8.0))
+    single = Usage(torch.eye(8)[3], torch.eye(8)[3], torch.tensor(0.0), torch.tensor(8.0))
     assert expert_balance_loss(even).item() == pytest.approx(1.0)
     assert expert_balance_loss(single).item() == pytest.approx(8.0)
     for num_devices in (1, 2, 4, 8):
         assert device_balance_loss(even, num_devices).item() == pytest.approx(1.0)
         assert device_balance_loss(single, num_devices).item() == pytest.approx(num_devices)
-    inside = Usage(torch.tensor([0.5, 0, 0.5, 0]), torch.tensor([0.5, 0, 0.5, 0]), torch.tensor(0.0))
+    inside = Usage(torch.tensor([0.5, 0, 0.5, 0]), torch.tensor([0.5, 0, 0.5, 0]), torch.tensor(0.0), torch.tensor(8.0))
     assert device_balance_loss(inside, 2).item() == pytest.approx(1.0), "uneven inside a device is no matter"
 
 
@@ -615,7 +615,7 @@ def test_capacity_counts_every_choice_of_a_token() -> None:
         torch.ones(8, 16)
     )
     assert routing.capacity == 4, "with the paper's equation 4 it would be 2"
-    assert routing.is_padded
+    assert routing.padded_rows == routing.capacity
     assert routing.counts.tolist() == [4 if count else 0 for count in routing.chosen.tolist()]
 
 

@@ -211,7 +211,7 @@ def sharded_optimizers(model: MoELanguageModel, mesh: FoldedMesh) -> list[Sharde
     """One for each axis over which parameters are shared. Collective."""
     return [
         ShardedOptimizer(parameters, partial(torch.optim.SGD, lr=0.1), mesh.group(axis), average=False)
-        for axis, parameters in gradient_axes(model).items()
+        for axis, parameters in gradient_axes(model, mesh).items()
         if parameters and mesh.size(axis) > 1
     ]
 

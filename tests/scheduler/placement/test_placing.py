@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.catalog import load_profile
+from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
@@ -352,5 +354,40 @@ def test_what_does_not_fit_is_refused(profile: Profile) -> None:
         place(counts, profile, 1, work=WORK)
     with pytest.raises(UsageError, match="each of 1 layers, got 2"):
         place(counts, profile, 1, work=WORK, top_k=2, before=(ExpertPlacement.in_order(32, 8),) * 2)
-    with pytest.raises(UsageError, match="as many ranks each"):
-        PlacementPrices(clusters.load("h100-eos").profile_of((4, 2)), WORK)
+    with pytest.raises(PlanError, match="a group of 1x16 does not fit"):
+        PlacementPrices(profile, WORK, (16,))
+
+
+def test_a_part_of_the_cluster_is_priced_as_a_profile_of_that_part() -> None:
+    whole = load_profile("emulated-2x4")
+    load, placement = LayerLoad(np.arange(1.0, 9.0), 2), ExpertPlacement.in_order(8, 4)
+    of_part = PlacementPrices(whole, WORK, (2, 2))
+    assert of_part.layer(load, placement) == PlacementPrices(group_profile(whole, (2, 2)), WORK).layer(load, placement)
+    of_node = PlacementPrices(whole, WORK, (4,))
+    assert (of_node.num_nodes, of_node.num_ranks, of_node.has_levels) == (1, 4, False)
+    assert of_node.layer(load, placement).exchange_us > 0
+
+
+def test_on_nodes_of_different_sizes_every_rank_is_a_node_of_its_own() -> None:
+    profile = clusters.load("h100-eos").profile_of((4, 2))
+    prices = PlacementPrices(profile, replace(WORK, row_us=1e4))
+    assert (prices.num_nodes, prices.per_node, prices.has_levels) == (6, 1, False)
+    assert prices.node_of.tolist() == list(range(6))
+    near, far = (prices.sent_us(np.array([0]), np.array([to]), np.array([1 << 20])) for to in (1, 5))
+    assert near == far > 0
+    decision = place_layer(
+        LayerLoad(np.arange(1.0, 13.0), 2), prices, ExpertPlacement.in_order(12, 6, 1), 10_000, PlacementRoom()
+    )
+    assert decision.chosen.step.busiest < decision.kept.step.busiest
+
+
+def test_where_experts_may_have_no_copies_none_is_placed() -> None:
+    prices = PlacementPrices(clusters.load("h100-eos").profile_of((4, 4)), WORK)
+    before = ExpertPlacement.in_order(16, 8, 1)
+    load = LayerLoad(np.array([1e6] + [1.0] * 15), 2)
+    free, without = (
+        place_layer(load, prices, before, 10_000, PlacementRoom(may_copy=may_copy, may_spill=False))
+        for may_copy in (True, False)
+    )
+    assert any(each.placement.has_replicas for each in free.candidates)
+    assert not any(each.placement.has_replicas for each in without.candidates)

@@ -1,0 +1,105 @@
+"""A moment between SIGABRT and this process's end by it, in which a rank tells what it knows of its calls.
+
+Gloo ends a process that is sent more than its call expects: its thread throws, and C++ aborts. The other ranks then see a
+death, and what this rank called is lost, though just that would say which calls differ.
+
+The handler is a function of Python's that the system calls on the thread that aborts; that thread ends the process when it
+returns. A process that is broken may never come so far: an alarm of the system's ends it in any case. What was there before
+(the system's default, ``faulthandler``, a handler in C) is put back, and ends the process as it would have. Where the program
+has a handler of its own in Python, nothing is done.
+
+Rejected: ``faulthandler``, as for SIGTERM (:mod:`commlayer.failures.last_words`): it registers no signals that end a process.
+And a file that is written at each call, which would cost every call more than its place in the ring.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import weakref
+from typing import Any, Protocol
+
+__all__ = ["AbortSpeaker", "speak_before_abort"]
+
+_LONGEST_S = 8
+"""After so long the process ends, whatever the speakers do."""
+_ACTION_BYTES = 512
+"""More than the system's struct sigaction has."""
+_DEFAULT = ctypes.c_void_p(0)
+
+
+class AbortSpeaker(Protocol):
+    """Something that has to say something before the process aborts."""
+
+    def aborting(self) -> None:
+        """Say it, within some seconds. Called at most once, on the thread that aborts."""
+
+
+_speakers: weakref.WeakSet[AbortSpeaker] = weakref.WeakSet()
+_before: Any = None
+"""The action that ours has replaced, while ours is there."""
+
+
+def speak_before_abort(speaker: AbortSpeaker) -> None:
+    """Have ``speaker.aborting`` called when this process aborts, if ``speaker`` is still there. Raises nothing."""
+    _speakers.add(speaker)
+    if _before is None:
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            _take_signal()
+
+
+def _take_signal() -> None:
+    global _before
+    if signal.getsignal(signal.SIGABRT) is not signal.SIG_DFL:
+        return
+    before, system = ctypes.create_string_buffer(_ACTION_BYTES), _system()
+    if system.sigaction(int(signal.SIGABRT), None, before) != 0:
+        return
+    system.signal(int(signal.SIGABRT), _handler)
+    _before = before
+
+
+def _system() -> Any:
+    """The functions of the system's library: Python's own ``signal`` would put handlers of its own in their place."""
+    system: Any = ctypes.CDLL(None)
+    system.signal.restype = ctypes.c_void_p
+    system.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    return system
+
+
+def _on_abort(number: int) -> None:
+    system = _system()
+    system.signal(int(signal.SIGALRM), _DEFAULT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.alarm(_LONGEST_S)
+    try:
+        for speaker in list(_speakers):
+            with contextlib.suppress(Exception):  # the end comes, whatever they say
+                speaker.aborting()
+    finally:
+        _give_back()
+        getattr(system, "raise")(number)  # comes when this handler returns, to whatever was there before
+
+
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_abort)
+
+
+@atexit.register
+def _give_back() -> None:
+    """Put back what was there: where the interpreter ends, no thread may enter it any more."""
+    global _before
+    before, _before = _before, None
+    if before is not None:
+        _system().sigaction(int(signal.SIGABRT), before, None)
+
+
+def _in_child() -> None:
+    """A forked child has no calls, and none of the threads that would tell of them."""
+    _speakers.clear()
+    _give_back()
+
+
+os.register_at_fork(after_in_child=_in_child)
