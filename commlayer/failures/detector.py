@@ -158,7 +158,7 @@ class Absent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     @property
     def what(self) -> str:
-        """What became of them, for messages."""
+        """The words for messages: what became of them."""
         return f"did not come within {self.within_s:g} s"
 
 
