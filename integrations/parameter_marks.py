@@ -50,8 +50,9 @@ def mark_replicated(module: nn.Module, *names: str, over: tuple[str, ...] = ("tp
     Args:
         module: their module, for example a LayerNorm. Its submodules are not meant.
         names: of the parameters; none: all of them.
-        over: names of the groups: ``("tp",)`` where each rank uses the parameters on rows of its own, as a norm under sequence
-            parallelism; ``()`` where all ranks use them on the same rows, so that their gradients are equal already.
+        over: names of the groups: ``("tp",)``, or ``("etp",)`` for experts, where each rank uses the parameters on rows of its
+            own, as a norm under sequence parallelism; ``()`` where all ranks use them on the same rows, so that their gradients
+            are equal already.
     """
     _mark(module, names, over)
 

@@ -43,8 +43,8 @@ class OwnedParameter:
 def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedParameter]:
     """Return how the ranks of ``mesh`` hold each parameter of ``module``, once each, in the order of ``parameters()``.
 
-    Raises UsageError, by the parameter's name: where nothing says whether the ranks of tp, or of etp, hold parts or copies; and
-    where a DTensor lies over ranks that hold different parameters.
+    Raises UsageError, by the parameter's name: where nothing says whether the ranks of tp, or of etp, hold parts or copies; where
+    an expert's mark speaks of tp; and where a DTensor lies over ranks that hold different parameters.
     """
     found: list[OwnedParameter] = []
     unknown: list[tuple[str, str]] = []
@@ -64,13 +64,20 @@ def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedPa
                         f'mesh.device_mesh("{"edp" if marks.is_expert else "dp_cp"}")'
                     )
                 is_split = False  # the DTensor says what each of them has
+        if marks.is_expert and "tp" in marks.reduce_over and mesh is not None and mesh.size(axis) > 1:
+            raise UsageError(
+                f"{who()}{marks.name} is an expert's, and its mark says that its gradient is summed over tp: call "
+                'mark_replicated(module, over=("etp",)) where each rank of etp uses it on rows of its own, or over=() where all '
+                "use it on the same rows"
+            )
         if is_split is None:
             unknown.append((marks.name, axis))
         found.append(OwnedParameter(marks.name, marks.parameter, marks.is_expert, bool(is_split), marks.reduce_over))
     if unknown:
         name, axis = unknown[0]
         more = "" if len(unknown) == 1 else f" (and {counted(len(unknown) - 1, 'more parameter')})"
-        on_own_rows = "" if axis == "etp" else ", mark_replicated(module) where each uses it on rows of its own"
+        how = 'module, over=("etp",)' if axis == "etp" else "module"
+        on_own_rows = f", mark_replicated({how}) where each uses it on rows of its own"
         raise UsageError(
             f"{who()}nothing says whether each rank of {axis} holds a part of {name}{more} or all of it: call "
             f"mark_split(module) for its module where each holds a part{on_own_rows}, or mark_replicated(module, over=()) "

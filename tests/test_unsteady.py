@@ -97,6 +97,12 @@ def test_an_earlier_list_does_not_stay(tmp_path: Path) -> None:
     assert not written
 
 
+def test_a_run_that_stopped_at_its_first_failure_has_failed(tmp_path: Path) -> None:
+    status, printed, _ = outcome(tmp_path, UNSTEADY, PASSES, options=("--second-try", "-x"))
+    assert status != 0, printed
+    assert "trying again" not in printed
+
+
 def test_without_the_option_a_failure_is_one(tmp_path: Path) -> None:
     status, printed, _ = outcome(tmp_path, UNSTEADY, options=())
     assert status == 1, printed

@@ -36,7 +36,8 @@ class SecondTry:
         """Try again what failed, and let the session pass where all of it passes now."""
         self._path.unlink(missing_ok=True)
         terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is None or exitstatus != pytest.ExitCode.TESTS_FAILED:
+        has_stopped = session.shouldfail or session.shouldstop  # -x and --maxfail: other tests have not run
+        if terminal is None or exitstatus != pytest.ExitCode.TESTS_FAILED or has_stopped:
             return
         reports = [*terminal.stats.get("failed", ()), *terminal.stats.get("error", ())]
         names = sorted({report.nodeid for report in reports if isinstance(report, pytest.TestReport)})

@@ -10,6 +10,8 @@ nothing. They see no call of this backend; ``commlayer diagnose --flight-recorde
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,10 +55,11 @@ class CallHooks:
     def __init__(self, group: Any, verbs: Iterable[str]) -> None:
         self._pre: dict[int, Hook] = {}
         self._post: dict[int, Hook] = {}
-        self._calls = 0
+        self._numbers = itertools.count()
+        me = weakref.ref(group)  # the wrappers are the group's own attributes: they must not keep it alive
         for names in verbs:
             first = names.split()[0]
-            wrapped = self._wrapped(first, getattr(group, first))
+            wrapped = self._wrapped(first, getattr(type(group), first), me)
             for name in names.split():
                 setattr(group, name, wrapped)
 
@@ -68,12 +71,12 @@ class CallHooks:
     def remove(self, when: str, hook_id: int) -> None:
         (self._pre if when == "pre" else self._post).pop(hook_id, None)
 
-    def _wrapped(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, verb: str, call: Callable[..., Any], group: Callable[[], Any]) -> Callable[..., Any]:
         name = getattr(c10d.HookOpName, HOOK_NAMES[verb])  # type: ignore[attr-defined]  # torch 2.15
 
         @functools.wraps(call)
         def hooked(*args: Any, **named: Any) -> Any:
-            number, self._calls = self._calls, self._calls + 1
+            number = next(self._numbers)
             opts = next((each for each in (*args, *named.values()) if hasattr(each, "asyncOp")), None)
             is_async = bool(getattr(opts, "asyncOp", verb in ("send", "recv")))
             if self._pre:
@@ -83,7 +86,7 @@ class CallHooks:
                 told.input_tensors, told.output_tensors = _tensors_of(verb, args)
                 for _, hook in sorted(self._pre.items()):
                     hook(told)
-            work = call(*args, **named)
+            work = call(group(), *args, **named)
             if self._post:
                 after = c10d.PostHookArgs()  # type: ignore[attr-defined]  # torch 2.15
                 after.name, after.op_id, after.async_op, after.work = name, number, is_async, work

@@ -68,7 +68,8 @@ class Ending:
         Without patience the calls that other threads wait for count too; else their threads go on, and wait for them."""
         if self._inner.is_ended:
             return True
-        if not patience_s and self._order.track.issued > self._order.ended and not self._inner.planned.board.is_broken:
+        is_busy = self._order.track.issued > self._order.ended or self._order.progress.is_running
+        if not patience_s and is_busy and not self._inner.planned.board.is_broken:
             return False
         until = time.monotonic() + patience_s
         has_ended = self._order.progress.drain(patience_s)

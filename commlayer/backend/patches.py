@@ -189,7 +189,8 @@ def teach_barrier() -> None:
             from commlayer.failures.detector import job_detector
 
             detector = job_detector([rank])
-            if detector is None:
+            # Fewer ranks have just made the group together; a death elsewhere in the job is not theirs.
+            if detector is None or rendezvous_count != len(detector.ranks):
                 return original(rank, store, group_name, rendezvous_count, timeout, *args, **kwargs)
             return wait_at_barrier(original, detector, store, group_name, rendezvous_count, timeout)
 

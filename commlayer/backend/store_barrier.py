@@ -53,15 +53,33 @@ def wait_at_barrier(
             raise _GivenUp(CollectiveTimeoutError(f"{where}: not all have come within {limit_s:g} s"))
         return False
 
-    is_of_job = count == len(detector.ranks)  # else all of them have just made the group together
-    key = f"{name}#barrier.{detector.life}"
+    polled, key = PolledStore(store, limit_s, is_over), f"{name}#barrier.{detector.life}"
     try:
-        with making_group(ring_size() if is_of_job else 0, "new_group", key, name, detector.ranks):
-            barrier(rank, PolledStore(store, limit_s, is_over), name, count, timeout)
+        with making_group(ring_size(), "new_group", key, name, detector.ranks):
+            _wait(barrier, polled, detector, where, rank, name, count, timeout)
+    except CollectiveTimeoutError as error:
+        inquiry = inquiry_of(detector)
+        if inquiry is None:
+            raise
+        inquiry.timed_out()
+        found = inquiry.diagnosed()
+        raise CollectiveTimeoutError(f"{error}\n{found.words}" if found.words else str(error)) from None
+
+
+def _wait(
+    barrier: Callable[..., None],
+    polled: PolledStore,
+    detector: FailureDetector,
+    where: str,
+    *args: Any,
+) -> None:
+    """torch's barrier on ``polled``, its errors in our words."""
+    rank, *others = args
+    try:
+        barrier(rank, polled, *others)
     except _GivenUp as given_up:
-        error, inquiry = given_up.error, inquiry_of(detector)
-        if inquiry is not None and isinstance(error, CollectiveTimeoutError):
-            inquiry.timed_out()
-            found = inquiry.diagnosed()
-            error = CollectiveTimeoutError(f"{error}\n{found.words}") if found.words else error
-        raise error from None
+        raise given_up.error from None
+    except RuntimeError as error:
+        if not polled.is_lost:
+            raise
+        raise PeerError(f"{where}: the job's store is gone: {detector.host_lost()} ({error})") from error

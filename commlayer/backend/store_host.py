@@ -12,6 +12,7 @@ Rejected: a wait on a thread that is let go of. It comes back while the interpre
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from commlayer.profiles.errors import CollectiveTimeoutError
 
 __all__ = ["own_store_waits"]
 
+_replacing = threading.Lock()
 _LAST = 0.1
 """The part of the timeout that is too short for another try."""
 
@@ -32,6 +34,9 @@ _LAST = 0.1
 def own_store_waits() -> Iterator[None]:
     """Inside, torch's rendezvous makes the job's store by :func:`_make_store`."""
     torchs: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
+    if not _replacing.acquire(blocking=False):  # another thread joins a job too, with torch's own waits or with ours
+        yield
+        return
     original = torchs._create_c10d_store
 
     def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: Any) -> Any:
@@ -42,6 +47,7 @@ def own_store_waits() -> Iterator[None]:
         yield
     finally:
         torchs._create_c10d_store = original
+        _replacing.release()
 
 
 def _make_store(original: Any, hostname: str, port: int, rank: int, timeout: timedelta, *args: Any) -> Any:

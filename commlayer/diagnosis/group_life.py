@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from commlayer.diagnosis.call_logs import LIFE_KEY
 from commlayer.diagnosis.ring import Track, open_track
 from commlayer.profiles.counted import listed
-from commlayer.profiles.errors import DisagreementError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 
 __all__ = ["making_group", "stage"]
 
@@ -43,12 +43,22 @@ def making_group(ring: int, kind: str, key: str, name: str, ranks: Sequence[int]
     _makings.tracks.append(track)
     try:
         yield
-    except DisagreementError:  # it does not wait for others any more
+    except (
+        CollectiveTimeoutError,
+        PeerError,
+    ):  # stays in the ring: who asks a moment later is to see what it waited for
+        track.is_broken = _over
+        raise
+    except BaseException:  # it does not wait for others any more
         track.take_back(number)
         raise
     finally:
         _makings.tracks.remove(track)
-    track.done = number  # not where it timed out: who asks a moment later is to see what it waited for
+    track.done = number
+
+
+def _over() -> bool:
+    return True
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _LOOKS = 4
 _NEXT_RANK_S = 0.02
 _LAST_RANK_S = 2.0
 _COVERED_S = 10.0
-"""What all ranks were asked so lately has told of this wait too."""
+"""After a question to all ranks the next one waits for so long: the first has perhaps told of this wait too."""
 
 
 class LongWait(NamedTuple):
@@ -50,7 +50,8 @@ class LongWait(NamedTuple):
 def waits_of_this_rank(rank: int) -> list[LongWait]:
     """List what threads of this process, which is ``rank``, wait in now: synchronous calls, and waits for earlier ones."""
     found = []
-    open_tracks = [track for track in opened_tracks() if not track.is_broken()]
+    # A group that stands alone (torchft's quorum) numbers its ranks by itself: this rank's number may not be among them.
+    open_tracks = [track for track in opened_tracks() if rank in track.ranks and not track.is_broken()]
     if any(track.issued > track.done for track in open_tracks):
         busy = set(open_tracks)
         for entry in recorded_calls():
@@ -58,7 +59,7 @@ def waits_of_this_rank(rank: int) -> list[LongWait]:
             if track in busy and kind not in MESSAGES and not is_async and number > track.done:
                 found.append(LongWait(track.key, track.ranks.index(rank), kind, number, issued_ns))
     for track, kind, number, peer, tag, _, _, since_ns in waiting_threads().values():
-        if not track.is_broken() and not _has_ended(track, kind, number, peer, tag):
+        if rank in track.ranks and not track.is_broken() and not _has_ended(track, kind, number, peer, tag):
             found.append(LongWait(track.key, track.ranks.index(rank), kind, number, since_ns, peer, tag))
     return found
 
@@ -96,8 +97,7 @@ class LongWaits:
             left_s = due_s - (now() - wait.since_ns) / 1e9
             if left_s > 0:
                 again_s = min(again_s, left_s)
-            elif wait.claim not in self._told:
+            elif wait.claim not in self._told and monotonic() - answered_s() > _COVERED_S:
                 self._told.add(wait.claim)
-                if monotonic() - answered_s() > _COVERED_S:
-                    say(wait)
+                say(wait)
         return again_s

@@ -142,7 +142,7 @@ class Track:
         self.ended = self.latest = None
         if not self.messages:  # as in most groups: one empty table for all of them
             self.messages, self.settled = _NO_MESSAGES, _NONE_SETTLED
-        self.is_broken = bool
+        self.is_broken = _closed  # a wait that failed is kept until its thread waits elsewhere: it goes on no more
         _tracks.discard(self)
 
     def note(
@@ -238,6 +238,10 @@ class Track:
 def _saying(text: str) -> Callable[[], str]:
     """What says ``text``: one for all groups that are described alike."""
     return partial(str, text)
+
+
+def _closed() -> bool:
+    return True
 
 
 class Silent(Track):

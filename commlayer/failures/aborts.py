@@ -4,9 +4,12 @@ Gloo ends a process that is sent more than its call expects: its thread throws, 
 death, and what this rank called is lost, though just that would say which calls differ.
 
 The handler is a function of Python's that the system calls on the thread that aborts; that thread ends the process when it
-returns. A process that is broken may never come so far: an alarm of the system's ends it in any case. What was there before
-(the system's default, ``faulthandler``, a handler in C) is put back, and ends the process as it would have. Where the program
-has a handler of its own in Python, nothing is done.
+returns.
+
+A process that is broken may never come so far: an alarm of the system's ends it, once the handler has begun. It cannot begin
+while another thread holds Python's lock for ever; such a process hangs, as it would in any other call. What was there before (the
+system's default, ``faulthandler``, a handler in C) is put back, and ends the process as it would have. Where the program has a
+handler of its own in Python, nothing is done.
 
 Rejected: ``faulthandler``, as for SIGTERM (:mod:`commlayer.failures.last_words`): it registers no signals that end a process.
 And a file that is written at each call, which would cost every call more than its place in the ring.
@@ -39,6 +42,8 @@ class AbortSpeaker(Protocol):
 
 
 _speakers: weakref.WeakSet[AbortSpeaker] = weakref.WeakSet()
+_alarm: list[Any] = []
+"""The system's ``alarm``, looked up ahead of time."""
 _before: Any = None
 """The action that ours has replaced, while ours is there."""
 
@@ -56,6 +61,7 @@ def _take_signal() -> None:
     if signal.getsignal(signal.SIGABRT) is not signal.SIG_DFL:
         return
     before, system = ctypes.create_string_buffer(_ACTION_BYTES), _system()
+    _alarm.append(system.alarm)
     if system.sigaction(int(signal.SIGABRT), None, before) != 0:
         return
     system.signal(int(signal.SIGABRT), _handler)
@@ -71,10 +77,10 @@ def _system() -> Any:
 
 
 def _on_abort(number: int) -> None:
+    _alarm[0](_LONGEST_S)  # before all else: what comes next may wait for a lock of the allocator's or the loader's
     system = _system()
     system.signal(int(signal.SIGALRM), _DEFAULT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.alarm(_LONGEST_S)
     try:
         for speaker in list(_speakers):
             with contextlib.suppress(Exception):  # the end comes, whatever they say

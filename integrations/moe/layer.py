@@ -157,6 +157,10 @@ class MoELayer(nn.Module):
         )
         self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
         self.holders = GroupCommunicator(mesh.group("tp") if mesh and tokens == "replicated" else None, "tp")
+        if communicator is not None and self.holders.size == 1:
+            raise UsageError(
+                "a communicator moves tokens that several ranks of tp hold, and tp has one: leave communicator out"
+            )
         if communicator is not None and self.holders.ranks != grid.etp.ranks:
             raise UsageError(
                 f"a communicator moves tokens that the ranks of etp {list(grid.etp.ranks)} hold, but those of tp "
