@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +101,20 @@ def test_hooks_run_around_a_call_by_either_name_in_the_order_of_their_ids() -> N
     hooks.remove("post", 1)  # again, as in torch
     group.allreduce([x])
     assert len(seen) == 9
+
+
+@pytest.mark.usefixtures("torch_with_hooks")
+def test_hooks_do_not_keep_their_group_alive() -> None:
+    gc.disable()
+    try:
+        group = Group()
+        gone, hooks = weakref.ref(group), CallHooks(group, VERBS_OF_GROUP)
+        hooks.add("pre", 1, lambda told: None)
+        group.allreduce([torch.ones(1)])
+        del group
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(HAS_HOOKS, reason="this torch has hooks of calls")

@@ -19,9 +19,10 @@ from test_hangs import printed
 
 from commlayer import GroupOptions
 from commlayer.diagnosis import long_waits, ring
+from commlayer.diagnosis.group_life import making_group
 from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
 from commlayer.diagnosis.ring import Track, open_track
-from commlayer.profiles.errors import SettingsError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 
@@ -71,6 +72,27 @@ def test_a_message_is_a_wait_when_somebody_waits_for_it(track: Track) -> None:
     assert kinds() == [("recv", 1, 1)]
     assert waits_of_this_rank(7)[0].claim == "key/recv/1/5/3/1"
     track.waited()
+    assert kinds() == []
+
+
+def test_a_group_that_numbers_its_ranks_by_itself_is_left_alone(track: Track) -> None:
+    """torchft's quorum has ranks 0 and 1, whatever this rank is called in the job: the look at other groups goes on."""
+    own = open_track(16, "quorum", "quorum", [0, 1], str, str)
+    note(own)
+    note(track)
+    own.wait("all_reduce", 1)
+    assert kinds() == [("all_reduce", 1, 1)]
+
+
+@pytest.mark.parametrize("error", [CollectiveTimeoutError("late"), PeerError("died"), UsageError("wrong")], ids=repr)
+def test_a_making_that_has_failed_is_no_wait(track: Track, error: Exception) -> None:
+    def make() -> None:
+        with making_group(16, "new_group", "made", "made", [5, 7]):
+            assert [wait.kind for wait in waits_of_this_rank(7)] == ["new_group"]
+            raise error
+
+    with pytest.raises(type(error)):
+        make()
     assert kinds() == []
 
 

@@ -177,6 +177,9 @@ def own_experts() -> None:
         ):
             clip_gradients(model, mesh, 1.0)
         mark_split(expert, "weight")
+        mark_replicated(expert, "bias", "scale")
+        with pytest.raises(UsageError, match=r"expert\.bias is an expert's, and its mark says .* summed over tp"):
+            synchronise_gradients(model, mesh)
         mark_replicated(expert, "bias", over=())
         mark_replicated(expert, "scale", over=("etp",))
         model = copy.deepcopy(model)  # drops what torch keeps with parameters

@@ -51,6 +51,7 @@ def test_a_value_that_is_none_is_refused_by_its_name(name: str, value: object) -
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({}, "tp has one"),
         ({"tokens": "sharded"}, "take tokens='replicated'"),
         ({"router": ROUTER}, "pad_to_capacity=True"),
         ({"dispatch": "all_gather"}, "do not look at dispatch"),
