@@ -116,7 +116,9 @@ class Settings:
                 "COMMLAYER_REPLICA must name a folder, in 100 letters, digits, dots, dashes and underscores at most, the first "
                 f"a letter or digit, got {self.replica!r}"
             )
-        if self.plan is not None:
+        if not self.plan:  # a variable that is set to nothing says nothing
+            object.__setattr__(self, "plan", None)
+        else:
             words = plan_words(self.plan)
             object.__setattr__(self, "plan", None if words == AUTO else words)
         for name, allowed in _CHOICES.items():

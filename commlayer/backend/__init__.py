@@ -18,8 +18,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from commlayer.profiles.printable import warn
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -48,6 +46,8 @@ def autoload() -> None:
     try:
         _register()
     except Exception as error:  # noqa: BLE001  import torch must not fail because commlayer is installed
+        from commlayer.profiles.printable import warn  # this module is imported inside ``import torch``
+
         warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
 
 

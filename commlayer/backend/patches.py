@@ -32,8 +32,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commlayer.profiles.printable import say
-
 __all__ = [
     "answer_to",
     "correct_devices",
@@ -227,6 +225,8 @@ def answer_to(alias: str) -> None:
                 how = "made a group of that backend, which is not planned"
                 how += "" if other is None else f": COMMLAYER_AS={other} would have it planned"
             if str(backend).lower() != "commlayer" and dist.get_rank() == 0:
+                from commlayer.profiles.printable import say  # this module is imported inside ``import torch``
+
                 say(f'COMMLAYER_AS={alias}: init_process_group("{backend}") {how}')
             return result
 

@@ -119,7 +119,13 @@ def test_a_group_that_is_gone_leaves_nothing(
         before = objects()
         for _ in range(_GONE):
             dist.destroy_process_group(group_in_use())
-        return dict(objects() - before)
+        # Threads of groups that are gone may hold something a moment longer.
+        until = time.monotonic() + 30.0
+        while (grown := objects() - before) and time.monotonic() < until:
+            if not any(name.startswith("commlayer.") for name in grown):
+                break
+            time.sleep(0.1)
+        return dict(grown)
 
     for grown in emulated_cluster(2, 2).run(job):
         ours = {name: count for name, count in grown.items() if name.startswith("commlayer.")}

@@ -121,7 +121,7 @@ def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "c
         (
             [1024, 36, 1024, 1024],
             "auto",
-            "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
+            "a group of 4 ranks needs 7 more open files, and this process may ",
         ),
         ([1024, 42, 1024, 1024], "auto", "more open files, and this process may open "),
     ],

@@ -36,6 +36,7 @@ from commlayer.integrations import (
     RowParallelLinear,
     ShardedOptimizer,
     all_reduce_hook,
+    mark_replicated,
     plan_ddp,
     plan_fsdp,
     planned_group,
@@ -424,6 +425,8 @@ def mesh_gradients() -> None:
     start()
     mesh = FoldedMesh({"tp": 2}, backend="commlayer")
     model = small_model()
+    for layer in model:
+        mark_replicated(layer, over=())
     of_ranks = each_ranks(model)
     for wire, unit in (("native", 2.0**-23), ("bf16!", 2.0**-8), ("bf16!", 2.0**-8)):
         for parameter, values in zip(model.parameters(), of_ranks, strict=True):

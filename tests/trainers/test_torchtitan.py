@@ -50,7 +50,7 @@ def shown() -> Run:
     """The lines that the page tells the user to add: the variable, and the option."""
     text = PAGE.read_text(encoding="utf-8")
     (alias,) = re.findall(r"on CPUs it is `(\w+)`", text)
-    (override,) = re.findall(r"--override\.imports (\S+)$", text, re.M)
+    (override,) = set(re.findall(r"--override\.imports (\S+)$", text, re.M))
     return Run(alias=alias, override=override)
 
 
