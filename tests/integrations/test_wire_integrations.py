@@ -425,7 +425,7 @@ def mesh_gradients() -> None:
     start()
     mesh = FoldedMesh({"tp": 2}, backend="commlayer")
     model = small_model()
-    for layer in model:
+    for layer in model.children():
         mark_replicated(layer, over=())
     of_ranks = each_ranks(model)
     for wire, unit in (("native", 2.0**-23), ("bf16!", 2.0**-8), ("bf16!", 2.0**-8)):
