@@ -271,11 +271,11 @@ def make_groups(trial: Trial, moment_of_death: mmap.mmap, *, is_victim: bool) ->
         return
     everyone = list(range(trial.world_size))
     if trial.moment == "other lists":
-        mine = lists_of(trial)[dist.get_rank()]
+        called_list = lists_of(trial)[dist.get_rank()]
         time.sleep(random.Random(trial.seed + 2 + dist.get_rank()).uniform(0.0, _LATEST_CALL_S))
         if is_victim:
             moment_of_death[:8] = struct.pack("d", time.monotonic())
-        dist.new_group(mine)
+        dist.new_group(called_list)
         return
     pick = random.Random(trial.seed + 1)
     dist.barrier()

@@ -78,11 +78,11 @@ def tests(log: Path, *options: str, **environment: str) -> dict[str, Any]:
             status = -1
             output.write(f"\nended after {TESTS_S:g} s\n")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    outcomes = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
     return {
         "status": status,
         "seconds": round(time.monotonic() - began, 1),
-        "last": [*told[-60:], *lines[-1:]],
+        "last": [*outcomes[-60:], *lines[-1:]],
     }
 
 
@@ -269,14 +269,14 @@ def main() -> int:
     passed = True
     for name in options.only or SECTIONS:
         try:
-            found = works[name]()
+            result = works[name]()
         except Exception:  # noqa: BLE001 - the other parts of a short lease are worth their time
-            found = {"failed": traceback.format_exc()}
-        content[name] = found
-        passed = passed and has_passed(name, found)
-        told = section(name, found)
-        print("\n".join(told), flush=True)
-        lines += told
+            result = {"failed": traceback.format_exc()}
+        content[name] = result
+        passed = passed and has_passed(name, result)
+        part = section(name, result)
+        print("\n".join(part), flush=True)
+        lines += part
         write_results(stem, content, "\n".join(lines))
     return 0 if passed else 1
 

@@ -120,7 +120,7 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
 
 
 def _said_by(parameter: nn.Parameter) -> bool | None:
-    """What the parameter's own attributes say of ``is_split``."""
+    """Read ``is_split`` from the parameter's own attributes."""
     if hasattr(parameter, "reduce_over"):
         return False
     said: bool | None = getattr(parameter, "is_split", None)

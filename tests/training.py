@@ -14,7 +14,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 
-__all__ = ["MODELS", "Breaks", "train"]
+__all__ = ["MODELS", "Breaks", "sharded", "train"]
 
 HIDDEN, CLASSES, STEPS = 32, 8, 3
 
@@ -36,17 +36,21 @@ def _with_ddp(device: torch.device) -> nn.Module:
     return nn.parallel.DistributedDataParallel(_mlp().to(device), bucket_cap_mb=0.005)
 
 
-def _with_fsdp(device: torch.device) -> nn.Module:
+def sharded(model: nn.Sequential, device: torch.device) -> nn.Module:
+    """Spread ``model``, which lies on ``device``, over all ranks: each linear layer, and the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = _mlp().to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def _with_fsdp(device: torch.device) -> nn.Module:
+    return sharded(_mlp().to(device), device)
 
 
 class _Routed(nn.Module):

@@ -163,13 +163,13 @@ class Appointments:
         key = f"appointment/{self._last + 1}"
         if not self._stored().check([key]):
             return
-        found: Appointment = read_words(self._stored().get(key), Appointment, "rank 0")
+        appointment: Appointment = read_words(self._stored().get(key), Appointment, "rank 0")
         with self._lock:
-            self._last = found.number
-            is_early = self.calls < found.call
+            self._last = appointment.number
+            is_early = self.calls < appointment.call
             if is_early:
-                self._open = _Open(found)
-        self._stored().add(f"{'yes' if is_early else 'no'}/{found.number}", 1)
+                self._open = _Open(appointment)
+        self._stored().add(f"{'yes' if is_early else 'no'}/{appointment.number}", 1)
 
     def _decision(self, appointment: Appointment) -> bytes | None:
         """Decide, as member 0, where that is possible already, and write it down."""

@@ -58,7 +58,7 @@ def asked_store(
         raise CollectiveTimeoutError(
             f"{where}: the job's store did not answer within {timeout_s:g} s: {store_host()}, {reach}"
         ) from error
-    except NotImplementedError:
+    except NotImplementedError:  # a RuntimeError of Python's, but the store is there: it lacks a verb
         raise
     except RuntimeError as error:
         why = store_host() if detector is None else detector.host_lost()
@@ -95,7 +95,9 @@ class CalledLists:
         mine = self._told()
         try:
             first = self._ask(lambda: self._store.compare_set("first", "", mine)).decode(errors="replace")
-        except NotImplementedError:  # a store of the program's own, which has no more than making groups needs
+        except NotImplementedError:
+            # A store of the program's own, the same on all ranks, lacks this verb: lists are not compared, and ranks
+            # whose lists differ hear at the timeout who has not come.
             return
         _, digest, _ = _parts(first)
         if digest == self._digest:

@@ -146,7 +146,7 @@ class _Attending:
         self.inquiry: Inquiry | None = None
 
     def begin(self, detector: FailureDetector | None) -> None:
-        """From now on. ``detector``: of the group, where it has one of its own."""
+        """Begin to answer those who ask this rank for its calls. ``detector``: the group's own, where it has one."""
         from commlayer.diagnosis.group_life import making_group, stage
         from commlayer.diagnosis.inquiry import Inquiry
         from commlayer.settings import Settings
@@ -169,7 +169,7 @@ class _Attending:
             self.inquiry = Inquiry(detector, own, folder, settings.long_wait_s)
 
     def has_joined(self) -> None:
-        """What comes is the making of the group."""
+        """End the stage of joining: the group itself is made next."""
         self._joining.close()
 
     def __enter__(self) -> _Attending:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.streams import give_up_stdout
+from commlayer.cli.standard_streams import give_up_stdout
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
 from commlayer.profiles.printable import shortened

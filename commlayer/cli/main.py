@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from commlayer import __version__
 from commlayer.cli.commands import CommandGroup
 from commlayer.cli.failure import failure_of, fitting, wants_traceback
-from commlayer.cli.streams import make_usable
+from commlayer.cli.standard_streams import make_usable
 from commlayer.cli.tables import echo
 from commlayer.profiles.printable import printable
 

@@ -236,7 +236,7 @@ class Track:
 
 @lru_cache(maxsize=64)
 def _saying(text: str) -> Callable[[], str]:
-    """What says ``text``: one for all groups that are described alike."""
+    """Return a function that returns ``text``."""
     return partial(str, text)
 
 

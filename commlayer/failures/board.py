@@ -379,7 +379,7 @@ class FailureBoard:
         return self._first_of(self.ranks)
 
     def _first_of(self, ranks: Container[int]) -> _Verdict | None:
-        """Which of ``ranks`` failed first, and not because of another one; None: none of them, as far as is known."""
+        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
         for record in self.detector.ended:
             if isinstance(record, Absent):
                 absent = tuple(rank for rank in record.ranks if rank in ranks)
@@ -420,7 +420,7 @@ class FailureBoard:
 
 
 def _left_words(left: Left) -> str:
-    """What became of a rank that has said why it left, for a verdict."""
+    """Say in words how a rank left that has told why."""
     return left.why if left.is_failure else f"has left the job ({left.why})"
 
 

@@ -233,7 +233,7 @@ class FailureDetector:
     ) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
         self.life = ""
-        """Of a job's detector: which of the default groups it is for that the job has made, the same text on all ranks."""
+        """A text for the default group that this detector was made with, the same on all ranks, another for the next."""
         self._members = frozenset(self.ranks)
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}

@@ -166,7 +166,7 @@ def measure_cluster(
 
 
 def _unfinished(num_missing: int) -> dict[str, str]:
-    """What a profile's environment says of curves that are missing: nothing of none."""
+    """Return the entry of a profile's environment that counts its missing curves; empty where none is missing."""
     return {UNFINISHED: str(num_missing)} if num_missing else {}
 
 
@@ -393,7 +393,7 @@ class _ProbeClock:
 
     @property
     def mine_us(self) -> float:
-        """What is gone for this rank, µs."""
+        """Return the time that has passed for this rank, µs."""
         return (time.monotonic() - self._began) * 1e6
 
     def is_over(self, until_us: float) -> bool:

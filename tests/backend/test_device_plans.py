@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from training import sharded
 
 import commlayer
 from commlayer.testing import StreamDelays, simulated_device
@@ -219,13 +218,7 @@ def with_ddp(device: torch.device) -> nn.Module:
 
 
 def with_fsdp(device: torch.device) -> nn.Module:
-    model = model_of().to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return sharded(model_of().to(device), device)
 
 
 def losses(make: Callable[[torch.device], nn.Module], device: torch.device) -> list[float]:

@@ -136,7 +136,7 @@ def test_a_group_that_is_gone_leaves_nothing(
 
 
 def test_a_group_leaves_one_key_in_the_jobs_store(emulated_cluster: ClusterFactory) -> None:
-    """Which of its name it is. Gloo leaves the address of each rank."""
+    """The key holds the group's number among those of its name. Gloo leaves the address of each rank."""
 
     def job() -> list[int]:
         start()
