@@ -95,10 +95,14 @@ def test_the_environment_takes_the_words_that_options_take(text: str, plan: str 
     assert (GroupOptions(plan=text).over(Settings())).plan == plan
 
 
-@pytest.mark.parametrize("text", ["fastest", "", "flat:2"])
+@pytest.mark.parametrize("text", ["fastest", "flat:2"])
 def test_the_environment_names_no_such_plan(text: str) -> None:
     with pytest.raises(SettingsError, match="COMMLAYER_PLAN"):
         Settings.from_environment({"COMMLAYER_PLAN": text})
+
+
+def test_an_empty_variable_counts_as_one_that_is_not_set() -> None:
+    assert Settings.from_environment({"COMMLAYER_PLAN": ""}) == Settings.from_environment({})
 
 
 def test_options_are_one_object_and_say_what_they_are() -> None:
