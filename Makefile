@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-losses bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
+.PHONY: help setup demo test fence test-torch test-gpu gpu trainers conformance lint lint-types lint-style lint-imports lint-documentation docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-placement-faults bench-placement-losses bench-placement-steps bench-deaths bench-sites bench-trainers papers published clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-23s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,9 @@ demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
 
 test: $(READY)  ## all tests, or some: ARGS="tests/integrations/moe -k router"; what fails runs once more, alone; those that need a GPU skip without one
 	$(RUN) -m pytest --second-try $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
+
+fence: $(READY)  ## what a refactoring must leave as it was, every case; ARGS="decisions" one section (CONTRIBUTING.md)
+	$(RUN) tests/fence/fence.py $(ARGS)
 
 # An environment beside .venv: the pinned versions but for torch, and for triton, which torch chooses.
 TORCH_VENV = .venv-torch-$(VERSION)
