@@ -83,8 +83,8 @@ def differences(cases: Sequence[Case], golden: Mapping[str, Facts]) -> Iterator[
 
 
 def changes(key: str, old: Any, new: Any, fact: str = "") -> Iterator[Difference]:
-    """Yield where two facts differ: numbers by more than 1e-12 of their size, everything else at all."""
-    if isinstance(old, float) and isinstance(new, float):
+    """Yield where two facts differ: floats by more than 1e-12 of their size, everything else at all."""
+    if isinstance(old, (int, float)) and isinstance(new, (int, float)) and float in (type(old), type(new)):
         if not math.isclose(old, new, rel_tol=_TOLERANCE):
             yield Difference(key, fact, f"{old!r}", f"{new!r} ({_relative(old, new)})")
     elif isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -94,7 +94,7 @@ def changes(key: str, old: Any, new: Any, fact: str = "") -> Iterator[Difference
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for place, (before, now) in enumerate(zip(old, new, strict=True)):
             yield from changes(key, before, now, f"{fact}[{place}]")
-    elif old != new or type(old) is not type(new):
+    elif old != new:
         yield Difference(key, fact or "the case", _shown(old), _shown(new))
 
 

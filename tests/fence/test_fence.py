@@ -21,9 +21,9 @@ def test_a_number_that_moves_is_shown_with_old_and_new() -> None:
     assert "1000.00000001" in report("decisions", found)
 
 
-def test_texts_places_types_and_names_that_move_are_shown() -> None:
-    old = {"plan": "flat", "parts": [1.0, 2.0], "count": 3, "gone": "x"}
-    new = {"plan": "ring", "parts": [1.0, 2.5], "count": 3.0, "new": "y"}
+def test_texts_places_and_names_that_move_are_shown() -> None:
+    old = {"plan": "flat", "parts": [1.0, 2.0], "count": 3, "gone": "x", "same": 2}
+    new = {"plan": "ring", "parts": [1.0, 2.5], "count": 4, "new": "y", "same": 2.0}
     found = {each.fact: (each.old, each.new) for each in changes("case", old, new)}
     assert set(found) == {"plan", "parts[1]", "count", "gone", "new"}
     assert found["plan"] == ('"flat"', '"ring"')
