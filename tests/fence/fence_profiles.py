@@ -9,7 +9,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, SlowLink
 from commlayer.profiles.profile import Interference
 
-__all__ = ["profiles"]
+__all__ = ["profiles", "small"]
 
 _SHIPPED = ("emulated-2x4", "emulated-2x4-8to1", "emulated-2x8", "h100-eos-2x8", "h800-2x8", "monta-a800-2x8")
 _SIZES = tuple(4**exponent for exponent in range(3, 15))
@@ -37,6 +37,11 @@ def profiles() -> dict[str, Profile]:
         ),
     ]
     return {profile.name: profile for profile in found}
+
+
+def small() -> Profile:
+    """A profile of two nodes of two ranks, of small jobs."""
+    return _made_up("made-up 2x2", "2x2", (2, 2), error=0.04)
 
 
 def _made_up(
