@@ -154,8 +154,14 @@ def _shapes(profile: Profile) -> Sequence[_Shape]:
         ]
         return [*wide, *narrow, *of_two[:5]]
     if profile.topology == "6x2":
-        slow = ((0, 1, 0.2), (2, 5, 0.4))
-        return [_Shape((2,) * 6), _Shape((2,) * 6, slow_pairs=slow), _Shape((1,) * 6), _Shape((2,) * 3), _Shape((2, 1))]
+        slow_ways = ((0, 1, 0.2), (2, 5, 0.4))
+        return [
+            _Shape((2,) * 6),
+            _Shape((2,) * 6, slow_pairs=slow_ways),
+            _Shape((1,) * 6),
+            _Shape((2,) * 3),
+            _Shape((2, 1)),
+        ]
     return [_Shape((4, 2, 1)), _Shape((4, 2)), _Shape((2, 1)), _Shape((1, 1, 1)), _Shape((2, 2), 1), _Shape((4,))]
 
 

@@ -41,9 +41,9 @@ def _calls() -> Iterator[Callable[[], Any]]:
         rows, part = x.repeat(size), torch.empty(count)
         yield lambda x=x: dist.all_reduce(x)
         yield lambda x=x: dist.all_reduce(x, group=gradients)
-        yield lambda x=x, out=torch.empty(size * count): dist.all_gather_into_tensor(out, x)
+        yield lambda x=x, out=torch.empty(size * count): dist.all_gather_into_tensor(out, x)  # noqa: B008  one a turn
         yield lambda x=rows, out=part: dist.reduce_scatter_tensor(out, x)
-        yield lambda x=rows, out=torch.empty_like(rows): dist.all_to_all_single(out, x)
+        yield lambda x=rows, out=torch.empty_like(rows): dist.all_to_all_single(out, x)  # noqa: B008
         yield lambda x=x: dist.broadcast(x, 1)
         yield lambda x=x: dist.all_reduce(x.to(torch.bfloat16), group=half) if rank in (0, 2) else None
     sent = [3 * peer + rank for peer in range(size)]
