@@ -1,7 +1,7 @@
 """Bits: what every plan gives that is run in the memory of one process, and what it sends and needs for that.
 
 Each case is one call by all ranks of a group: a collective, a plan, the nodes, a dtype, an operation. The backward pass of a
-collective is a call as well, of the mirrored collective, and so in the same list; fence_layers.py has both passes of MoE layers.
+collective is a call as well, of the mirrored collective, and so in the same list.
 Values are made of whole numbers and powers of two, so that all processors draw the same; their sums round, so that the order of
 a sum shows in its bits.
 """

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-12
 """The largest relative difference of two equal numbers. Processors may differ in the last bits, where they fuse operations."""
 
 Facts = dict[str, Any]
-"""What is known of a case, by name: texts, whole numbers, floats, and lists and mappings of these."""
+"""The facts of a case by name: texts, whole numbers, floats, and lists and mappings of these."""
 
 
 class Case(NamedTuple):

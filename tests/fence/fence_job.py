@@ -39,18 +39,18 @@ def _calls() -> Iterator[Callable[[], Any]]:
     for count in (16, 4096, 300_000):
         x = torch.arange(count, dtype=torch.float32) % 251 + rank
         rows, part = x.repeat(size), torch.empty(count)
-        yield lambda x=x: dist.all_reduce(x)
-        yield lambda x=x: dist.all_reduce(x, group=gradients)
-        yield lambda x=x, out=torch.empty(size * count): dist.all_gather_into_tensor(out, x)  # noqa: B008  one a turn
-        yield lambda x=rows, out=part: dist.reduce_scatter_tensor(out, x)
-        yield lambda x=rows, out=torch.empty_like(rows): dist.all_to_all_single(out, x)  # noqa: B008
-        yield lambda x=x: dist.broadcast(x, 1)
-        yield lambda x=x: dist.all_reduce(x.to(torch.bfloat16), group=half) if rank in (0, 2) else None
+        yield lambda x=x: dist.all_reduce(x)  # type: ignore[misc]
+        yield lambda x=x: dist.all_reduce(x, group=gradients)  # type: ignore[misc]
+        yield lambda x=x, out=torch.empty(size * count): dist.all_gather_into_tensor(out, x)  # type: ignore[misc]  # noqa: B008
+        yield lambda x=rows, out=part: dist.reduce_scatter_tensor(out, x)  # type: ignore[misc]
+        yield lambda x=rows, out=torch.empty_like(rows): dist.all_to_all_single(out, x)  # type: ignore[misc]  # noqa: B008
+        yield lambda x=x: dist.broadcast(x, 1)  # type: ignore[misc]
+        yield lambda x=x: dist.all_reduce(x.to(torch.bfloat16), group=half) if rank in (0, 2) else None  # type: ignore[misc]
     sent = [3 * peer + rank for peer in range(size)]
     received = [3 * rank + peer for peer in range(size)]
     uneven = torch.ones(sum(sent), 8), torch.empty(sum(received), 8)
     yield lambda: dist.all_to_all_single(uneven[1], uneven[0], received, sent)
-    yield lambda: dist.all_reduce(torch.ones(8), async_op=True).wait()  # type: ignore[union-attr]  # it is asynchronous
+    yield lambda: dist.all_reduce(torch.ones(8), async_op=True).wait()
     yield lambda: dist.all_reduce(torch.ones(5, dtype=torch.int64), dist.ReduceOp.MAX)
     yield lambda: dist.all_gather([torch.empty(4) for _ in range(size)], torch.ones(4))
     yield lambda: dist.reduce(torch.ones(64), 0)
