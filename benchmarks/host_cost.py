@@ -12,7 +12,7 @@ ones show the scheduler of the operating system.
 ``--planned`` counts processor time instead, of calls that are forced into two levels on two nodes of two ranks: of the caller's
 thread, and of the whole process, with Gloo's threads.
 
-``--ring`` compares calls of one group with those that are not noted in the ring of calls (commlayer/diagnosis/ring.py).
+``--ring`` compares calls of one group with those that are not noted in the ring of calls (commlayer/calls/ring.py).
 
 ``--device simulated`` counts processor time of calls on the simulated device, for each strategy, above the inner backend's own
 (host_cost_device.py).
@@ -38,7 +38,7 @@ from host_cost_device import print_device
 from host_cost_watching import WAYS, print_parts, print_watching
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
-from commlayer.diagnosis.ring import Silent
+from commlayer.calls.ring import Silent
 from commlayer.emulation import EmulatedCluster
 
 Call = Callable[[dist.ProcessGroup], object]

@@ -24,7 +24,7 @@ import commlayer.backend.order
 import commlayer.measure.calibrate  # before the fork, as the others: ranks then start in milliseconds
 from commlayer.auditing import watch as watching
 from commlayer.backend.group import CommlayerGroup
-from commlayer.diagnosis.ring import Silent
+from commlayer.calls.ring import Silent
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations.examples.text import Corpus
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
@@ -162,7 +162,7 @@ def measure_parts(profile: str, rounds: int, num_calls: int) -> dict[str, list[f
     order, ledger = group._order, group._calls.ledger
 
     def ring() -> None:
-        order.track.done = order.track.note("all_reduce", torch.float32, 1024, 1024, None, False, depth=1)
+        order.track.done = order.track.note("all_reduce", torch.float32, 1024, 1024, None, False, depth=1).number
 
     def audit() -> None:
         call = object()

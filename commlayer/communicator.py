@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from commlayer.agree.communicator_signatures import Signature, check_signatures, signature
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
+from commlayer.calls.counters import GroupCounters
 from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
@@ -52,7 +53,6 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.statistics import GroupCounters
 from commlayer.transfers import Pending
 from commlayer.transport.connect import connect, device_type, require_device_type
 

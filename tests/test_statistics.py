@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from commlayer import statistics
-from commlayer.statistics import GroupCounters, Row
+from commlayer.calls import counters as counters_module
+from commlayer.calls.counters import GroupCounters, Row
 
 
 def test_counters_are_read_while_calls_add_rows() -> None:
@@ -23,7 +24,7 @@ def test_counters_are_read_while_calls_add_rows() -> None:
 
     def come_in(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != statistics.__file__ or frame.f_code.co_name == "__init__":
+        if frame.f_code.co_filename != counters_module.__file__ or frame.f_code.co_name == "__init__":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -39,15 +40,15 @@ def test_counters_are_read_while_calls_add_rows() -> None:
         found = counters.read()
     finally:
         sys.settrace(before)
-        statistics._groups.remove(counters)
+        counters_module._groups.remove(counters)
     assert {"barrier", "all_reduce"} <= {call["collective"] for call in found["calls"]}
     assert found["unplanned"]["busy"] == 1
     assert count > 10
 
 
 def test_groups_that_are_gone_for_long_are_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_groups", [])
-    monkeypatch.setattr(statistics, "_ended", None)
+    monkeypatch.setattr(counters_module, "_groups", [])
+    monkeypatch.setattr(counters_module, "_ended", None)
     living = GroupCounters("living", 3, [3])
     for number in range(100):
         group = GroupCounters(f"quorum {number}", 0, [0, number % 3])
@@ -59,7 +60,7 @@ def test_groups_that_are_gone_for_long_are_one_sum(monkeypatch: pytest.MonkeyPat
         group.close()
     living.flat["broadcast"].add(1, 1)
     found = statistics.stats()
-    assert len(statistics._groups) == 66, "the last 64, those before, and the one that lives"
+    assert len(counters_module._groups) == 66, "the last 64, those before, and the one that lives"
     ended, last = found["groups"][0], found["groups"][-1]
     assert (found["rank"], ended["group"], ended["ranks"]) == (3, "ended groups", [0, 1, 2])
     assert last["group"] == "quorum 99"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from commlayer.statistics import ENDED_GROUPS, PlacementStats
+from commlayer.calls.counters import ENDED_GROUPS
+from commlayer.statistics import PlacementStats
 
 __all__ = ["EVENTS_KEPT", "Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "ended_groups"]
 
@@ -16,7 +17,7 @@ class AuditRow(TypedDict):
     """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and more than half of that).
 
     ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without waiting in the queue.
-    ``logical_bytes``, ``wire_bytes``: as in :class:`commlayer.statistics.CallStats`.
+    ``logical_bytes``, ``wire_bytes``: as in :class:`commlayer.calls.counters.CallStats`.
     """
 
     collective: str

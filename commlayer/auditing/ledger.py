@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.auditing.beside import calls_under_way
 from commlayer.auditing.group_audits import (
     EVENTS_KEPT,
     Audit,
@@ -26,6 +25,8 @@ from commlayer.auditing.group_audits import (
     ended_groups,
 )
 from commlayer.auditing.placements import audited_placements
+from commlayer.calls.counters import MOST_ENDED, GroupCounters
+from commlayer.calls.under_way import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.profiles.counted import counted
@@ -34,7 +35,6 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.statistics import MOST_ENDED, GroupCounters
 
 __all__ = [
     "Ledger",

@@ -25,9 +25,11 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
-from commlayer.backend.point_to_point import Messages, NotedMessage
+from commlayer.backend.point_to_point import Messages
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
+from commlayer.calls.counters import GroupCounters
+from commlayer.calls.ring import Call
 from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
@@ -35,7 +37,6 @@ from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import longest_hold_us
-from commlayer.statistics import GroupCounters
 from commlayer.traces.recorder import recorder
 from commlayer.traces.records import CallRecord
 
@@ -43,8 +44,8 @@ __all__ = ["Batch", "Batches", "Parcel"]
 
 Parcel = tuple[torch.Tensor, int]
 """A tensor, and the member of the group to which it goes or from which it comes."""
-_Pieces = tuple[list[torch.Tensor], int, NotedMessage]
-"""The chunks of a message, the member that it goes to, and its place in the ring of calls."""
+_Pieces = tuple[list[torch.Tensor], int, Call]
+"""The chunks of a message, the member that it goes to, and its call."""
 _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
 _TAGS = 1 << 16
@@ -58,7 +59,7 @@ class Batch(Work):
     def __init__(self, messages: Messages, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self._messages, self.what, self._outputs = messages, what, outputs
-        self.works: list[tuple[Work, str, NotedMessage]] = []
+        self.works: list[tuple[Work, str, Call]] = []
         self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.record: CallRecord | None = None
         self._posted = threading.Event()
@@ -97,8 +98,8 @@ class Batch(Work):
             if not self._posted.wait(limit.total_seconds()):
                 self._error = self._messages.error(RuntimeError("timed out before it was sent"), self.what)
             while self.works and self._error is None:
-                work, what, noted = self.works.pop()
-                self._messages.track.wait(*noted)
+                work, what, call = self.works.pop()
+                call.track.wait(call)
                 try:
                     left_s = max(until - time.monotonic(), 0.001)
                     self._messages.wait(work, timedelta(seconds=left_s))
@@ -106,7 +107,7 @@ class Batch(Work):
                     self._error = self._messages.error(error, what)
                     self._error.__cause__ = error
                 else:
-                    self._messages.track.waited()
+                    call.track.waited()
             if self._error is None:
                 with torch.inference_mode():
                     for tensor, moved in self.landings:
@@ -162,9 +163,9 @@ class Batches:
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
-            noted = self._messages.note("recv", x.dtype, x.nbytes, peer, _TAG)
+            call = self._messages.note("recv", x.dtype, x.nbytes, peer, _TAG)
             for nth, piece in enumerate(self._pieces(moved, peer)):
-                self._post(batch, "recv", piece, peer, nth, noted)
+                self._post(batch, "recv", piece, peer, nth, call)
             self._counters.flat["recv"].add(x.nbytes, 0)
         if sends:
             self._send(batch, [(plain_row(x), peer) for x, peer in sends])
@@ -191,10 +192,10 @@ class Batches:
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
         busy_until = device_busy_until()
-        noted = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
+        calls = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
         for x, _ in sends:
             self._counters.flat["send"].add(x.nbytes, 0)
-        pieces = [(self._pieces(x, peer), peer, each) for (x, peer), each in zip(sends, noted, strict=True)]
+        pieces = [(self._pieces(x, peer), peer, each) for (x, peer), each in zip(sends, calls, strict=True)]
         is_small = all(len(each) == 1 for each, _, _ in pieces)
         if self.sender is None:
             self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
@@ -204,12 +205,12 @@ class Batches:
         if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
             self._post_all(batch, pieces)
             return
-        call = self._enter_lane(pieces)
+        issued = self._enter_lane(pieces)
         try:
-            self.sender.submit(batch.what, None, self._post_in_order, (batch, pieces, call))
+            self.sender.submit(batch.what, None, self._post_in_order, (batch, pieces, issued))
         except BaseException:
-            if call is not None:
-                lanes().leave(call)
+            if issued is not None:
+                lanes().leave(issued)
             raise
 
     def _enter_lane(self, pieces: list[_Pieces]) -> Issued | None:
@@ -219,12 +220,12 @@ class Batches:
         await_device(busy_until)
         self._post_in_order(batch, pieces, self._enter_lane(pieces))
 
-    def _post_in_order(self, batch: Batch, pieces: list[_Pieces], call: Issued | None) -> None:
+    def _post_in_order(self, batch: Batch, pieces: list[_Pieces], issued: Issued | None) -> None:
         try:
             self._post_all(batch, pieces)
         finally:
-            if call is not None:
-                lanes().leave(call)
+            if issued is not None:
+                lanes().leave(issued)
 
     def _post_all(self, batch: Batch, pieces: list[_Pieces]) -> None:
         """Chunk after chunk, of all messages side by side. An error is the batch's: raised by its wait."""
@@ -232,7 +233,7 @@ class Batches:
             for nth in range(max(len(each) for each, _, _ in pieces)):
                 if batch.is_given_up:
                     return
-                here = [(each[nth], peer, noted) for each, peer, noted in pieces if nth < len(each)]
+                here = [(each[nth], peer, call) for each, peer, call in pieces if nth < len(each)]
                 far_bytes = sum(piece.numel() for piece, peer, _ in here if peer in self._members.far)
                 alone_s = far_bytes * self._seconds_per_byte
                 if self._order.lane.is_on:
@@ -240,8 +241,8 @@ class Batches:
                     held_s = lanes().hold(self._order.lane.level, most_us, crosses=alone_s > 0)
                     if batch.record is not None:
                         batch.record.held_ns += int(held_s * 1e9)
-                for piece, peer, noted in here:
-                    self._post(batch, "send", piece, peer, nth, noted)
+                for piece, peer, call in here:
+                    self._post(batch, "send", piece, peer, nth, call)
                 if any(nth + 1 < len(each) for each, _, _ in pieces):
                     time.sleep(alone_s * _PACE)
         except Exception as error:  # noqa: BLE001  carried to whoever waits
@@ -249,11 +250,11 @@ class Batches:
         else:
             batch.posted()
 
-    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int, noted: NotedMessage) -> None:
+    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int, call: Call) -> None:
         what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._members.named(peer)}"
         try:
             work = self._messages.post(self._inner.gloo, verb, piece, peer, _TAG - nth % _TAGS)
-            batch.works.append((work, what, noted))
+            batch.works.append((work, what, call))
         except RuntimeError as error:
             raise self._messages.error(error, what) from error
 

@@ -38,8 +38,8 @@ from commlayer.backend.patches import (
 )
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.calls.group_life import stage
 from commlayer.devices.device_contract import Messenger
-from commlayer.diagnosis.group_life import stage
 from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes

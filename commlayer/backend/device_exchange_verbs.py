@@ -17,6 +17,7 @@ from commlayer.backend.arithmetic import AVG
 from commlayer.backend.device_verbs import DeviceVerbs, LaunchedWork, is_dense
 from commlayer.backend.members import Members
 from commlayer.backend.own_sums import wires_of_own_sum
+from commlayer.calls.counters import GroupCounters
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.device_splits import Counts, DeviceSplits
 from commlayer.engine.group_plans import Choices
@@ -24,7 +25,6 @@ from commlayer.profiles.errors import DisagreementError, TensorError
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import WireFormat
-from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 from commlayer.wire.codecs import Codec
 

@@ -16,11 +16,11 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.arithmetic import AVG, FLOATS, PLAN_NAMES
+from commlayer.calls.counters import GroupCounters
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
-from commlayer.statistics import GroupCounters
 from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall

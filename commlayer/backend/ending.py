@@ -10,12 +10,12 @@ from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
 from commlayer.backend.recording import end
+from commlayer.calls.counters import GroupCounters
 from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
 from commlayer.profiles.printable import warn
-from commlayer.statistics import GroupCounters
 
 __all__ = ["Ending"]
 
@@ -103,7 +103,7 @@ class Ending:
         """Let what is queued end: who asks what this rank waits for hears of the last call that has not."""
         track = self._order.track
         if track.issued > track.done:
-            track.wait("destroy_process_group", track.issued)
+            track.wait_for_end("destroy_process_group")
         if self._order.latest is not None:
             self._order.latest.settle()
         for queue in (self._order.progress, self._batches.sender):

@@ -22,9 +22,9 @@ from commlayer.backend.order import Order
 from commlayer.backend.running import Calls
 from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
+from commlayer.calls.counters import Row
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
-from commlayer.statistics import Row
 
 __all__ = ["EVEN", "all_to_all", "all_to_all_lists", "check_lists", "check_splits", "sent_bytes", "splits_of"]
 

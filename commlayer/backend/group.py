@@ -39,9 +39,10 @@ from commlayer.backend.running import Calls
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
+from commlayer.calls.counters import GroupCounters
+from commlayer.calls.ring import open_track
 from commlayer.devices.device_contract import Messenger
 from commlayer.diagnosis.inquiry import Inquiry
-from commlayer.diagnosis.ring import open_track
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
@@ -50,7 +51,6 @@ from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
-from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
 __all__ = ["CommlayerGroup"]
@@ -190,11 +190,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
         track = self._order.track
-        number = track.note("monitored_barrier", None, 0, 0, None, False)
+        call = track.note("monitored_barrier", None, 0, 0, None, False)
         try:
             self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
         finally:
-            track.done = number  # where it fails all ranks are told, and none is in it any more
+            track.done = call.number  # where it fails all ranks are told, and none is in it any more
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""

@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import Store
 from commlayer.backend.device_exchange_verbs import DeviceExchangeVerbs, TellCounts
 from commlayer.backend.members import Members
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.calls.counters import GroupCounters
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
 from commlayer.scheduler.wire import WireFormat
-from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
 __all__ = ["Destroyed", "Inherited", "InnerGroups", "OnDevice"]

@@ -147,7 +147,7 @@ class _Attending:
 
     def begin(self, detector: FailureDetector | None) -> None:
         """Begin to answer those who ask this rank for its calls. ``detector``: the group's own, where it has one."""
-        from commlayer.diagnosis.group_life import making_group, stage
+        from commlayer.calls.group_life import making_group, stage
         from commlayer.diagnosis.inquiry import Inquiry
         from commlayer.settings import Settings
 

@@ -10,7 +10,7 @@ import torch
 __all__ = ["Noted", "noted"]
 
 Noted = tuple[Any, int, int, Any, bool, Any]
-"""The arguments of :meth:`commlayer.diagnosis.ring.Track.note` after the kind."""
+"""The arguments of :meth:`commlayer.calls.ring.Track.note` after the kind."""
 
 _STRIDED = torch.strided
 

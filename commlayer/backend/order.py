@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.auditing.beside import calls_under_way
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
@@ -23,7 +22,8 @@ from commlayer.backend.noting import noted
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
-from commlayer.diagnosis.ring import Track
+from commlayer.calls.ring import Call, Track
+from commlayer.calls.under_way import calls_under_way
 from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until, device_clock
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
@@ -61,6 +61,7 @@ class Order:
         self.latest: IssuedWork | None = None
         self.coalescing: list[Work] | None = None
         self.sequence = 0
+        self.call: Call | None = None
         self.record: CallRecord | None = None
         self.watch: GroupWatch | None = None
         self.traffic, self.key = calls_under_way(), id(inner.planned)
@@ -77,11 +78,11 @@ class Order:
         if busy_until is not None and not opts.asyncOp:
             await_device(busy_until)
             busy_until = None
-        number = self.track.note(label, *noted(args, opts), depth=4)
-        task, args = self._run_noted, (number, task, *args)
+        call = self.track.note(label, *noted(args, opts), depth=4)
+        task, args = self._run_noted, (call, task, *args)
         work = self._issue(opts, label, outputs, task, args, busy_until)
         if isinstance(work, QueuedWork):
-            work.noted = self.track, label, number
+            work.call = call
         return work
 
     def _issue(
@@ -102,26 +103,30 @@ class Order:
         self.progress.run(label, task, args)
         return DONE
 
-    def _run_noted(self, number: int, task: Callable[..., object], *args: Any) -> None:
-        """``task(*args)``, call ``number`` of the group, which has ended when it returns."""
+    def _run_noted(self, call: Call, task: Callable[..., object], *args: Any) -> None:
+        """Run ``task(*args)``, which is ``call``, to its end."""
         if self.watch is not None:
             self.watch.next_call()  # here, and not where calls are issued: all ranks run them in one order
-        call = object()
+        self.call, call.started_ns = call, now()
         self.traffic.begin(call, self.key)
         try:
             task(*args)
         except UsageError:
-            self.track.take_back(number)
+            self.track.take_back(call)
+            raise
+        except BaseException as error:
+            call.error = type(error).__name__
             raise
         finally:
-            self.traffic.end(call, now())
-        self.track.done = number
+            self.call, call.ended_ns = None, now()
+            self.traffic.end(call, call.ended_ns)
+        self.track.done = call.number
 
     @property
     def ended(self) -> int:
         """How many calls have ended: also the one that is under way, which nobody may have waited for yet."""
         latest, done = self.latest, self.track.done
-        return latest.number if latest is not None and latest.has_come else done
+        return latest.call.number if latest is not None and latest.has_come else done
 
     def _issue_recorded(
         self,
@@ -234,13 +239,13 @@ class Order:
         if self.latest is not None:
             self.latest.settle()
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
-        number = self.track.note("use_siblings", None, -1, -1, None, False)
+        call = self.track.note("use_siblings", None, -1, -1, None, False)
         try:
             self.progress.run("use_siblings", self._take_siblings, (siblings,))
         except DisagreementError:  # all ranks raise it
-            self.track.take_back(number)
+            self.track.take_back(call)
             raise
-        self.track.done = number
+        self.track.done = call.number
         self.lane.follow_links()
 
     def _take_siblings(self, siblings: int) -> None:

@@ -18,18 +18,15 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.order import Order
 from commlayer.backend.own_messages import OwnMessages
 from commlayer.backend.tensors import land, landing, plain_row, reals, require_room
-from commlayer.diagnosis.ring import ANY
+from commlayer.calls.counters import GroupCounters
+from commlayer.calls.ring import ANY, Call
 from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.engine.plain import require_dense
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
-from commlayer.statistics import GroupCounters
 from commlayer.transport.contract import FIRST_TAG
 
-__all__ = ["MessageWork", "Messages", "NotedMessage"]
-
-NotedMessage = tuple[str, int, int, int]
-"""A message in the ring of calls: its kind, its number, its peer and its tag."""
+__all__ = ["MessageWork", "Messages"]
 
 
 class MessageWork(Work):
@@ -42,10 +39,10 @@ class MessageWork(Work):
         what: str,
         tensor: torch.Tensor,
         moved: torch.Tensor,
-        noted: NotedMessage,
+        call: Call,
     ) -> None:
         super().__init__()
-        self._noted = noted
+        self._call = call
         self._messages, self._work, self._what = messages, work, what
         self._tensor, self._moved = tensor, moved
         self._started = time.monotonic()
@@ -58,15 +55,15 @@ class MessageWork(Work):
             if self._error is not None:
                 raise self._error
             return True
-        track = self._messages.track
-        track.wait(*self._noted)
+        call = self._call
+        call.track.wait(call)
         try:
             # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
             self._messages.wait(self._work, timeout if timeout.total_seconds() > 0 else self._messages.timeout)
         except RuntimeError as error:
             self._done, self._error = True, self._messages.error(error, self._what)
             raise self._error from error
-        track.waited()
+        call.track.waited()
         with torch.inference_mode():
             land(self._tensor, self._moved)
         self._done = True
@@ -151,9 +148,9 @@ class Messages:
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.error(error, what) from error
         num_bytes = tensor.nbytes
-        noted = self.note(verb, tensor.dtype, num_bytes, *to)
+        call = self.note(verb, tensor.dtype, num_bytes, *to)
         self._counters.flat[verb].add(num_bytes, 0)
-        message = MessageWork(self, work, what, tensor, moved, noted)
+        message = MessageWork(self, work, what, tensor, moved, call)
         if self._order.coalescing is None:
             return message
         self._order.coalescing.append(message)
@@ -166,7 +163,7 @@ class Messages:
             return getattr(self.own, verb)(row, to[1])  # type: ignore[no-any-return]  # waited for in the same way
         return getattr(gloo, verb)([row], *to)  # type: ignore[no-any-return]
 
-    def note(self, verb: str, dtype: torch.dtype, num_bytes: int, *to: int) -> NotedMessage:
+    def note(self, verb: str, dtype: torch.dtype, num_bytes: int, *to: int) -> Call:
         """Note in the ring that a message is posted; ``to``: the member that it goes to or comes from, unless from any, and its
         tag."""
         member, tag = to if len(to) == 2 else (ANY, to[0])

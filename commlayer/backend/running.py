@@ -26,12 +26,13 @@ from commlayer.backend.recording import fill_flat, fill_plan
 from commlayer.backend.shadow import Shadow, ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
+from commlayer.calls.counters import GroupCounters, Row
+from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.plan import Plan
-from commlayer.statistics import GroupCounters, Row
 
 __all__ = ["Calls", "EncodedSums", "Refused"]
 
@@ -147,7 +148,8 @@ class Calls:
         sent: tuple[int, int] = _UNKNOWN,
     ) -> None:
         """The inner backend's own call. ``args[-1]`` are its options; ``sent``: the bytes it sends (inter and intra of Row)."""
-        order, record = self.order, self.order.record
+        order, record, running = self.order, self.order.record, self.order.call
+        assert running is not None
         if record is None:
             order.lane.hold(num_bytes)
         else:
@@ -157,14 +159,15 @@ class Calls:
             fill_flat(self.inner.planned, record, order.sequence + 1, num_bytes, known)
         if _profiling():
             with _record(f"commlayer:{collective} flat"):
-                self.wait(collective, num_bytes, now(), call(*args), args[-1], sent)
+                self.wait(running, num_bytes, now(), call(*args), args[-1], sent)
         else:
-            self.wait(collective, num_bytes, now(), call(*args), args[-1], sent)
+            self.wait(running, num_bytes, now(), call(*args), args[-1], sent)
 
     def wait(
-        self, collective: str, num_bytes: int, started: int, work: Work, opts: Any, sent: tuple[int, int] = _UNKNOWN
+        self, call: Call, num_bytes: int, started: int, work: Work, opts: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
+        collective = call.collective
         self.order.sequence += 1
         try:
             work.wait(SLICE)
@@ -213,29 +216,27 @@ class Calls:
         ) from error
 
     def under_way(
-        self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN
+        self, call: Call, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """An asynchronous call that has just been issued."""
-        order = self.order
+        order, collective = self.order, call.collective
         order.sequence += 1
-        sequence, started = order.sequence, now()
-        track = order.track
-        number = track.issued  # this thread has just noted it
+        call.sequence, call.started_ns = order.sequence, now()
 
         def end(error: RuntimeError | None) -> None:
-            order.traffic.end(call, now())
+            call.ended_ns = now()
+            order.traffic.end(call, call.ended_ns)
             if error is not None:
-                self._fail(error, collective, sequence, started, opts)
-            track.done = number
-            self.counters.flat[collective].time_ns += now() - started
+                self._fail(error, collective, call.sequence, call.started_ns, opts)
+            call.track.done = call.number
+            self.counters.flat[collective].time_ns += call.ended_ns - call.started_ns
             if order.latest is issued:  # it holds the call's tensors
                 order.latest = None
 
         self.counters.flat[collective].add(num_bytes, 0, *sent)
-        issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
-        call, of = object(), weakref.ref(issued)  # what is under way must not hold the call's tensors
+        issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, end)
+        of = weakref.ref(issued)  # what is under way must not hold the call's tensors
         order.traffic.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
-        issued.noted, issued.number = track, number
         order.latest = issued
         if order.coalescing is not None:
             order.coalescing.append(issued)

@@ -32,6 +32,7 @@ from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, wr
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES
 from commlayer.backend.order import Order
 from commlayer.backend.same_number import settle_own_call
+from commlayer.calls.counters import GroupCounters, Row
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.plain import as_bytes
 from commlayer.failures.waits import bounded_reduce_scatter
@@ -39,7 +40,6 @@ from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, warn
 from commlayer.scheduler.plan import Plan
-from commlayer.statistics import GroupCounters, Row
 from commlayer.wire.codecs import Codec
 
 __all__ = ["Shadow", "ShadowedCall"]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from commlayer.diagnosis.group_life import making_group
+from commlayer.calls.group_life import making_group
+from commlayer.calls.ring import ring_size
 from commlayer.diagnosis.inquiry import inquiry_of
-from commlayer.diagnosis.ring import ring_size
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.polled_store import PolledStore
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError

@@ -164,20 +164,18 @@ def in_place(row: Verb) -> Method:
                 if not opts.asyncOp:
                     num_bytes, track = x.nbytes, order.track
                     started = now()
-                    number = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
+                    call = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
                     try:
-                        work = self._calls.wait(
-                            collective, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts
-                        )
-                        track.done = number
+                        work = self._calls.wait(call, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts)
+                        track.done = call.number
                         return work
                     except refuses:
-                        track.take_back(number)
+                        track.take_back(call)
                 elif fits is None or fits(x, opts):
                     num_bytes = x.nbytes
                     work = inner(order.inner.gloo)(tensors, opts)
-                    order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
-                    return self._calls.under_way(collective, num_bytes, work, opts, tensors)
+                    call = order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
+                    return self._calls.under_way(call, num_bytes, work, opts, tensors)
         if type(opts) is not options or not takes_as_it_is:
             tensors = named.pop("tensor", tensors)
             opts = make(type(opts) if isinstance(opts, row.also) else options, opts, timeout, named)
@@ -249,21 +247,21 @@ def pair(row: Verb) -> Method:
         ):
             track, sent, received, is_async = order.track, input.nbytes, output.nbytes, opts.asyncOp
             started = now()
-            number = track.note(collective, input.dtype, sent, received, opts, is_async, None, started)
+            call = track.note(collective, input.dtype, sent, received, opts, is_async, None, started)
             try:
                 work = inner(order.inner.gloo)(output, input, opts)
             except refuses:
-                track.take_back(number)
+                track.take_back(call)
             else:
                 num_bytes = sent if scatters else received
                 if is_async:
-                    return self._calls.under_way(collective, num_bytes, work, opts, [output])
+                    return self._calls.under_way(call, num_bytes, work, opts, [output])
                 try:
-                    work = self._calls.wait(collective, num_bytes, started, work, opts)
-                    track.done = number
+                    work = self._calls.wait(call, num_bytes, started, work, opts)
+                    track.done = call.number
                     return work
                 except Refused:
-                    track.take_back(number)
+                    track.take_back(call)
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         return issue(self, output, input, opts)
@@ -382,12 +380,12 @@ def exchange(row: Verb) -> Method:
                 track, is_async = order.track, opts.asyncOp
                 splits = output_split_sizes, input_split_sizes
                 started = now()
-                number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
+                call = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
                 work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
                 if is_async:
-                    return calls.under_way(collective, num_bytes, work, opts, [output], sent)
-                work = calls.wait(collective, num_bytes, started, work, opts, sent)
-                track.done = number
+                    return calls.under_way(call, num_bytes, work, opts, [output], sent)
+                work = calls.wait(call, num_bytes, started, work, opts, sent)
+                track.done = call.number
                 return work
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)

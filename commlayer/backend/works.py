@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.diagnosis.ring import Track
+from commlayer.calls.ring import Call
 from commlayer.engine.progress import ProgressQueue, QueuedWork, too_long
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.forks import inherited
@@ -36,19 +36,16 @@ class IssuedWork(Work):
     """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever thread sees the end."""
 
     def __init__(
-        self, queue: ProgressQueue, label: str, outputs: Any, inner: Work, board: FailureBoard, end: End
+        self, queue: ProgressQueue, call: Call, outputs: Any, inner: Work, board: FailureBoard, end: End
     ) -> None:
         super().__init__()
         self._board = board
-        self._queue, self._label, self._outputs, self._inner = queue, label, outputs, inner
+        self._queue, self.call, self._outputs, self._inner = queue, call, outputs, inner
         self._end: End | None = end
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
         self._queued: QueuedWork | None = None
-        self.noted: Track | None = None
-        self.number = 0
-        """The call's number in the ring."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
@@ -57,27 +54,22 @@ class IssuedWork(Work):
         """
         if not self._done:
             if self._queue.is_inherited:
-                raise GroupError(inherited(f"{self._queue.who()}: wait for {self._label}"))
+                raise GroupError(inherited(f"{self._queue.who()}: wait for {self.call.collective}"))
             seconds = timeout.total_seconds()
-            if self.noted is not None:
-                self.noted.wait(self._label, self.number)
+            self.call.track.wait(self.call)
             try:
                 wait(self._inner, self._board, seconds if seconds > 0 else None)
             except RuntimeError as error:
                 if seconds > 0 and not self._has_ended():
-                    self._waited()
-                    raise too_long(self._queue, self._label, seconds) from error
+                    self.call.track.waited()
+                    raise too_long(self._queue, self.call.collective, seconds) from error
                 self._close(error)
             else:
                 self._close(None)
-                self._waited()
+                self.call.track.waited()
         if self._error is not None:
             raise self._error
         return True
-
-    def _waited(self) -> None:
-        if self.noted is not None:
-            self.noted.waited()
 
     @property
     def has_come(self) -> bool:
@@ -129,7 +121,9 @@ class IssuedWork(Work):
     def result(self) -> Any:
         """The call's outputs. Raises UsageError before it has ended."""
         if not self.is_completed():
-            raise UsageError(f"{self._queue.who()}, {self._label}: result() before the call has ended: wait() first")
+            raise UsageError(
+                f"{self._queue.who()}, {self.call.collective}: result() before the call has ended: wait() first"
+            )
         return self._outputs
 
     def _wait_queued(self) -> None:
@@ -140,10 +134,10 @@ class IssuedWork(Work):
         with self._lock:
             if self._queued is None:
                 if self._done:  # also after the group's end
-                    self._queued = QueuedWork(self._queue, self._label, self._outputs)
+                    self._queued = QueuedWork(self._queue, self.call.collective, self._outputs)
                     self._queued.finish(self._error)
                 else:
-                    self._queued = self._queue.submit(self._label, self._outputs, self._wait_queued, ())
+                    self._queued = self._queue.submit(self.call.collective, self._outputs, self._wait_queued, ())
         return self._queued.get_future()
 
 

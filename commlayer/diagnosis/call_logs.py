@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from commlayer.calls.ring import MESSAGES
 from commlayer.profiles.printable import printable, shortened
 
 __all__ = [
-    "LIFE_KEY",
     "LOG_FORMAT",
     "MAKING",
     "CallLog",
@@ -23,12 +23,8 @@ __all__ = [
 ]
 
 LOG_FORMAT = 1
-MESSAGES = ("send", "recv")
-"""The kinds of messages between two ranks; all others are collectives."""
 MAKING = ("init_process_group", "new_group")
 """The kinds of calls that make a group."""
-LIFE_KEY = "/life"
-"""The end of the key of a track that is of no group's calls, but of its making (:mod:`commlayer.diagnosis.group_life`)."""
 _STATES = ("issued", "started", "done")
 _MOST_TEXT = 1000
 

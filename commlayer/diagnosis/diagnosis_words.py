@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from commlayer.diagnosis.call_logs import LIFE_KEY, MAKING, CallLog, RankLog, Site
+from commlayer.calls.group_life import LIFE_KEY
+from commlayer.diagnosis.call_logs import MAKING, CallLog, RankLog, Site
 from commlayer.diagnosis.findings import (
     Cycle,
     Diagnosis,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer.diagnosis.call_logs import LIFE_KEY, CallLog, GroupLog, RankLog
+from commlayer.calls.group_life import LIFE_KEY
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog
 from commlayer.profiles.files import write_file
 
 __all__ = ["flight_recorder_dump", "write_flight_recorder"]

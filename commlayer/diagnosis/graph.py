@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from commlayer.diagnosis.call_logs import LIFE_KEY, CallLog, GroupLog, RankLog, Site
+from commlayer.calls.group_life import LIFE_KEY
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site
 
 __all__ = ["Blocked", "Graph", "Need", "Node", "View"]
 

@@ -13,8 +13,7 @@ from time import monotonic
 from time import perf_counter_ns as now
 from typing import NamedTuple
 
-from commlayer.diagnosis.call_logs import MESSAGES
-from commlayer.diagnosis.ring import ANY, Track, opened_tracks, recorded_calls, waiting_threads
+from commlayer.calls.ring import ANY, MESSAGES, Waiting, opened_tracks, recorded_calls, waiting_threads
 
 __all__ = ["LongWait", "LongWaits", "waits_of_this_rank"]
 
@@ -54,19 +53,23 @@ def waits_of_this_rank(rank: int) -> list[LongWait]:
     open_tracks = [track for track in opened_tracks() if rank in track.ranks and not track.is_broken()]
     if any(track.issued > track.done for track in open_tracks):
         busy = set(open_tracks)
-        for entry in recorded_calls():
-            track, number, kind, is_async, issued_ns = *entry[:3], entry[6], entry[-1]
-            if track in busy and kind not in MESSAGES and not is_async and number > track.done:
-                found.append(LongWait(track.key, track.ranks.index(rank), kind, number, issued_ns))
-    for track, kind, number, peer, tag, _, _, since_ns in waiting_threads().values():
-        if rank in track.ranks and not track.is_broken() and not _has_ended(track, kind, number, peer, tag):
-            found.append(LongWait(track.key, track.ranks.index(rank), kind, number, since_ns, peer, tag))
+        for call in recorded_calls():
+            track = call.track
+            if track in busy and not call.is_message and not call.is_async and call.number > track.done:
+                place = track.ranks.index(rank)
+                found.append(LongWait(track.key, place, call.collective, call.number, call.issued_ns))
+    for wait in waiting_threads().values():
+        track = wait.track
+        if rank in track.ranks and not track.is_broken() and not _has_ended(wait):
+            place = track.ranks.index(rank)
+            found.append(LongWait(track.key, place, wait.kind, wait.number, wait.since_ns, wait.peer, wait.tag))
     return found
 
 
-def _has_ended(track: Track, kind: str, number: int, peer: int, tag: int) -> bool:
-    done = track.settled.get((kind, peer, tag), 0) if kind in MESSAGES else track.done
-    return number <= done
+def _has_ended(wait: Waiting) -> bool:
+    track = wait.track
+    done = track.settled.get((wait.kind, wait.peer, wait.tag), 0) if wait.kind in MESSAGES else track.done
+    return wait.number <= done
 
 
 class LongWaits:

@@ -15,10 +15,9 @@ from time import perf_counter_ns as now
 from types import CodeType
 from typing import IO, Any
 
-from commlayer.diagnosis.call_logs import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
-from commlayer.diagnosis.ring import (
+from commlayer.calls.ring import (
     ANY,
-    Entry,
+    Call,
     Track,
     copied,
     is_of_program,
@@ -27,6 +26,7 @@ from commlayer.diagnosis.ring import (
     recorded_calls,
     waiting_threads,
 )
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
 
 __all__ = ["rank_log"]
 
@@ -47,9 +47,9 @@ def rank_log(
     gone: Mapping[int, str],
 ) -> RankLog:
     """The log of this rank. From any thread."""
-    entries = recorded_calls()
+    calls = recorded_calls()
     waiting = waiting_threads()
-    tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
+    tracks = list(dict.fromkeys([*opened_tracks(), *(call.track for call in calls)]))
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
@@ -65,20 +65,20 @@ def rank_log(
         pid=os.getpid(),
         now_ns=now(),
         groups=tuple(_group(track, done[place]) for place, track in enumerate(tracks)),
-        calls=tuple(_call(entry, index[entry[0]], done[index[entry[0]]]) for entry in entries),
+        calls=tuple(_call(call, index[call.track], done[index[call.track]]) for call in calls),
         waits=tuple(
             WaitLog(
                 thread=ident,
-                group=index[track],
-                kind=kind,
-                number=number,
-                peer=peer,
-                tag=tag,
-                site=_site(code, offset),
-                since_ns=since_ns,
+                group=index[wait.track],
+                kind=wait.kind,
+                number=wait.number,
+                peer=wait.peer,
+                tag=wait.tag,
+                site=_site(wait.code, wait.offset),
+                since_ns=wait.since_ns,
             )
-            for ident, (track, kind, number, peer, tag, code, offset, since_ns) in waiting.items()
-            if track in index and not names.get(ident, "").startswith(OUR_THREADS)
+            for ident, wait in waiting.items()
+            if wait.track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
         threads=tuple(threads),
         hidden=_hidden(names, made_elsewhere, threads) if is_cut else (),
@@ -108,24 +108,23 @@ def _group(track: Track, done: int) -> GroupLog:
     )
 
 
-def _call(entry: Entry, group: int, done: int) -> CallLog:
-    track, number, kind, dtype, sent, received, how, splits, code, offset, thread, issued_ns = entry
+def _call(call: Call, group: int, done: int) -> CallLog:
+    track, number = call.track, call.number
     common: dict[str, Any] = {
         "group": group,
         "number": number,
-        "kind": kind,
-        "site": _site(code, offset),
-        "dtype": "" if dtype is None else str(dtype).removeprefix("torch."),
-        "sent": sent,
-        "received": received,
-        "thread": thread,
-        "issued_ns": issued_ns,
+        "kind": call.collective,
+        "site": _site(call.code, call.offset),
+        "dtype": "" if call.dtype is None else str(call.dtype).removeprefix("torch."),
+        "sent": call.sent_bytes,
+        "received": call.received_bytes,
+        "thread": call.thread,
+        "issued_ns": call.issued_ns,
     }
-    if kind in MESSAGES:
-        peer, tag = how
-        is_done = track.settled.get((kind, peer, tag), 0) >= number
-        return CallLog(peer=peer, tag=tag, is_async=True, state="done" if is_done else "started", **common)
-    to, of = _in_bytes(splits, sent, received, len(track.ranks))
+    if call.is_message:
+        is_done = track.settled.get((call.collective, call.peer, call.tag), 0) >= number
+        return CallLog(peer=call.peer, tag=call.tag, is_async=True, state="done" if is_done else "started", **common)
+    to, of = _in_bytes(call.splits, call.sent_bytes, call.received_bytes, len(track.ranks))
     state = "done" if number <= done else "started" if number == done + 1 else "issued"
     opts = track.latest if number == track.issued else None
     root = getattr(opts, "rootRank", ANY)
@@ -135,7 +134,7 @@ def _call(entry: Entry, group: int, done: int) -> CallLog:
         root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
         to=to,
         of=of,
-        is_async=how,
+        is_async=call.is_async,
         state=state,
         **common,
     )

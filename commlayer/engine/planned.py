@@ -46,7 +46,7 @@ from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import MOST_CONNECTIONS, Settings
 from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
-from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
+from commlayer.transport.contract import CallMemory, Channel, StartedPlan, break_connections
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.marks import mark_of
@@ -195,7 +195,7 @@ class PlannedGroup:
         The group's first is collective."""
         self._prepared(self._runner or self.connect_messages(), plan, root)
 
-    def drive(self, plan: Plan, call: Call, timeout_s: float, record: CallRecord | None = None) -> None:
+    def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, record: CallRecord | None = None) -> None:
         """Run a call that has been started to its end, held where others go first. ``record`` gets the times of its steps."""
         gate = self.gate(plan, timeout_s) if self.level else None
         if record is None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.diagnosis.ring import Track
+from commlayer.calls.ring import Call
 from commlayer.engine.workers import workers
 from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT
@@ -58,7 +58,7 @@ class QueuedWork(Work):
         self._done = False
         self._error: BaseException | None = None
         self.watch: Callable[[Callable[[], object]], None] | None = None  # who sees the program wait
-        self.noted: tuple[Track, str, int] | None = None  # in the ring of calls
+        self.call: Call | None = None
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
@@ -68,17 +68,17 @@ class QueuedWork(Work):
         Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
         """
         if not self._done:
-            noted = self.noted
-            if noted is not None:
-                noted[0].wait(*noted[1:])
+            call = self.call
+            if call is not None:
+                call.track.wait(call)
             try:
                 if self.watch is None:
                     self._wait(timeout.total_seconds())
                 else:
                     self.watch(lambda: self._wait(timeout.total_seconds()))
             finally:
-                if noted is not None and self._error is None:
-                    noted[0].waited()
+                if call is not None and self._error is None:
+                    call.track.waited()
         if self._error is not None:
             raise self._error
         return True

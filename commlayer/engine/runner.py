@@ -17,7 +17,7 @@ from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.contract import Call, CallMemory, Coder, Reducer, Script, Transport, Whole
+from commlayer.transport.contract import CallMemory, Coder, Reducer, Script, StartedPlan, Transport, Whole
 
 __all__ = ["GridRunner", "Prepared", "Runner", "Sent", "drive", "require_tags"]
 
@@ -70,7 +70,7 @@ def require_tags(plan: Plan, num_steps: int) -> None:
         )
 
 
-def drive(plan: Plan, call: Call, gate: Gate | None = None) -> None:
+def drive(plan: Plan, call: StartedPlan, gate: Gate | None = None) -> None:
     """Post every step of a call that has been started, each after those that it waits for, and when ``gate`` lets it."""
     for index, step in enumerate(plan.steps):
         for earlier in step.after:
@@ -120,7 +120,7 @@ class Runner:
         reduce: Reducer | None = None,
         coder: Coder | None = None,
         mark: int = 0,
-    ) -> Call:
+    ) -> StartedPlan:
         """Begin a call from ``source`` to ``target``, on one device, with its ``mark``. To be driven, and finished."""
         buffers = self.buffers(prepared, source, target)
         return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
@@ -169,7 +169,7 @@ class GridRunner(Runner):
         drive(plan, call)
         return call.finish
 
-    def begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Call:
+    def begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> StartedPlan:
         """A call of ``plan`` in steps, to be driven by the caller."""
         return self.start(self.meaning(plan), CallMemory(source), CallMemory(target), self._timeout_s)
 

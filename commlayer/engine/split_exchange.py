@@ -72,7 +72,8 @@ class SplitExchange:
 
 
 class SplitCall:
-    """A call of a :class:`SplitExchange`, which learns what it moves in its second step when the first has ended. See Call.
+    """A call of a :class:`SplitExchange`, which learns what it moves in its second step when the first has ended.
+    See :class:`~commlayer.transport.contract.StartedPlan`.
 
     ``sent``: the bytes that this rank sends, once that is known.
     """

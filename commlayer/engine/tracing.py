@@ -21,7 +21,7 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.traces.records import CallRecord, StepRecord
-from commlayer.transport.contract import Call
+from commlayer.transport.contract import StartedPlan
 
 __all__ = [
     "Recorded",
@@ -52,14 +52,14 @@ class Recorded(NamedTuple):
 
 
 class RecordedCall:
-    """A call whose steps are timed: a Call around another one, so that whoever drives that one can drive this.
+    """A call whose steps are timed: a StartedPlan around another one, so that whoever drives that one can drive this.
 
     ``call``: started, of a transport that waits on the host. ``gate``: called with a step's index just before
     it is posted, returns for how long it held the step back, ns. A context manager: however it is left, the threads that watch
     are let go. After :meth:`finish`, :attr:`recorded` has the times.
     """
 
-    def __init__(self, plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -> None:
+    def __init__(self, plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> None:
         self.plan = plan
         self.begin_ns = time.perf_counter_ns()
         self._call, self._gate = call, gate
@@ -156,14 +156,14 @@ class RecordedCall:
         self._release()
 
 
-def _driven(plan: Plan, call: Call, gate: Callable[[int], int] | None) -> RecordedCall:
+def _driven(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None) -> RecordedCall:
     with RecordedCall(plan, call, gate) as timed:
         drive(plan, timed)
         timed.finish()
     return timed
 
 
-def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -> Recorded:
+def recorded(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> Recorded:
     """Drive ``call`` to its end, as :func:`commlayer.engine.runner.drive` and ``finish()`` would; return when its steps ran.
 
     ``gate`` is called on this thread before each step is posted. The call's transport must wait on the host. Costs a thread
@@ -172,7 +172,7 @@ def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -
     return _driven(plan, call, gate).recorded
 
 
-def record_steps(record: CallRecord, plan: Plan, call: Call, found: Recorded) -> None:
+def record_steps(record: CallRecord, plan: Plan, call: StartedPlan, found: Recorded) -> None:
     """Write into ``record`` of a planned call that has ended when its steps ran, what each sent, and for how long they were
     held."""
     record.held_ns = found.held_ns
@@ -193,7 +193,7 @@ def recorded_whole(run: Callable[[], None]) -> Recorded:
     return Recorded([StepTimes(begin_ns, begin_ns, time.perf_counter_ns())], 0)
 
 
-def traced(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -> Timeline:
+def traced(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> Timeline:
     """Drive ``call`` and return its measured timeline, µs from the call. The call's transport must wait on the host.
 
     A step's start is when it was posted or when its resource became free, whichever is later. ``gate``: as

@@ -21,7 +21,7 @@ import msgspec
 
 from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
-from commlayer.diagnosis.group_life import stage
+from commlayer.calls.group_life import stage
 from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.device_prober import DeviceLinks, DeviceProber

@@ -20,7 +20,6 @@ __all__ = [
     "CALLS_IN_FLIGHT",
     "FIRST_TAG",
     "Buffers",
-    "Call",
     "CallMemory",
     "CallMismatch",
     "Channel",
@@ -28,6 +27,7 @@ __all__ = [
     "Reducer",
     "Script",
     "SizeMismatch",
+    "StartedPlan",
     "Transport",
     "Whole",
     "break_connections",
@@ -150,7 +150,7 @@ class Script(Protocol):
         """The plan."""
 
 
-class Call(Protocol):
+class StartedPlan(Protocol):
     """One plan under way on one rank."""
 
     @property
@@ -179,7 +179,7 @@ class Transport(Protocol):
         reduce: Reducer | None = None,
         coder: Coder | None = None,
         mark: int = 0,
-    ) -> Call:
+    ) -> StartedPlan:
         """Begin a call of ``script``, which this transport compiled. Calls of one transport must be started in the same order
         on all ranks, from one thread at a time.
 

@@ -241,7 +241,7 @@ class GlooScript:
 
 
 class GlooCall:
-    """See Call. ``revise`` is for steps that become known only while the call runs.
+    """See :class:`~commlayer.transport.contract.StartedPlan`. ``revise`` is for steps that become known only while the call runs.
 
     One loop for the messages of a step, with everything that it needs at hand: these lines run for every message, and a call of a
     function costs as much as they do.

@@ -254,7 +254,7 @@ class StreamTransport:
 
 
 class StreamCall:
-    """See :class:`~commlayer.transport.contract.Call`."""
+    """See :class:`~commlayer.transport.contract.StartedPlan`."""
 
     def __init__(self, transport: StreamTransport, script: StreamScript, bound: BoundScript) -> None:
         self._transport, self._script, self._steps = transport, script, bound.steps

@@ -12,7 +12,7 @@ from commlayer.auditing import ledger
 from commlayer.auditing.audit_files import AuditedGroup
 from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
-from commlayer.statistics import MOST_ENDED, GroupCounters
+from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.testing.synthetic import synthetic_profile
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer import statistics
 from commlayer.auditing import ledger
+from commlayer.calls import counters
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.transport.contract import FIRST_TAG
@@ -111,7 +111,7 @@ def test_a_group_that_is_gone_leaves_nothing(
     def job() -> dict[str, int]:
         torch.set_num_threads(1)
         os.environ.update({"COMMLAYER_PROFILE": str(path) if is_planned else "none", "COMMLAYER_RING": "8"})
-        for module in (statistics, ledger):
+        for module in (counters, ledger):
             vars(module)["MOST_ENDED"] = 2  # of the last groups, as of the last calls, something is kept
         dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
         for _ in range(4):

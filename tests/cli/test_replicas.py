@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from commlayer import statistics
 from commlayer.auditing.at_exit import close_audit_report
+from commlayer.calls import counters
 from commlayer.cli.main import main
 from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.diagnosis.log_files import write_log
@@ -87,10 +88,10 @@ def test_the_users_name_goes_before_torchfts() -> None:
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_printing", None)
-    monkeypatch.setattr(statistics, "_groups", [])
+    monkeypatch.setattr(counters, "_groups", [])
     monkeypatch.setattr("atexit.register", lambda _: None)
-    counters = statistics.GroupCounters("torchft quorum 3", 5, [0, 1])
-    counters.flat["barrier"].add(0, 1000)
+    of_group = counters.GroupCounters("torchft quorum 3", 5, [0, 1])
+    of_group.flat["barrier"].add(0, 1000)
 
 
 @pytest.mark.usefixtures("announced")

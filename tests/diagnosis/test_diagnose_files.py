@@ -20,15 +20,16 @@ import pytest
 from click.testing import CliRunner
 from simulated import Groups, Job, Op, legal_program, run
 
+from commlayer.calls import ring
+from commlayer.calls.ring import ANY, Call, Silent, Track, open_track
 from commlayer.cli.main import main
-from commlayer.diagnosis import ring, snapshot
+from commlayer.diagnosis import snapshot
 from commlayer.diagnosis.call_logs import RankLog, Site
 from commlayer.diagnosis.diagnosis_words import in_words, log_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
 from commlayer.diagnosis.log_files import folder_of, log_name, read_logs, write_log
-from commlayer.diagnosis.ring import ANY, Silent, Track, open_track
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.drawing.waits_page import waits_page
 from commlayer.profiles.errors import UsageError
@@ -278,7 +279,7 @@ def track(monkeypatch: pytest.MonkeyPatch) -> Track:
     return open_track(4, "key", "name", [5, 7], lambda: "dp", lambda: "ep")
 
 
-def verb(track: Track, **how: Any) -> int:
+def verb(track: Track, **how: Any) -> Call:
     """Stands for a verb of the backend."""
     opts = SimpleNamespace(reduceOp=SimpleNamespace(op=SimpleNamespace(name="MAX")), rootRank=1)
     return track.note("all_reduce", "torch.float32", 16, 16, opts, False, **how)
@@ -295,7 +296,7 @@ def test_a_call_is_logged_with_its_place(track: Track) -> None:
 
 def test_the_ring_keeps_the_last_calls_and_counts_all(track: Track) -> None:
     for _ in range(10):
-        track.done = verb(track)
+        track.done = verb(track).number
     verb(track)
     log = rank_log("job", 5, [5, 7], "signal", {})
     assert [call.number for call in log.calls] == [8, 9, 10, 11]
@@ -305,7 +306,7 @@ def test_the_ring_keeps_the_last_calls_and_counts_all(track: Track) -> None:
 
 def test_a_refused_call_gives_its_number_back(track: Track) -> None:
     track.take_back(verb(track))
-    assert verb(track) == 1
+    assert verb(track).number == 1
 
 
 def test_the_options_of_a_refused_call_are_not_those_of_the_one_before(track: Track) -> None:
@@ -323,13 +324,12 @@ def test_ever_new_tags_are_forgotten_but_for_what_nobody_has_waited_for(
     unsettled = track.note_message("recv", "torch.float32", 16, 1, 10_000)
     for tag in range(1000):
         for each in (tag, 5000):  # one tag is used all the time
-            noted = track.note_message("send", "torch.float32", 16, 1, each)
-            track.wait(*noted)
+            track.wait(track.note_message("send", "torch.float32", 16, 1, each))
             track.waited()
     assert len(track.messages) < 100
     assert len(track.settled) < 100
     assert track.messages["send", 7, 5000] == 1000
-    assert track.messages[unsettled[0], 7, 10_000] == 1
+    assert track.messages[unsettled.collective, 7, 10_000] == 1
     calls = rank_log("job", 5, [5, 7], "signal", {}).calls
     assert {call.state for call in calls} == {"done"}
 
@@ -348,16 +348,16 @@ def test_what_other_threads_add_to_meanwhile_is_copied_again() -> None:
 
 
 def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:
-    noted = track.note_message("recv", "torch.float32", 16, 1, 3)
-    assert noted == ("recv", 1, 7, 3)
-    track.wait(*noted)
+    message = track.note_message("recv", "torch.float32", 16, 1, 3)
+    track.wait(message)
     log = rank_log("job", 5, [5, 7], "signal", {})
-    assert [(wait.kind, wait.number, wait.peer, wait.tag) for wait in log.waits] == [noted]
+    assert [(wait.kind, wait.number, wait.peer, wait.tag) for wait in log.waits] == [("recv", 1, 7, 3)]
     assert [(each.kind, each.peer, each.tag, each.count) for each in log.groups[0].messages] == [("recv", 7, 3, 1)]
     track.waited()
     after = rank_log("job", 5, [5, 7], "signal", {})
     assert (after.waits, after.calls[0].state) == ((), "done")
-    assert track.note_message("recv", "torch.float32", 16, ANY, 0) == ("recv", 1, ANY, 0)
+    from_any = track.note_message("recv", "torch.float32", 16, ANY, 0)
+    assert (from_any.number, from_any.peer, from_any.tag) == (1, ANY, 0)
 
 
 def log_beside(number: int) -> tuple[RankLog, set[int | None]]:
@@ -509,7 +509,7 @@ def test_where_no_ring_is_kept_nothing_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(silent, Silent)
     before = len(ring.recorded_calls())
     verb(silent)
-    silent.wait(*silent.note_message("send", "torch.float32", 16, 0, 0))
+    silent.wait(silent.note_message("send", "torch.float32", 16, 0, 0))
     silent.waited()
     assert len(ring.recorded_calls()) == before
     assert ring.waiting_threads() == {}

@@ -18,10 +18,11 @@ from ranks import HALF_AN_HOUR, group_with, start_with
 from test_hangs import printed
 
 from commlayer import GroupOptions
-from commlayer.diagnosis import long_waits, ring
-from commlayer.diagnosis.group_life import making_group
+from commlayer.calls import ring
+from commlayer.calls.group_life import making_group
+from commlayer.calls.ring import Call, Track, open_track
+from commlayer.diagnosis import long_waits
 from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
-from commlayer.diagnosis.ring import Track, open_track
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -35,7 +36,7 @@ def track(monkeypatch: pytest.MonkeyPatch) -> Track:
     return open_track(16, "key", "name", [5, 7], lambda: "dp", lambda: "")
 
 
-def note(track: Track, *, is_async: bool = False) -> int:
+def note(track: Track, *, is_async: bool = False) -> Call:
     return track.note("all_reduce", None, 4, 4, None, is_async, depth=1)
 
 
@@ -44,16 +45,16 @@ def kinds(rank: int = 7) -> list[tuple[str, int, int]]:
 
 
 def test_a_synchronous_call_is_a_wait_until_it_is_done(track: Track) -> None:
-    number = note(track)
+    call = note(track)
     assert kinds() == [("all_reduce", 1, 1)]
-    track.done = number
+    track.done = call.number
     assert kinds() == []
 
 
 def test_an_asynchronous_call_is_one_when_somebody_waits_for_it(track: Track) -> None:
-    number = note(track, is_async=True)
+    call = note(track, is_async=True)
     assert kinds() == []
-    track.wait("all_reduce", number)
+    track.wait(call)
     assert kinds() == [("all_reduce", 1, 1)]
     track.waited()
     assert kinds() == []
@@ -66,9 +67,9 @@ def test_a_call_behind_an_asynchronous_one_waits(track: Track) -> None:
 
 
 def test_a_message_is_a_wait_when_somebody_waits_for_it(track: Track) -> None:
-    kind, number, peer, tag = track.note_message("recv", None, 4, 0, 3)
+    message = track.note_message("recv", None, 4, 0, 3)
     assert kinds() == []
-    track.wait(kind, number, peer, tag)
+    track.wait(message)
     assert kinds() == [("recv", 1, 1)]
     assert waits_of_this_rank(7)[0].claim == "key/recv/1/5/3/1"
     track.waited()
@@ -78,9 +79,9 @@ def test_a_message_is_a_wait_when_somebody_waits_for_it(track: Track) -> None:
 def test_a_group_that_numbers_its_ranks_by_itself_is_left_alone(track: Track) -> None:
     """torchft's quorum has ranks 0 and 1, whatever this rank is called in the job: the look at other groups goes on."""
     own = open_track(16, "quorum", "quorum", [0, 1], str, str)
-    note(own)
+    call = note(own)
     note(track)
-    own.wait("all_reduce", 1)
+    own.wait(call)
     assert kinds() == [("all_reduce", 1, 1)]
 
 

@@ -25,10 +25,10 @@ import commlayer
 import commlayer.backend.create
 import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer import Communicator
+from commlayer.calls.counters import GroupCounters
 from commlayer.engine.lane_holds import lanes
 from commlayer.failures import forks
 from commlayer.profiles.errors import GroupError
-from commlayer.statistics import GroupCounters
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces import recorder

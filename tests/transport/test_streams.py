@@ -36,7 +36,7 @@ from commlayer.testing.simulated.machine import (
 from commlayer.testing.simulated.mutants import OrderingSite, ordering_lines, ordering_sites, without
 from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls, start_on_device, transports_of
 from commlayer.transport import streams
-from commlayer.transport.contract import Call, CallMemory
+from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.transport.streams import StreamTransport
 
 SHAPES = ((2,), (3,), (2, 2), (3, 1), (2, 1, 3), (4, 4))
@@ -164,14 +164,14 @@ def test_a_call_behind_one_that_was_waited_for_and_one_that_was_not_gives_its_bi
         runner = Runner(transport)
         results = [torch.empty(call.output_bytes[rank], dtype=torch.uint8) for call in calls]
 
-        def begin(turn: int) -> tuple[Call, torch.Tensor]:
+        def begin(turn: int) -> tuple[StartedPlan, torch.Tensor]:
             call = calls[turn]
             x = device.empty(call.inputs[rank].numel())
             device.main.launch(partial(x.copy_, call.inputs[rank]))
             output = x if call.is_in_place else device.empty(call.output_bytes[rank])
             return start_on_device(runner, call, rank, x, output), output
 
-        def take(turn: int, begun: tuple[Call, torch.Tensor]) -> None:
+        def take(turn: int, begun: tuple[StartedPlan, torch.Tensor]) -> None:
             begun[0].finish()
             device.main.launch(partial(results[turn].copy_, begun[1]))
 

@@ -27,7 +27,7 @@ from commlayer.testing.simulated.machine import (
     Watcher,
 )
 from commlayer.testing.simulated.plan_calls import DeviceCall, start_on_device
-from commlayer.transport.contract import Call
+from commlayer.transport.contract import StartedPlan
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
 from commlayer.transport.streams import StepMessenger, StreamTransport
 
@@ -181,7 +181,7 @@ def _transports(
 
 def _program(device: SimulatedDevice, rank: int, runners: dict[int, Runner], program: LaneProgram) -> SimulatedProgram:
     results: dict[int, torch.Tensor] = {}
-    under_way: dict[int, tuple[Call, torch.Tensor]] = {}
+    under_way: dict[int, tuple[StartedPlan, torch.Tensor]] = {}
     for is_call, number in program.actions[rank]:
         made = program.calls[number]
         place = program.groups[made.group].members.index(rank)

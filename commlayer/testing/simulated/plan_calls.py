@@ -17,7 +17,7 @@ from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.testing.simulated.communicators import SimulatedCommunicator
 from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
-from commlayer.transport.contract import Call, CallMemory
+from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 
@@ -190,7 +190,7 @@ def _program(
     runner = Runner(transport)
     other = device.new_stream("the caller's other")
     results = [torch.empty(call.output_bytes[rank], dtype=torch.uint8) for call in calls]
-    under_way: list[tuple[int, Call, torch.Tensor]] = []
+    under_way: list[tuple[int, StartedPlan, torch.Tensor]] = []
     for turn, call in enumerate(calls):
         caller = other if turn % 2 else device.main
         x = device.empty(call.inputs[rank].numel())
@@ -213,7 +213,7 @@ def _program(
     return results
 
 
-def start_on_device(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor, output: torch.Tensor) -> Call:
+def start_on_device(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor, output: torch.Tensor) -> StartedPlan:
     """Launch a call of this rank of the group from ``x`` to ``output``, 1-D uint8 of its device."""
     mine = call.moves[rank]
     prepared = runner.prepare(call.plan, mine.steps, mine.sizes)
@@ -228,7 +228,12 @@ def start_on_device(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor
 
 
 def _take(
-    device: SimulatedDevice, other: object, results: list[torch.Tensor], turn: int, call: Call, output: torch.Tensor
+    device: SimulatedDevice,
+    other: object,
+    results: list[torch.Tensor],
+    turn: int,
+    call: StartedPlan,
+    output: torch.Tensor,
 ) -> None:
     caller = other if turn % 2 else device.main
     with device.on(caller):  # type: ignore[arg-type]

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from commlayer.diagnosis.call_logs import LIFE_KEY
-from commlayer.diagnosis.ring import Track, open_track
+from commlayer.calls.ring import Track, open_track
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 
-__all__ = ["making_group", "stage"]
+__all__ = ["LIFE_KEY", "making_group", "stage"]
+
+LIFE_KEY = "/life"
+"""The end of the key of such a track."""
 
 _MOST_LISTED = 16
 
@@ -39,7 +41,7 @@ def making_group(ring: int, kind: str, key: str, name: str, ranks: Sequence[int]
     """
     described = f"{name} ({listed('rank', ranks, _MOST_LISTED)})"
     track = open_track(ring, f"{key}{LIFE_KEY}", name, ranks, lambda: described, str)
-    number = track.note(kind, None, -1, -1, None, False)
+    call = track.note(kind, None, -1, -1, None, False)
     _makings.tracks.append(track)
     try:
         yield
@@ -50,11 +52,11 @@ def making_group(ring: int, kind: str, key: str, name: str, ranks: Sequence[int]
         track.is_broken = _over
         raise
     except BaseException:  # it does not wait for others any more
-        track.take_back(number)
+        track.take_back(call)
         raise
     finally:
         _makings.tracks.remove(track)
-    track.done = number
+    track.done = call.number
 
 
 def _over() -> bool:

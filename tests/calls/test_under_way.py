@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.auditing.beside import CallsUnderWay
+from commlayer.calls.under_way import CallsUnderWay
 
 
 def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:

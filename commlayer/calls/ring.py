@@ -1,9 +1,15 @@
-"""The ring of calls: what this rank called last on every group, from where, and what its threads wait for.
+"""A call, and the ring of calls: what this rank called last on every group, from where, and what its threads wait for.
 
-It is on in every job, so a call pays for it: one tuple of what is at hand anyway. Nothing is turned into text, no tensor is kept
-alive, and a call site is a code object and an offset into it, of which :mod:`commlayer.diagnosis.snapshot` makes a line of a file
-once somebody asks. The calls of a group run in the order in which they are made, so that two counters a group say which of them
-are done; a call that is issued and not done has been started if it is the next one.
+A :class:`Call` is made once, where the program issues it, and says all that is known of it until it is
+forgotten: what was asked for from the start, and how it ran once it has. Rooms are given it, and none
+describes the call again. It is a ``msgspec.Struct`` because one is made in every call: that takes less time
+than a tuple of as many things, and a quarter of that of a class of Python's.
+
+The ring is on in every job, so a call pays for it. Nothing is turned into text, no tensor is kept alive, and
+a call site is a code object and an offset into it, of which :mod:`commlayer.diagnosis.snapshot` makes a line
+of a file once somebody asks. The calls of a group run in the order in which they are made, so that two
+counters a group say which of them are done; a call that is issued and not done has been started if it is the
+next one.
 
 A wait that fails stays where it is until its thread calls or waits again: who asks a moment later is to see what it waited for.
 """
@@ -26,11 +32,12 @@ from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from commlayer.diagnosis.call_logs import MESSAGES
+import msgspec
 
 __all__ = [
     "ANY",
-    "Entry",
+    "MESSAGES",
+    "Call",
     "Silent",
     "Track",
     "Waiting",
@@ -44,17 +51,91 @@ __all__ = [
     "waiting_threads",
 ]
 
+
 ANY = -1
-"""The peer of a receive from whoever sends first."""
-
-Entry = tuple["Track", int, str, Any, int, int, Any, Any, CodeType, int, int, int]
-"""A call: its group, number, kind, dtype, bytes sent and received (−1: no two ranks need have them alike), whether it returns
-before its end (of a message its peer and tag), splits, call site (code, offset), thread, and when it was issued, ns."""
+"""The peer of a receive from whoever sends first; and the peer of a collective, which has none."""
+MESSAGES = ("send", "recv")
+"""The kinds of messages between two ranks; all others are collectives."""
 
 
-Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
-"""A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
-and since when, ns."""
+class Call(msgspec.Struct, eq=False):
+    """A call of a group's collective, or a message.
+
+    Attributes:
+        track: the calls of its group on this rank.
+        number: of the call in its group, from 1, as the program makes them; of a message, among those of its kind, peer and tag.
+        collective: its name in statistics, traces and errors; ``send`` or ``recv`` for a message.
+        dtype: of its tensors; None where it has none.
+        sent_bytes, received_bytes: bytes that it was given and asked for; −1: no two ranks need have them alike.
+        is_async: whether it returns before its end.
+        splits: rows (received, sent) for each member of an exchange; None for any other call.
+        code, offset: the place in the program that made it.
+        thread: that made it.
+        issued_ns: when the program made it.
+        peer, tag: of a message; ``peer`` is a global rank, or :data:`ANY`.
+        sequence: of the collective in its group, the same on all ranks; 0 before it runs. A call of several pairs of tensors
+            runs several, and has the number of the last; so with what follows.
+        plan: the name of the plan that moved its bytes, ``flat`` for the inner backend's own call; "" before it runs.
+        logical_bytes: what the caller moved, by nccl-tests' sizes.
+        inter_bytes, intra_bytes: sent by this rank over each link class; −1: only the inner backend knows.
+        started_ns, ended_ns: when it began to run, and when it ended; 0 before, and for a call that goes to the inner backend
+            as it is.
+        held_ns: held at chunk edges for higher lanes, in all.
+        error: the name of the error that it raised.
+
+    Times are of ``time.perf_counter_ns``.
+    """
+
+    track: Track
+    number: int
+    collective: str
+    dtype: Any
+    sent_bytes: int
+    received_bytes: int
+    is_async: bool
+    splits: Any
+    code: CodeType
+    offset: int
+    thread: int
+    issued_ns: int
+    peer: int = ANY
+    tag: int = 0
+    sequence: int = 0
+    plan: str = ""
+    logical_bytes: int = 0
+    inter_bytes: int = -1
+    intra_bytes: int = -1
+    started_ns: int = 0
+    ended_ns: int = 0
+    held_ns: int = 0
+    error: str = ""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a message between two ranks."""
+        return self.collective in MESSAGES
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A thread's wait for a call that was made earlier, or for the end of a group.
+
+    Attributes:
+        track: the group's.
+        kind, number, peer, tag: the call's, as of :class:`commlayer.calls.ring.Call`.
+        code, offset: the place in the program that waits.
+        since_ns: when it began to.
+    """
+
+    track: Track
+    kind: str
+    number: int
+    peer: int
+    tag: int
+    code: CodeType
+    offset: int
+    since_ns: int
+
+
 _Each = TypeVar("_Each")
 _NO_MESSAGES: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 _NONE_SETTLED: dict[tuple[str, int, int], int] = {}
@@ -79,7 +160,7 @@ class _Inside(dict[str, bool]):
 _is_inside = _Inside()
 _tracks: weakref.WeakSet[Track] = weakref.WeakSet()
 _waiting: dict[int, Waiting] = {}
-_calls: deque[Entry] = deque(maxlen=0)
+_calls: deque[Call] = deque(maxlen=0)
 _main_state: int | None = None
 _usual: CodeType | None = None
 """The code whose caller is the program, in most calls."""
@@ -118,7 +199,7 @@ class Track:
 
     def __init__(
         self,
-        append: Callable[[Entry], None],
+        append: Callable[[Call], None],
         key: str,
         name: str,
         ranks: Sequence[int],
@@ -156,8 +237,8 @@ class Track:
         splits: Any = None,
         issued_ns: int = 0,
         depth: int = 3,
-    ) -> int:
-        """A collective is called by the caller of the function that calls this. Returns its number, from 1.
+    ) -> Call:
+        """Make the call of a collective, which the caller of the function that calls this has called.
 
         ``depth``: so many frames away is the outermost of torch's own, as a rule.
         """
@@ -174,32 +255,32 @@ class Track:
                 _usual = code
         self.issued = number = self.issued + 1
         self.latest = opts
-        self._append(
-            (
-                self,
-                number,
-                kind,
-                dtype,
-                sent,
-                received,
-                is_async,
-                splits,
-                frame.f_code,
-                frame.f_lasti,
-                get_ident(),
-                issued_ns or now(),
-            )
+        call = Call(
+            self,
+            number,
+            kind,
+            dtype,
+            sent,
+            received,
+            is_async,
+            splits,
+            frame.f_code,
+            frame.f_lasti,
+            get_ident(),
+            issued_ns or now(),
         )
-        return number
+        self._append(call)
+        return call
 
-    def take_back(self, number: int) -> None:
-        """Call ``number`` was refused on this rank, before anything of it was sent: the next one has its number."""
-        if self.issued == number:
-            self.issued = number - 1
+    def take_back(self, call: Call) -> None:
+        """Forget that ``call`` was made: it was refused on this rank, before anything of it was sent, and the next one has its
+        number."""
+        if self.issued == call.number:
+            self.issued = call.number - 1
             self.latest = None  # they are not those of the call before
 
-    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
-        """A message to or from ``member`` of the group, or :data:`ANY`, is posted. Returns what :meth:`wait` takes."""
+    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> Call:
+        """Make the call of a message to or from ``member`` of the group, or :data:`ANY`, that is posted."""
         peer = self.ranks[member] if member >= 0 else ANY
         code, offset = _site(2)
         key = kind, peer, tag
@@ -208,8 +289,9 @@ class Track:
         if len(self.messages) > self._room:
             self._forget()
         sent, received = (num_bytes, 0) if kind == "send" else (0, num_bytes)
-        self._append((self, number, kind, dtype, sent, received, (peer, tag), None, code, offset, get_ident(), now()))
-        return kind, number, peer, tag
+        call = Call(self, number, kind, dtype, sent, received, True, None, code, offset, get_ident(), now(), peer, tag)
+        self._append(call)
+        return call
 
     def _forget(self) -> None:
         """Forget the older half of what is counted, but for messages that nobody has waited for."""
@@ -219,19 +301,26 @@ class Track:
                 del self.messages[key], self.settled[key]
         self._room = max(most, len(self.messages) + most // 2)
 
-    def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
-        """This thread waits from now on for call ``number``, or for that message."""
+    def wait(self, call: Call) -> None:
+        """This thread waits from now on for ``call``."""
         frame = _getframe(2)
         if _is_inside[frame.f_code.co_filename]:
             frame = _outside(frame)
-        _waiting[get_ident()] = self, kind, number, peer, tag, frame.f_code, frame.f_lasti, now()
+        _waiting[get_ident()] = Waiting(
+            self, call.collective, call.number, call.peer, call.tag, frame.f_code, frame.f_lasti, now()
+        )
+
+    def wait_for_end(self, kind: str) -> None:
+        """This thread waits from now on for all calls of the group, in a function of this name that ends it."""
+        code, offset = _site(2)
+        _waiting[get_ident()] = Waiting(self, kind, self.issued, ANY, 0, code, offset, now())
 
     def waited(self) -> None:
         """The wait has ended well."""
-        found = _waiting.pop(get_ident(), None)
-        if found is not None and found[1] in MESSAGES:
-            key = found[1], found[3], found[4]
-            self.settled[key] = max(self.settled.get(key, 0), found[2])
+        wait = _waiting.pop(get_ident(), None)
+        if wait is not None and wait.kind in MESSAGES:
+            key = wait.kind, wait.peer, wait.tag
+            self.settled[key] = max(self.settled.get(key, 0), wait.number)
 
 
 @lru_cache(maxsize=64)
@@ -244,21 +333,40 @@ def _closed() -> bool:
     return True
 
 
+_NOWHERE = _closed.__code__
+"""The place of a call that nobody asks for."""
+
+
 class Silent(Track):
-    """A track where no ring is kept."""
+    """A track where no ring is kept: its calls have no numbers, and are forgotten once they have ended."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(_calls.append, "", "", (), str, str)
 
-    def note(self, *_: Any, **__: Any) -> int:
-        return 0
+    def note(
+        self,
+        kind: str,
+        dtype: Any,
+        sent: int,
+        received: int,
+        opts: Any,
+        is_async: bool,
+        splits: Any = None,
+        issued_ns: int = 0,
+        depth: int = 3,
+    ) -> Call:
+        return Call(self, 0, kind, dtype, sent, received, is_async, splits, _NOWHERE, 0, 0, issued_ns or now())
 
-    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
-        return kind, 0, ANY, tag
+    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> Call:
+        sent, received = (num_bytes, 0) if kind == "send" else (0, num_bytes)
+        return Call(self, 0, kind, dtype, sent, received, True, None, _NOWHERE, 0, 0, now(), ANY, tag)
 
-    def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
+    def wait(self, call: Call) -> None:
+        return None
+
+    def wait_for_end(self, kind: str) -> None:
         return None
 
     def waited(self) -> None:
@@ -323,7 +431,7 @@ def _keep_main_state() -> None:
     _main_state = get()
 
 
-def recorded_calls() -> list[Entry]:
+def recorded_calls() -> list[Call]:
     """The calls in the ring, oldest first. From any thread."""
     return copied(_calls)
 
