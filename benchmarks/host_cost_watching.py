@@ -23,6 +23,8 @@ from common import measure_links
 import commlayer.backend.order
 import commlayer.measure.calibrate  # before the fork, as the others: ranks then start in milliseconds
 from commlayer.auditing import watch as watching
+from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.group import CommlayerGroup
 from commlayer.calls.ring import Silent
 from commlayer.emulation import EmulatedCluster
@@ -53,9 +55,9 @@ class Parts:
             (
                 group,
                 group._order.track,
-                group._order.watch,
-                group._calls.ledger,
-                getattr(group._calls.ledger, "heard", None),
+                group.instruments.find(GroupWatch),
+                group.instruments.find(Ledger),
+                getattr(group.instruments.find(Ledger), "heard", None),
             )
             for group in groups
         ]
@@ -67,9 +69,12 @@ class Parts:
         _ordering.noted = self._noted if level >= 1 else _unnoted
         for group, track, watch, ledger, heard in self._kept:
             group._order.track = track if level >= 1 else self._silent
-            group._calls.ledger = ledger if level >= 2 else None
+            for instrument, least in ((ledger, 2), (watch, 3)):
+                if instrument is not None:
+                    group.instruments.remove(instrument)
+                    if level >= least:
+                        group.instruments.add(instrument)
             if watch is not None:
-                group._order.watch = watch if level >= 3 else None
                 ledger.heard = heard if level >= 3 else None
                 watch._is_replanning = level >= 4
                 (watching._watching.add if level >= 3 else watching._watching.discard)(watch)
@@ -159,18 +164,19 @@ def measure_parts(profile: str, rounds: int, num_calls: int) -> dict[str, list[f
     _begin(profile)
     dist.all_reduce(torch.ones(256))
     group: Any = dist.group.WORLD
-    order, ledger = group._order, group._calls.ledger
+    order, ledger = group._order, group.instruments.find(Ledger)
+    watch = group.instruments.find(GroupWatch)
 
     def ring() -> None:
         order.track.done = order.track.note("all_reduce", torch.float32, 1024, 1024, None, False, depth=1).number
 
     def audit() -> None:
         call = object()
-        order.traffic.begin(call, order.key)
-        order.traffic.end(call, time.perf_counter_ns())
+        order.under_way.begin(call, order.key)
+        order.under_way.end(call, time.perf_counter_ns())
         ledger.note_flat("all_reduce", 1024, 900_000, (1024, 0))
 
-    parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": order.watch.pass_by}
+    parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": watch.pass_by}
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(rounds):
         for name, part in parts.items():

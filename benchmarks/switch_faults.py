@@ -47,6 +47,8 @@ import commlayer.measure.calibrate
 import commlayer.measure.link_times as link_times
 import commlayer.measure.trials  # noqa: F401  likewise
 from commlayer.agree.appointments import Appointment, Appointments
+from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.running import Calls
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure.link_times import LinkTimes
@@ -363,14 +365,14 @@ def _watch_calls(struck: Struck) -> None:
         return planned_anew
 
     def looking(look: Any) -> Any:
-        def looked(calls: Calls, collective: str, *args: Any, **how: Any) -> Any:
-            ledger, watch = calls.ledger, calls.order.watch
+        def looked(calls: Calls, *args: Any, **how: Any) -> Any:
+            ledger, watch = calls.instruments.find(Ledger), calls.instruments.find(GroupWatch)
             if ledger is None or watch is None:
-                return look(calls, collective, *args, **how)
+                return look(calls, *args, **how)
             number, generation = watch._appointments.calls, ledger.generation
             if generation:
                 struck.at("at the first call by new plans")
-            plan = look(calls, collective, *args, **how)
+            plan = look(calls, *args, **how)
             struck.notes.record(struck.rank, number, generation, plan.name if plan else "flat")
             if generation:
                 struck.at("in the first call by new plans")
@@ -444,7 +446,7 @@ def calls(notes: Notes, found: dict[str, Any]) -> None:
     for number in range(_MOST_CALLS):
         is_right = checked_call(number)
         found["calls"] = number + 1
-        found["switches"] = group._calls.ledger.generation
+        found["switches"] = group.instruments.find(Ledger).generation
         if not is_right:
             found["wrong"].append(number)
         since += notes.struck_s > 0

@@ -26,6 +26,8 @@ from commlayer.auditing.group_audits import (
 )
 from commlayer.auditing.placements import audited_placements
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
+from commlayer.calls.instruments import Instrument
+from commlayer.calls.ring import Call
 from commlayer.calls.under_way import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
@@ -93,8 +95,10 @@ class Sample(NamedTuple):
     measured_us: float
 
 
-class Ledger:
+class Ledger(Instrument):
     """The ledger of one group. One call at a time notes itself; any thread reads."""
+
+    lets_pass = True
 
     def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
         self._counters = counters
@@ -122,6 +126,17 @@ class Ledger:
         """Told of the calls that ranks compare, from number ``told_from`` on, when they were noted."""
         self.told_from = 0
         _ledgers.append(self)
+
+    def moved(self, call: Call) -> None:
+        """Note a call that has ended."""
+        sent = call.inter_bytes, call.intra_bytes
+        if call.plan is None:
+            self.note_flat(call.collective, call.run_bytes, call.moved_ns, sent)
+        else:
+            self.note_plan(call.plan, call.collective, call.run_bytes, call.moved_ns, sent)
+
+    def closed(self) -> None:
+        self.close()
 
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.agree.appointments import PATIENCE_S, Appointments
 from commlayer.auditing.ledger import Ledger
+from commlayer.calls.instruments import Instrument
+from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
@@ -93,8 +95,10 @@ class _Found(NamedTuple):
     is_doubtful: bool
 
 
-class GroupWatch:
+class GroupWatch(Instrument):
     """Watches one group, on one of its ranks. ``plan_anew`` has the group plan by other choices, from the next call on."""
+
+    lets_pass = True
 
     def __init__(
         self, planned: PlannedGroup, ledger: Ledger, store: Store, plan_anew: Callable[[Choices], None]
@@ -133,6 +137,14 @@ class GroupWatch:
         _watching.add(self)
 
     # Where calls run
+
+    def began(self, call: Call) -> None:
+        """Count the call that runs now, and keep the appointment before it."""
+        del call
+        self.next_call()
+
+    def ending(self) -> None:
+        self.close()
 
     def next_call(self) -> None:
         """Count the call that runs now, and keep the appointment before it, if there is one.

@@ -26,19 +26,16 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
-from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.calls.counters import GroupCounters
+from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call
-from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import longest_hold_us
-from commlayer.traces.recorder import recorder
-from commlayer.traces.records import CallRecord
 
 __all__ = ["Batch", "Batches", "Parcel"]
 
@@ -61,7 +58,8 @@ class Batch(Work):
         self._messages, self.what, self._outputs = messages, what, outputs
         self.works: list[tuple[Work, str, Call]] = []
         self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.record: CallRecord | None = None
+        self.call: Call | None = None
+        self.instruments: Instruments | None = None
         self._posted = threading.Event()
         self._done = False
         self._error: BaseException | None = None
@@ -79,14 +77,17 @@ class Batch(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True at the end. Raises PeerError, CollectiveTimeoutError, naming this rank, the group and the peer."""
-        recording = recorder()
-        if self._done or recording is None or self.record is None:
+        call, instruments, began = self.call, self.instruments, now()
+        if self._done or call is None or instruments is None:
             self._wait(timeout)
         else:
             try:
-                waiting(recording, self.record, lambda: self._wait(timeout))
+                self._wait(timeout)
             finally:
-                self.record.end_ns = now()
+                for hear in instruments.waited:
+                    hear(call, began, now())
+                for hear_end in instruments.ended:
+                    hear_end(call)
         if self._error is not None:
             raise self._error
         return True
@@ -159,7 +160,7 @@ class Batches:
             f"from {self._members.named(p)}" for _, p in receives
         ]
         batch = Batch(self._messages, f"messages {', '.join(names)}", [x for x, _ in receives])
-        self._record(batch, sends)
+        self._show(batch, sends)
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
@@ -173,25 +174,20 @@ class Batches:
             batch.posted()
         return batch
 
-    def _record(self, batch: Batch, sends: Sequence[Parcel]) -> None:
-        recording = recorder()
-        if recording is None:
+    def _show(self, batch: Batch, sends: Sequence[Parcel]) -> None:
+        """Show the batch as one call to those who listen to the group's calls. It is none of the ring's: its messages are."""
+        instruments = self._order.instruments
+        if not instruments.issued:
             return
-        record = batch.record = new_record(
-            self._inner.planned, self._order.lane_name, self._members.describe(), "messages"
-        )
-        record.ranks, record.plan, record.start_ns = (
-            (record.rank,),
-            "messages",
-            record.enqueue_ns,
-        )  # like no other rank's
-        record.inter_bytes = sum(x.nbytes for x, peer in sends if peer in self._members.far)
-        record.logical_bytes = sum(x.nbytes for x, _ in sends)
-        record.intra_bytes = record.logical_bytes - record.inter_bytes
-        recording.add(record)
+        num_bytes = sum(x.nbytes for x, _ in sends)
+        inter = sum(x.nbytes for x, peer in sends if peer in self._members.far)
+        batch.call = self._order.track.unnumbered("messages", num_bytes)
+        batch.call.logical_bytes, batch.call.inter_bytes, batch.call.intra_bytes = num_bytes, inter, num_bytes - inter
+        batch.instruments = instruments
+        for hear in instruments.issued:
+            hear(batch.call)
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
-        busy_until = device_busy_until()
         calls = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
         for x, _ in sends:
             self._counters.flat["send"].add(x.nbytes, 0)
@@ -199,8 +195,8 @@ class Batches:
         is_small = all(len(each) == 1 for each, _, _ in pieces)
         if self.sender is None:
             self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
-        if busy_until is not None:  # they begin behind what was launched; their caller goes on
-            self.sender.submit(batch.what, None, self._post_behind_device, (busy_until, batch, pieces))
+        if batch.call is not None and batch.call.begins_after_s is not None:  # its caller goes on meanwhile
+            self.sender.submit(batch.what, None, self._post_later, (batch.call, batch, pieces))
             return
         if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
             self._post_all(batch, pieces)
@@ -216,8 +212,9 @@ class Batches:
     def _enter_lane(self, pieces: list[_Pieces]) -> Issued | None:
         return self._order.lane.enter([each for each, _, _ in pieces]) if self._order.lane.is_on else None
 
-    def _post_behind_device(self, busy_until: float, batch: Batch, pieces: list[_Pieces]) -> None:
-        await_device(busy_until)
+    def _post_later(self, call: Call, batch: Batch, pieces: list[_Pieces]) -> None:
+        for hear in self._order.instruments.began:
+            hear(call)
         self._post_in_order(batch, pieces, self._enter_lane(pieces))
 
     def _post_in_order(self, batch: Batch, pieces: list[_Pieces], issued: Issued | None) -> None:
@@ -239,8 +236,8 @@ class Batches:
                 if self._order.lane.is_on:
                     most_us = longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy)
                     held_s = lanes().hold(self._order.lane.level, most_us, crosses=alone_s > 0)
-                    if batch.record is not None:
-                        batch.record.held_ns += int(held_s * 1e9)
+                    if batch.call is not None:
+                        batch.call.held_ns += int(held_s * 1e9)
                 for piece, peer, call in here:
                     self._post(batch, "send", piece, peer, nth, call)
                 if any(nth + 1 < len(each) for each, _, _ in pieces):

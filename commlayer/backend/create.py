@@ -14,12 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
-from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
-from commlayer.auditing.at_exit import agreed_job, audit_report, open_audit_report
-from commlayer.auditing.first_step import tell_after_first_step
 from commlayer.backend import world
 from commlayer.backend.called_lists import group_key
 from commlayer.backend.device_profiles import DeviceSurvey
@@ -36,11 +33,10 @@ from commlayer.backend.patches import (
     teach_monitored_barrier,
     teach_timeouts,
 )
-from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.calls.group_life import stage
+from commlayer.calls.instruments import NewGroup, attach_own, inquiries
 from commlayer.devices.device_contract import Messenger
-from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
@@ -54,7 +50,6 @@ from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import BLAMING, UsageError
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.lanes import LanePolicy
-from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.c10d import start_sequence
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
@@ -102,7 +97,7 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     teach_barrier()
     detector, me = joined.detector, request.global_rank
     board = FailureBoard(detector, group_key(request.name, joined.generation), me, request.global_ranks)
-    inquiry = joined.inquiry or inquiry_of(detector)
+    inquiry = joined.inquiry or inquiries().inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     try:
@@ -135,7 +130,6 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
     jobs = connect.agreed(gloo, request, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
-    _keep_records(connect, gloo, request, job)
     planned = connect.planned(gloo, job)
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
@@ -151,7 +145,6 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         make=partial(make_group, stands_alone=request.stands_alone),
         options=options,
     )
-    group.place_in_profile(job.places_of(global_ranks))
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
@@ -175,9 +168,42 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
     if is_default:
         world.remember(jobs, group)
     is_of_job = is_default or (not request.stands_alone and world.current() is None)  # else the default group has told
-    if is_of_job and global_ranks[rank] == 0 and jobs.planner is not None and len(jobs.nodes_of(global_ranks)) > 1:
-        tell_after_first_step(is_new_job=is_default)
+    _attach(group, connect, request, job, is_of_job=is_of_job and jobs.planner is not None)
     return group
+
+
+def _attach(
+    group: CommlayerGroup, connect: _Connector, request: GroupRequest, job: world.World, *, is_of_job: bool
+) -> None:
+    """Give a group its instruments."""
+    order, calls, inner = group.parts
+    if request.stands_alone:
+        me, world_size = _rank_in_job(), len(request.global_ranks)
+    else:
+        me = request.global_rank
+        world_size = len(request.global_ranks) if request.is_default else dist.get_world_size()
+    attach_own(
+        NewGroup(
+            instruments=group.instruments,
+            counters=group.counters,
+            order=order,
+            calls=calls,
+            planned=inner.planned,
+            gloo=inner.gloo,
+            store=inner.store,
+            settings=job.settings,
+            options=group.options,
+            places=job.places_of(request.global_ranks),
+            rank=me,
+            ranks=request.global_ranks,
+            world_size=world_size,
+            is_planning=calls.is_planning,
+            is_default=request.is_default,
+            is_of_job=is_of_job,
+            stands_alone=request.stands_alone,
+            connecting=connect.connecting,
+        )
+    )
 
 
 def _notes(options: GroupOptions) -> dict[str, str]:
@@ -192,34 +218,6 @@ def _notes(options: GroupOptions) -> dict[str, str]:
         except UsageError as error:
             words["wire on CUDA"] = f"impossible here: {error}"
     return words
-
-
-def _keep_records(connect: _Connector, gloo: Any, request: GroupRequest, job: world.World) -> None:
-    """Have calls recorded and told of, as settings say. A group that stands alone has no files: its ranks have other numbers
-    each time it is made, and those of the job belong to its replica."""
-    if request.stands_alone:
-        if job.settings.stats == "1":
-            print_at_exit(_rank_in_job(), job.settings.replica or "")
-        return
-    global_ranks, rank, is_default = connect.global_ranks, connect.rank, request.is_default
-    world_size = len(global_ranks) if is_default else dist.get_world_size()
-    with connect.connecting("to record calls", "comparing clocks to record calls"):
-        begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
-    _report_at_exit(job, connect.store, me=global_ranks[rank], world_size=world_size, is_default=is_default)
-
-
-def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, is_default: bool) -> None:
-    """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
-    where the default one is another backend's."""
-    settings = job.settings
-    is_printed = settings.stats == "1"
-    is_first = is_default or audit_report() is None
-    if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
-        name = agreed_job(store if is_default else _get_default_store()) if settings.audit else ""
-        folder = settings.in_replica(settings.audit)
-        open_audit_report(job=name, rank=me, world_size=world_size, folder=folder, is_printed=is_printed)
-    if is_printed:
-        print_at_exit(me, settings.replica or "")
 
 
 def _rank_in_job() -> int:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
-from commlayer.auditing.saved_calls import CallShape, MovesKind
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.options import timeout_of
 from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
-from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
+from commlayer.calls.instruments import Movement
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Sent
@@ -87,8 +86,8 @@ class Encodings:
         if not source.is_cpu:
             return self._order.on_device(source).start_encoded(plan, source, target, blocks, codec)  # type: ignore[no-any-return]
         return self._begin(
-            self._call("encoded", plan, source, target, blocks=blocks, codec=codec),
-            lambda: self._encoded.run(plan, source, target, blocks, codec, record=self._order.record),
+            Movement(plan, source, target, "encoded", blocks=blocks, codec=codec),
+            lambda: self._encoded.run(plan, source, target, blocks, codec, issued=self._order.call),
         )
 
     def start_exchange(
@@ -104,8 +103,8 @@ class Encodings:
             on_device = self._order.on_device(source)
             return on_device.start_encoded_exchange(plan, source, target, splits, codec)  # type: ignore[no-any-return]
         return self._begin(
-            self._call("encoded exchange", plan, source, target, splits=splits, codec=codec),
-            lambda: self._encoded.run_exchange(plan, source, target, splits, codec, record=self._order.record),
+            Movement(plan, source, target, "encoded exchange", splits=splits, codec=codec),
+            lambda: self._encoded.run_exchange(plan, source, target, splits, codec, issued=self._order.call),
         )
 
     def start_over(
@@ -123,8 +122,8 @@ class Encodings:
         planned = self._inner.planned
         plan = exchange_over(span, planned.choices.shape, most)
         return self._begin(
-            self._call("over", plan, source, target, splits=splits),
-            lambda: planned.run_over(plan, source, target, splits, record=self._order.record),
+            Movement(plan, source, target, "over", splits=splits),
+            lambda: planned.run_over(plan, source, target, splits, issued=self._order.call),
         )
 
     def start_known_exchange(
@@ -147,7 +146,7 @@ class Encodings:
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
         """A reduce_scatter in the memory of ``source``; see EncodedGroup.reduce_scatter_in_place."""
         return self._begin(
-            self._call("in place", plan, source, target),
+            Movement(plan, source, target, "in place"),
             lambda: self._encoded.reduce_scatter_in_place(plan, source, target),
         )
 
@@ -171,39 +170,22 @@ class Encodings:
         size, codec, limit_s = self._calls.members.size, Codec(plan.wire, source.dtype, "pass"), timeout_of(opts)
         blocks = None if collective == "all_reduce" else (target.nbytes,) * size
         self._run_encoded(
-            self._call("encoded", plan, source, target, blocks=blocks, codec=codec),
-            lambda: self._encoded.run(
-                plan, source, target, blocks, codec, timeout_s=limit_s, record=self._order.record
-            ),
+            Movement(plan, source, target, "encoded", blocks=blocks, codec=codec),
+            lambda: self._encoded.run(plan, source, target, blocks, codec, timeout_s=limit_s, issued=self._order.call),
         )
         if op == AVG:
             with torch._C._InferenceMode(True):
                 target.data.div_(size)
         return True
 
-    def _call(
-        self,
-        kind: MovesKind,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        blocks: Sequence[int] | None = None,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        codec: Codec | None = None,
-    ) -> ShadowedCall:
-        non_finite = "raise" if codec is None else codec.non_finite
-        nodes = self._inner.planned.nodes
-        shape = partial(CallShape.of, kind, plan, nodes, source.dtype, blocks=blocks, non_finite=non_finite)
-        return ShadowedCall(plan, source, target, shape, splits, codec)
-
-    def _begin(self, call: ShadowedCall, run: Callable[[], Sent]) -> Work:
+    def _begin(self, movement: Movement, run: Callable[[], Sent]) -> Work:
         options: Any = AllreduceOptions()
         options.asyncOp = True
-        return self._order.issue(options, call.plan.traffic.collective, [call.target], self._run_encoded, call, run)
+        collective = movement.plan.traffic.collective
+        return self._order.issue(options, collective, [movement.target], self._run_encoded, movement, run)
 
-    def _run_encoded(self, call: ShadowedCall, run: Callable[[], Sent]) -> None:
-        plan, source, shadow = call.plan, call.source, self._calls.shadow
+    def _run_encoded(self, movement: Movement, run: Callable[[], Sent]) -> None:
+        calls, plan, source = self._calls, movement.plan, movement.source
         collective, size = plan.traffic.collective, source.nbytes
         order, signatures = self._order, self._inner.signatures
         if signatures is not None:
@@ -211,15 +193,14 @@ class Encodings:
             is_even = collective in ("all_reduce", "reduce_scatter")
             words = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
             signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
-        order.sequence += 1
-        if shadow is not None and shadow.is_over:  # the plan was looked up when the call was made
-            shadow.instead(call)
+        call = calls.begin_plan(plan)
+        if calls.instead is not None:  # the plan was looked up when the call was made
+            calls.instead(movement)
             return
-        sample = None if shadow is None else shadow.before(call)
+        if calls.instruments.moving:
+            calls.show(call, movement)
         started = now()
         with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
             sent = run()
         num_bytes = plan.traffic.logical_bytes if collective != "all_to_all_v" else size
-        self._calls.count_plan(plan, collective, num_bytes, now() - started, (sent.inter, sent.intra))
-        if sample is not None:
-            sample.check()
+        calls.count_plan(call, num_bytes, now() - started, (sent.inter, sent.intra))

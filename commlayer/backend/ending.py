@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 
-from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
-from commlayer.backend.recording import end
 from commlayer.calls.counters import GroupCounters
-from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.calls.instruments import AsksRanks
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
@@ -27,19 +25,17 @@ class Ending:
         self._order, self._members, self._inner = order, order.members, order.inner
         self._batches, self._counters = batches, counters
         self.detector: FailureDetector | None = None
-        self.ledger: Ledger | None = None
-        self.inquiry: Inquiry | None = None
+        self.inquiry: AsksRanks | None = None
 
     def stop(self, *, drain: bool) -> None:
         """End what is queued (``drain``), or break it, and let go of everything."""
         inner = self._inner
         if inner.is_ended:
             return
-        if self._order.watch is not None:
-            self._order.watch.close()
+        self._order.instruments.ending()
         if drain:
             self._finish()
-            end(inner.gloo, self._members.size, with_others=True)
+            self._order.instruments.closing(with_others=True)
             inner.planned.close()
         elif self._break():
             inner.planned.close()
@@ -51,8 +47,7 @@ class Ending:
     def _let_go(self, *, drain: bool) -> None:
         self._counters.close()
         self._order.track.close()
-        if self.ledger is not None:
-            self.ledger.close()
+        self._order.instruments.closed()
         if self.inquiry is not None:
             self.inquiry.close()
         if self.detector is not None:
@@ -96,7 +91,8 @@ class Ending:
         for queue in (self._order.progress, self._batches.sender):
             if queue is not None:
                 queue.disown()
-        self._order.latest = self._order.watch = None  # whose lock and store are the parent's
+        self._order.latest, self._order.may_pass = None, None
+        self._order.instruments.inherited()  # whose locks and stores are the parent's
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:
@@ -114,7 +110,7 @@ class Ending:
     def _break(self) -> bool:
         """Break what is under way. Whether all of it has ended then, on this rank."""
         inner = self._inner
-        end(inner.gloo, self._members.size, with_others=False)
+        self._order.instruments.closing(with_others=False)
         inner.planned.abort("aborted the group")
         inner.gloo.abort()
         inner.direct.abort()

@@ -8,21 +8,19 @@ These are bodies of rows of the table (verbs.py), which run in the group's order
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import index
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 
-from commlayer.auditing.saved_calls import CallShape
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.running import Calls
-from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.calls.counters import Row
+from commlayer.calls.instruments import Movement
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 
@@ -42,14 +40,14 @@ def all_to_all(
     going = sent_bytes(calls.members, num_bytes, sent)
     if is_plain(input) and is_plain(output):
         call = calls.inner.gloo.alltoall_base
-        calls.flat("all_to_all", num_bytes, call, output, input, received, sent, opts, sent=going)
+        calls.flat(num_bytes, call, output, input, received, sent, opts, sent=going)
         return
     with torch.inference_mode():
         source, target = as_bytes(input), landing(output)
         into = target.view(torch.uint8)
         received, sent = _in_bytes(output, received), _in_bytes(input, sent)
         call = calls.inner.gloo.alltoall_base
-        calls.flat("all_to_all", num_bytes, call, into, source, received, sent, opts, sent=going)
+        calls.flat(num_bytes, call, into, source, received, sent, opts, sent=going)
         land(output, target)
 
 
@@ -83,13 +81,11 @@ def _by_plan(
     item = input.element_size()
     with torch._C._InferenceMode(True):
         source, target = as_bytes(input), landing(output)
-        calls.order.sequence += 1
+        call = calls.begin_plan(plan)
         given = [count * item for count in _elements(input, sent, size)]
         wanted = [count * item for count in _elements(output, received, size)]
-        sample = None
-        if calls.shadow is not None:
-            shape = partial(CallShape.of, "split", plan, planned.nodes, input.dtype)
-            sample = calls.shadow.before(ShadowedCall(plan, source, target, shape, (given, wanted)))
+        if calls.instruments.moving:
+            calls.show(call, Movement(plan, source, target, "split", splits=(given, wanted)))
         started = now()
         with _record(f"commlayer:all_to_all {plan.name}"):
             going = planned.run_all_to_all(
@@ -99,11 +95,9 @@ def _by_plan(
                 given,
                 wanted,
                 timeout_s=timeout_s,
-                record=calls.order.record,
+                issued=call,
             )
-        calls.count_plan(plan, "all_to_all", input.nbytes, now() - started, going)
-        if sample is not None:
-            sample.check()
+        calls.count_plan(call, input.nbytes, now() - started, going)
         land(output, target)
     return True
 

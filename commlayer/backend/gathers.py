@@ -44,14 +44,14 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
             f"{size * input.numel()}, got {output.numel()} of {output.dtype}"
         )
     num_bytes = output.nbytes
-    plan = calls.look("all_gather", input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
+    plan = calls.look(input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
     if plan is not None and is_plain(output):
-        calls.run_plan(plan, "all_gather", num_bytes, input, output, opts)
+        calls.run_plan(plan, num_bytes, input, output, opts)
         return
     if plan is None and is_plain(output) and is_plain(input):
         # The verb tells autograd of the change, not Gloo.
         output, input = output.data.view(-1), input.detach().view(-1)
-        calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, output, input, opts)
+        calls.flat(num_bytes, calls.inner.gloo._allgather_base, output, input, opts)
         return
     with torch.inference_mode():
         target = landing(output)
@@ -64,10 +64,10 @@ def _gather_row(
 ) -> None:
     """All_gather of flat tensors of any dtype, by ``plan`` where there is one."""
     if plan is not None:
-        calls.run_plan(plan, "all_gather", num_bytes, source, target, opts)
+        calls.run_plan(plan, num_bytes, source, target, opts)
     else:
         call = calls.inner.gloo._allgather_base
-        calls.flat("all_gather", num_bytes, call, _carried(target), _carried(source), opts)
+        calls.flat(num_bytes, call, _carried(target), _carried(source), opts)
 
 
 def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
@@ -89,10 +89,10 @@ def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: A
     if len(set(sizes)) > 1:
         _all_gather_uneven(calls, outputs, input, sizes, num_bytes, opts)
         return
-    plan = calls.look("all_gather", input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
+    plan = calls.look(input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
     if plan is None and is_plain(input) and all(o.shape == input.shape and is_plain(o) for o in outputs):
         gloo = calls.inner.gloo
-        calls.flat("all_gather", num_bytes, gloo.allgather, [[each.data for each in outputs]], [input], opts)
+        calls.flat(num_bytes, gloo.allgather, [[each.data for each in outputs]], [input], opts)
         return
     with torch.inference_mode():
         gathered = torch.empty(sum(sizes), dtype=input.dtype)
@@ -105,14 +105,14 @@ def _all_gather_uneven(
 ) -> None:
     """Padded to the largest: one call. All ranks know all sizes, from their outputs."""
     if calls.needs_look:
-        calls.look("all_gather", input, num_bytes, sizes=tuple(sizes), timeout=opts.timeout, plannable=False)
+        calls.look(input, num_bytes, sizes=tuple(sizes), timeout=opts.timeout, plannable=False)
     with torch.inference_mode():
         widest = max(sizes) * input.element_size()
         padded = torch.empty(widest, dtype=torch.uint8)
         source = as_bytes(input)
         padded[: source.numel()] = source
         gathered = torch.empty(calls.members.size * widest, dtype=torch.uint8)
-        calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, gathered, padded, opts)
+        calls.flat(num_bytes, calls.inner.gloo._allgather_base, gathered, padded, opts)
         for row, output in zip(gathered.view(calls.members.size, widest), outputs, strict=True):
             spread(row[: output.nbytes].view(output.dtype), [output])
 
@@ -133,17 +133,17 @@ def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     plan, num_bytes = None, tensor.nbytes
     calls.members.require_root("broadcast from", opts.rootRank)
     if calls.needs_look:
-        plan = calls.look("broadcast", tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
+        plan = calls.look(tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
     if plan is None and is_plain(tensor):
-        calls.flat("broadcast", num_bytes, calls.inner.gloo.broadcast, [tensor], opts)
+        calls.flat(num_bytes, calls.inner.gloo.broadcast, [tensor], opts)
         return
     require_room(tensor)
     with torch.inference_mode():
         moved = plain_row(tensor)
         if plan is not None:
-            calls.run_plan(plan, "broadcast", num_bytes, moved, moved, opts, root=opts.rootRank)
+            calls.run_plan(plan, num_bytes, moved, moved, opts, root=opts.rootRank)
         else:
-            calls.flat("broadcast", num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
+            calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
         land(tensor, moved)
 
 
@@ -154,7 +154,7 @@ def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any)
         sink = [landing(x) for x in wanted]
         into = [[_carried(x) for x in sink]] if sink else []
         num_bytes = source.nbytes * calls.members.size
-        calls.flat("gather", num_bytes, calls.inner.gloo.gather, into, [_carried(plain_row(source))], opts)
+        calls.flat(num_bytes, calls.inner.gloo.gather, into, [_carried(plain_row(source))], opts)
         for output, arrived in zip(wanted, sink, strict=True):
             land(output, arrived)
 
@@ -166,7 +166,7 @@ def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
         sink = landing(output)
         parts = [[_carried(plain_row(x)) for x in given]] if given else []
         num_bytes = output.nbytes * calls.members.size
-        calls.flat("scatter", num_bytes, calls.inner.gloo.scatter, [_carried(sink)], parts, opts)
+        calls.flat(num_bytes, calls.inner.gloo.scatter, [_carried(sink)], parts, opts)
         land(output, sink)
 
 
@@ -183,7 +183,7 @@ def _rooted(
         members.require_one_list(verb, lists, singles)
         members.require_same_size(verb, own, lists[0])
     if calls.needs_look:
-        calls.look(verb, own, own.nbytes, root=root, timeout=opts.timeout, plannable=False)
+        calls.look(own, own.nbytes, root=root, timeout=opts.timeout, plannable=False)
     return own, lists[0] if is_root else []
 
 

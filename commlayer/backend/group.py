@@ -21,9 +21,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, GatherOptions, PrefixStore, Store, Work
 
 from commlayer.agree.numbers import everyones_numbers
-from commlayer.auditing.at_exit import note_job_over
-from commlayer.auditing.ledger import Ledger
-from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.call_hooks import CallHooks, require_hooks
@@ -40,9 +37,9 @@ from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.calls.counters import GroupCounters
-from commlayer.calls.ring import open_track
+from commlayer.calls.instruments import AsksRanks, Instruments
+from commlayer.calls.ring import Call, open_track
 from commlayer.devices.device_contract import Messenger
-from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
@@ -56,6 +53,19 @@ from commlayer.transport.nccl import Nccl
 __all__ = ["CommlayerGroup"]
 
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it
+
+
+_OF_PLANS = {"all_to_all": "all_to_all_v"}
+"""The planner's name of a collective of the backend, where it is something else."""
+
+
+def promised(planned: PlannedGroup, call: Call) -> tuple[tuple[tuple[float, float], ...], float] | None:
+    """Return what is promised for a call that has run: the times of its plan's steps and the whole, µs; None: nothing is."""
+    if call.plan is None:
+        flat_us = planned.choices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
+        return None if flat_us is None else ((), flat_us)
+    timeline = planned.predicted(call.plan)
+    return None if timeline is None else (timeline.spans, timeline.total_us)
 
 
 class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
@@ -98,21 +108,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         )
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
+        engine = weakref.ref(planned)
+        track.predict = lambda call: promised(group, call) if (group := engine()) is not None else None
         board = weakref.ref(planned.board)
         track.is_broken = lambda: (found := board()) is None or found.is_broken
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
-        if is_planning and planned.choices.planner is not None and options.audit is not False:
-            self._calls.ledger = Ledger(self.counters, planned)
-            can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
-            if planned.settings.replan != "off" and can_change:
-                own = PrefixStore("replan/", inner.store)
-                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._calls.plan_anew)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
         self._calls.encoded_sums = partial(encodings.sum_now, sum_formats) if sum_formats else None
         self._ending = Ending(self._order, batches, self.counters)
-        self._ending.ledger = self._calls.ledger
         self._call_hooks: CallHooks | None = None
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
         self.start_batch = batches.start
@@ -121,10 +126,15 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.start_over, self.start_known_exchange = encodings.start_over, encodings.start_known_exchange
         self.plans_on_device = encodings.plans_on_device
 
-    def place_in_profile(self, places: tuple[int, ...]) -> None:
-        """Say which of the profile's nodes the group's are; empty: not known."""
-        if self._calls.ledger is not None:
-            self._calls.ledger.places = places
+    @property
+    def instruments(self) -> Instruments:
+        """The instruments that listen to the group's calls."""
+        return self._order.instruments
+
+    @property
+    def parts(self) -> tuple[Order, Calls, InnerGroups]:
+        """The parts that run its calls, for whoever makes it."""
+        return self._order, self._calls, self._inner
 
     def put_on_device(
         self,
@@ -173,6 +183,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         counters.reasons, counters.describe = (lambda: planned.choices.reasons), members.describe
         num_far = len(members.far)
         counters.shares = num_far / members.size, (members.size - num_far - 1) / members.size
+        self._order.track.shares = counters.shares
         return counters
 
     # Synchronisation
@@ -440,7 +451,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """This group was the first of its ranks, and ends their failure detector with itself."""
         self._ending.detector = detector
 
-    def own_inquiry(self, inquiry: Inquiry) -> None:
+    def own_inquiry(self, inquiry: AsksRanks) -> None:
         """The same for what asks the ranks for their calls."""
         self._ending.inquiry = inquiry
 
@@ -464,8 +475,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _stop(self, *, drain: bool) -> None:
         self._ending.stop(drain=drain)
-        if world.forget(self):
-            note_job_over()
+        world.forget(self)
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""

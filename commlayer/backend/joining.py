@@ -23,7 +23,7 @@ from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, Pe
 from commlayer.profiles.files import name_in_files
 
 if TYPE_CHECKING:
-    from commlayer.diagnosis.inquiry import Inquiry
+    from commlayer.calls.instruments import AsksRanks
 
 __all__ = ["GroupRequest", "Joined", "call_from_outside", "joining_group", "own_keys"]
 
@@ -73,7 +73,7 @@ class Joined:
     detector: FailureDetector
     is_own: bool
     lists: CalledLists | None = None
-    inquiry: Inquiry | None = None
+    inquiry: AsksRanks | None = None
 
     def load(self, load: Callable[[], _Loaded]) -> _Loaded:
         """``load()``. Where that fails the other ranks hear of it, in the words of its error, and wait no longer."""
@@ -143,12 +143,12 @@ class _Attending:
     def __init__(self, request: GroupRequest, store: Store, generation: str) -> None:
         self._request, self._store, self._generation = request, store, generation
         self._stack, self._joining = ExitStack(), ExitStack()
-        self.inquiry: Inquiry | None = None
+        self.inquiry: AsksRanks | None = None
 
     def begin(self, detector: FailureDetector | None) -> None:
         """Begin to answer those who ask this rank for its calls. ``detector``: the group's own, where it has one."""
         from commlayer.calls.group_life import making_group, stage
-        from commlayer.diagnosis.inquiry import Inquiry
+        from commlayer.calls.instruments import inquiries
         from commlayer.settings import Settings
 
         request = self._request
@@ -166,7 +166,7 @@ class _Attending:
             if settings.diagnose_dir is not None and request.stands_alone:  # its ranks have other numbers in the job
                 folder = str(Path(settings.diagnose_dir) / name_in_files(request.name))
             own = PrefixStore("diagnosis/", self._store)
-            self.inquiry = Inquiry(detector, own, folder, settings.long_wait_s)
+            self.inquiry = inquiries().Inquiry(detector, own, folder, settings.long_wait_s)
 
     def has_joined(self) -> None:
         """End the stage of joining: the group itself is made next."""

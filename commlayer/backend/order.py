@@ -7,32 +7,28 @@ program issues on one group from several threads that nothing orders, and then r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.noting import noted
-from commlayer.backend.recording import new_record, waiting
-from commlayer.backend.same_number import require_same_number
+from commlayer.backend.same_number import require_same_number, settle_own_call
 from commlayer.backend.works import IssuedWork
+from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call, Track
 from commlayer.calls.under_way import calls_under_way
-from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until, device_clock
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
+from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
-from commlayer.traces.recorder import Recorder, recorder
-from commlayer.traces.records import CallRecord
 from commlayer.transport.accelerators import device_of
 from commlayer.transport.nccl import use_lane as use_nccl_lane
 
@@ -47,80 +43,123 @@ _MOST_SIBLINGS = 1 << 20
 class Order:
     """One group's calls, in the order in which the program makes them, the same on all ranks.
 
+    ``track``: its calls in the ring of the process, and ``instruments``: who listens to them. ``call``: the one that runs now.
     ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
-    ``sequence``: how many collectives this rank has run; ``record``: of the one that runs now, where calls are recorded.
-    ``track``: its calls in the ring of the process.
-    ``needs_look``: calls have plans or signatures to look at.
+    ``sequence``: how many collectives this rank has run. ``needs_look``: calls have plans or signatures to look at.
+    ``may_pass``: asked before a call that never has a plan goes straight to Gloo; where it says no the call takes the long way,
+    because an instrument wants to be heard before it.
     """
 
     def __init__(self, members: Members, inner: InnerGroups, track: Track, *, needs_look: bool) -> None:
         self.members, self.inner, self.needs_look = members, inner, needs_look
         self.track = track
+        self.instruments = Instruments()
+        me = weakref.ref(self)
+        self.instruments.changed = lambda: order._decide_directness() if (order := me()) is not None else None
         self.lane = GroupLane(inner.planned)
         self.progress = ProgressQueue(f"commlayer {members.name[:8]}", lambda: members.who)
         self.latest: IssuedWork | None = None
         self.coalescing: list[Work] | None = None
         self.sequence = 0
         self.call: Call | None = None
-        self.record: CallRecord | None = None
-        self.watch: GroupWatch | None = None
-        self.traffic, self.key = calls_under_way(), id(inner.planned)
-        self.is_watched = False  # a lane or a recorder wants to see calls, or an emulated accelerator has to end before
-        self.is_direct = (
-            False  # until the lane is known, at the first call: torch describes a group after it has made it
-        )
+        self.may_pass: Callable[[], bool] | None = None
+        self.under_way, self.key = calls_under_way(), id(inner.planned)
+        self.is_watched = False
+        """Whether a lane or an instrument wants to see every call."""
+        self.is_direct = False
+        """Whether plain tensors may go to Gloo as they are. Not until the lane is known, at the first call: torch describes a
+        group after it has made it."""
 
     # Issuing
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
-        busy_until = device_busy_until()  # calls begin after what their caller has launched, as NCCL's do
-        if busy_until is not None and not opts.asyncOp:
-            await_device(busy_until)
-            busy_until = None
         call = self.track.note(label, *noted(args, opts), depth=4)
-        task, args = self._run_noted, (call, task, *args)
-        work = self._issue(opts, label, outputs, task, args, busy_until)
-        if isinstance(work, QueuedWork):
-            work.call = call
-        return work
-
-    def _issue(
-        self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...], busy_until: float | None
-    ) -> Work:
-        """``busy_until``: when an emulated accelerator has done what a call that is asynchronous begins behind."""
-        if self.inner.signatures is not None:
-            task, args = self.or_say_refused, (label, task, *args)
+        instruments = self.instruments
+        for hear in instruments.issued:
+            hear(call)
         if self.lane.name is None:
             self.use_lane_of_group()
-        recording = recorder()
-        if recording is not None:
-            return self._issue_recorded(recording, opts, label, outputs, task, args, busy_until)
-        if self.lane.is_on:
-            return self._issue_on_lane(opts, label, outputs, task, args, busy_until)
-        if opts.asyncOp or self.latest is not None:
-            return self._enqueue(opts, label, outputs, task, args, busy_until)
-        self.progress.run(label, task, args)
-        return DONE
+        if not instruments.waited or call.is_async:
+            return self._issue(call, outputs, task, args)
+        began = now()
+        try:
+            return self._issue(call, outputs, task, args)
+        finally:
+            for heard in instruments.waited:
+                heard(call, began, now())
 
-    def _run_noted(self, call: Call, task: Callable[..., object], *args: Any) -> None:
-        """Run ``task(*args)``, which is ``call``, to its end."""
-        if self.watch is not None:
-            self.watch.next_call()  # here, and not where calls are issued: all ranks run them in one order
+    def _issue(self, call: Call, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
+        if not self.lane.is_on:
+            return self._enqueue(call, outputs, self._run, (call, task, args))
+        if call.begins_after_s is not None:  # it holds nobody before: a link is not to be idle for what cannot go yet
+            return self._enqueue(call, outputs, self._run, (call, self._on_lane, (outputs, task, args)))
+        issued = self.lane.enter(outputs)
+        try:
+            return self._enqueue(call, outputs, self._run_issued, (issued, call, task, args))
+        except BaseException:  # perhaps not queued, and so never run
+            lanes().leave(issued)
+            raise
+
+    def _enqueue(self, call: Call, outputs: Any, run: QueuedCall, args: tuple[Any, ...]) -> Work:
+        """Have ``run(*args)`` run ``call`` in its turn."""
+        latest, label = self.latest, call.collective
+        if not call.is_async:
+            if latest is not None:
+                latest.settle()
+            self.progress.run(label, run, args)
+            return DONE
+        if latest is not None:  # tasks read and write tensors outside the inner backend, too
+            self.progress.submit(label, None, latest.settle, ())
+        if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
+            with _record(f"commlayer:{label} (queued)"):
+                pass
+        work = self.progress.submit(label, outputs, run, args)
+        work.call, work.instruments = call, self.instruments
+        if self.coalescing is not None:
+            self.coalescing.append(work)
+        return work
+
+    # Running
+
+    def _run(self, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
+        """Run ``task(*args)``, which is ``call``, to its end, on the thread whose turn it is."""
+        instruments = self.instruments
+        for hear in instruments.began:  # here, and not where calls are issued: all ranks run them in one order
+            hear(call)
         self.call, call.started_ns = call, now()
-        self.traffic.begin(call, self.key)
+        self.under_way.begin(call, self.key)
         try:
             task(*args)
-        except UsageError:
+        except UsageError as error:
+            call.error = type(error).__name__
             self.track.take_back(call)
+            self._say_refused(call.collective, error)
             raise
         except BaseException as error:
             call.error = type(error).__name__
             raise
         finally:
             self.call, call.ended_ns = None, now()
-            self.traffic.end(call, call.ended_ns)
+            self.under_way.end(call, call.ended_ns)
+            for hear in instruments.ended:
+                hear(call)
         self.track.done = call.number
+
+    def _run_issued(self, issued: Issued, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
+        """Run a call that has entered its lane."""
+        try:
+            self._run(call, task, args)
+        finally:
+            lanes().leave(issued)
+
+    def _on_lane(self, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> None:
+        """Run a task that enters its lane only now."""
+        issued = self.lane.enter(outputs)
+        try:
+            task(*args)
+        finally:
+            lanes().leave(issued)
 
     @property
     def ended(self) -> int:
@@ -128,88 +167,21 @@ class Order:
         latest, done = self.latest, self.track.done
         return latest.call.number if latest is not None and latest.has_come else done
 
-    def _issue_recorded(
-        self,
-        recording: Recorder,
-        opts: Any,
-        label: str,
-        outputs: Any,
-        task: QueuedCall,
-        args: tuple[Any, ...],
-        busy_until: float | None,
-    ) -> Work:
-        record = new_record(self.inner.planned, self.lane_name, self.members.describe(), label)
-        recording.add(record)
-        args = record, task, *args
-        issue = self._issue_on_lane if self.lane.is_on else self._enqueue
-        if not opts.asyncOp:
-            waiting(recording, record, lambda: issue(opts, label, outputs, self._run_recorded, args, busy_until))
-            return DONE
-        work = issue(opts, label, outputs, self._run_recorded, args, busy_until)
-        if isinstance(work, QueuedWork):
-            work.watch = partial(waiting, recording, record)
-        return work
-
-    def _run_recorded(self, record: CallRecord, task: Callable[..., object], *args: Any) -> None:
-        """``task(*args)``, one call of the group, whose record it fills in."""
-        self.record, record.start_ns = record, now()
-        try:
-            task(*args)
-        finally:
-            self.record, record.end_ns = None, now()
-
-    def _issue_on_lane(
-        self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...], busy_until: float | None
-    ) -> Work:
-        if (
-            busy_until is not None
-        ):  # it holds nobody before it begins: the link is not to be idle for what cannot go yet
-            return self._enqueue(opts, label, outputs, self._run_on_lane, (outputs, task, *args), busy_until)
-        call = self.lane.enter(outputs)
-        try:
-            return self._enqueue(opts, label, outputs, _leaving, (call, task, *args))
-        except BaseException:  # perhaps not queued, and so never run
-            lanes().leave(call)
-            raise
-
-    def _run_on_lane(self, outputs: Any, task: QueuedCall, *args: Any) -> None:
-        _leaving(self.lane.enter(outputs), task, *args)
-
-    def _enqueue(
-        self,
-        opts: Any,
-        label: str,
-        outputs: Any,
-        task: QueuedCall,
-        args: tuple[Any, ...],
-        busy_until: float | None = None,
-    ) -> Work:
-        if busy_until is not None:
-            task, args = _after_device, (busy_until, task, *args)
-        latest = self.latest
-        if not opts.asyncOp:
-            if latest is not None:
-                latest.settle()
-            self.progress.run(label, task, args)
-            return DONE
-        if latest is not None:  # tasks read and write tensors outside the inner backend, too
-            self.progress.submit(label, None, latest.settle, ())
-        if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
-            with _record(f"commlayer:{label} (queued)"):
-                pass
-        work = self.progress.submit(label, outputs, task, args)
-        if self.coalescing is not None:
-            self.coalescing.append(work)
-        return work
-
     def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
         """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
         try:
             return task(*args)
         except UsageError as error:
-            if self.inner.signatures is not None:
-                self.inner.signatures.refuse(self.sequence + 1, label, error)
+            self._say_refused(label, error)
             raise
+
+    def _say_refused(self, label: str, error: UsageError) -> None:
+        if self.inner.signatures is not None:
+            self.inner.signatures.refuse(self.sequence + 1, label, error)
+
+    def settle_own(self, label: str, work: Work) -> None:
+        """Wait for a call of Gloo's own, in this order, that serves ``label``. Raises ClusterError, as calls do."""
+        settle_own_call(self.members, self.inner, self.sequence, label, work)
 
     # Lanes and devices
 
@@ -224,8 +196,11 @@ class Order:
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
         else:
             self.inner.planned.use_lane(*self.lane.cut)
-        self.is_watched = self.lane.is_on or recorder() is not None or device_clock() is not None
-        self.is_direct = not self.needs_look and not self.is_watched
+        self._decide_directness()
+
+    def _decide_directness(self) -> None:
+        self.is_watched = self.lane.is_on or self.instruments.is_watched
+        self.is_direct = not (self.needs_look or self.is_watched or self.lane.name is None)
 
     def use_siblings(self, siblings: int) -> None:
         """Plan, from the next call on, for so many groups that use a node at the same time. Collective: all ranks say the same.
@@ -274,18 +249,6 @@ class Order:
         has = " and ".join(["CPU", *(name.upper() if name == "cuda" else name for name in self.inner.on_devices)])
         has += "" if "cuda" in self.inner.on_devices else " (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")
-
-
-def _after_device(busy_until: float, task: QueuedCall, *args: Any) -> None:
-    await_device(busy_until)
-    task(*args)
-
-
-def _leaving(call: Issued, task: QueuedCall, *args: Any) -> None:
-    try:
-        task(*args)
-    finally:
-        lanes().leave(call)
 
 
 class GroupLane:

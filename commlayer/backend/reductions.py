@@ -62,11 +62,11 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if calls.encoded_sums is not None and calls.encoded_sums("all_reduce", tensor, tensor, op, opts):
         return
     num_bytes = tensor.nbytes
-    plan = calls.look("all_reduce", tensor, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
+    plan = calls.look(tensor, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
-        calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
+        calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
-        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, tensor, tensor, op, opts)
+        _reduce_by_plan(calls, plan, num_bytes, tensor, tensor, op, opts)
 
 
 def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
@@ -76,8 +76,8 @@ def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
 def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
     num_bytes = sum(x._nnz() * x.element_size() if x.is_sparse else x.nbytes for x in tensors)
     if calls.needs_look:  # the number of non-zero elements differs between ranks
-        calls.look("all_reduce", None, 0, op=op, timeout=opts.timeout, plannable=False)
-    calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
+        calls.look(None, 0, op=op, timeout=opts.timeout, plannable=False)
+    calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
 
 
 def _all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
@@ -96,7 +96,7 @@ def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
         )
     if any(x.layout is not _STRIDED for x in tensors):
         options = with_op(AllreduceCoalescedOptions, opts, opts.reduceOp)
-        calls.flat("all_reduce", 0, calls.inner.gloo.allreduce_coalesced, tensors, options)
+        calls.flat(0, calls.inner.gloo.allreduce_coalesced, tensors, options)
         return
     with torch.inference_mode():
         if len(tensors) == 1:
@@ -123,8 +123,8 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
                 land(tensor, how.store(moved).view(-1))
         return
     if calls.needs_look:
-        calls.look("reduce", tensor, tensor.nbytes, op=op, root=opts.rootRank, timeout=opts.timeout, plannable=False)
-    calls.flat("reduce", tensor.nbytes, calls.inner.gloo.reduce, tensors, opts)
+        calls.look(tensor, tensor.nbytes, op=op, root=opts.rootRank, timeout=opts.timeout, plannable=False)
+    calls.flat(tensor.nbytes, calls.inner.gloo.reduce, tensors, opts)
 
 
 def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
@@ -144,11 +144,11 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
     output, input = output.data.view(-1), input.detach().view(-1)  # the verb tells autograd, not Gloo
     if calls.encoded_sums is not None and calls.encoded_sums("reduce_scatter", input, output, op, opts):
         return
-    plan = calls.look("reduce_scatter", given, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
+    plan = calls.look(given, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
-        calls.flat("reduce_scatter", num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
+        calls.flat(num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:
-        _reduce_by_plan(calls, plan, "reduce_scatter", num_bytes, input, output, op, opts)
+        _reduce_by_plan(calls, plan, num_bytes, input, output, op, opts)
 
 
 def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
@@ -188,9 +188,7 @@ def _reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, 
     op = opts.reduceOp.op
     num_bytes = sum(sizes) * output.element_size()
     if calls.needs_look:
-        calls.look(
-            "reduce_scatter", output, num_bytes, op=op, sizes=tuple(sizes), timeout=opts.timeout, plannable=False
-        )
+        calls.look(output, num_bytes, op=op, sizes=tuple(sizes), timeout=opts.timeout, plannable=False)
     how = carrier(opts.reduceOp, output.dtype, calls.members.size)
     moved = how.load(join(inputs))
     width = moved[:1].nbytes  # of one element as it travels
@@ -198,21 +196,20 @@ def _reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, 
     source, target = moved.view(-1).view(torch.uint8), arrived.view(-1).view(torch.uint8)
     sent, received = [size * width for size in sizes], [output.numel() * width] * calls.members.size
     options = like(AllToAllOptions, opts)
-    calls.flat("reduce_scatter", num_bytes, calls.inner.gloo.alltoall_base, target, source, received, sent, options)
+    calls.flat(num_bytes, calls.inner.gloo.alltoall_base, target, source, received, sent, options)
     land(output, how.store(reduce_rows(arrived, how.op)).view(-1))
 
 
 def _reduce_by_plan(
     calls: Calls,
     plan: Plan,
-    collective: str,
     num_bytes: int,
     source: torch.Tensor,
     target: torch.Tensor,
     op: ReduceOp.RedOpType,
     opts: Any,
 ) -> None:
-    calls.run_plan(plan, collective, num_bytes, source, target, opts, op=PLAN_NAMES[op])
+    calls.run_plan(plan, num_bytes, source, target, opts, op=PLAN_NAMES[op])
     if op == AVG:
         with torch._C._InferenceMode(True):
             target.data.div_(calls.members.size)

@@ -16,17 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
-from commlayer.auditing.ledger import Ledger
-from commlayer.auditing.saved_calls import CallShape
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
-from commlayer.backend.recording import fill_flat, fill_plan
-from commlayer.backend.shadow import Shadow, ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.calls.counters import GroupCounters, Row
+from commlayer.calls.instruments import Movement
 from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import DONE
@@ -57,19 +54,22 @@ class Refused(Exception):
 
 
 class Calls:
-    """Runs the calls of one group, in its :class:`Order`. ``is_planning``: some may have a plan."""
+    """Runs the calls of one group, in its :class:`Order`. ``is_planning``: some may have a plan.
+
+    ``instead``: runs a call flat whose plan was chosen before plans were stopped; None: they were not.
+    """
 
     __slots__ = (
         "counters",
         "encoded_sums",
         "inner",
+        "instead",
+        "instruments",
         "is_planning",
-        "ledger",
         "members",
         "needs_look",
         "never_plans_exchanges",
         "order",
-        "shadow",
     )
 
     def __init__(self, order: Order, counters: GroupCounters, *, is_planning: bool) -> None:
@@ -77,16 +77,14 @@ class Calls:
         self.members: Members = order.members
         self.inner: InnerGroups = order.inner
         self.needs_look = order.needs_look
-        self.ledger: Ledger | None = None
+        self.instruments = order.instruments
+        self.instead: Callable[[Movement], None] | None = None
         self.encoded_sums: EncodedSums | None = None
         self.never_plans_exchanges = False  # found out at the first all_to_all
-        every = self.inner.planned.settings.shadow
-        self.shadow = None if every is None else Shadow(order, counters, every, self._stop_planning)
 
-    def _stop_planning(self, number: int, why: str) -> None:
-        self.is_planning = False
-        if self.ledger is not None:
-            self.ledger.happened(number, why)
+    def stop_planning(self, instead: Callable[[Movement], None]) -> None:
+        """Use no plans any more. ``instead`` runs calls whose plans were chosen before."""
+        self.is_planning, self.instead = False, instead
 
     # Deciding
 
@@ -98,7 +96,6 @@ class Calls:
 
     def look(
         self,
-        collective: str,
         tensor: torch.Tensor | None,
         num_bytes: int,
         *,
@@ -113,7 +110,8 @@ class Calls:
         Only for calls of which ``num_bytes`` and the dtype are equal on all ranks. Runs the plans that contend first, where
         that is pending.
         """
-        plan = None
+        assert self.order.call is not None
+        collective, plan = self.order.call.collective, None
         choices, is_float = None, tensor is not None and tensor.dtype.is_floating_point
         if plannable and self.is_planning and tensor is not None:
             choices = self.inner.planned.choices
@@ -125,10 +123,10 @@ class Calls:
                 plan = connected(self.inner.planned, choices, plan, again)
         if self.inner.signatures is not None:
             from_rank = None if root is None else self.members.global_ranks[root]
-            call = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
+            words = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
             if timeout is None or timeout.total_seconds() < 0:
                 timeout = self.inner.timeout
-            self.inner.signatures.compare(self.order.sequence + 1, call, timeout.total_seconds())
+            self.inner.signatures.compare(self.order.sequence + 1, words, timeout.total_seconds())
         if choices is not None and choices.pending is not None:
             from commlayer.measure.trials import run_pending  # not for those who only import the backend
 
@@ -139,46 +137,38 @@ class Calls:
 
     # Calls of the inner backend
 
-    def flat(
-        self,
-        collective: str,
-        num_bytes: int,
-        call: Callable[..., Work],
-        *args: Any,
-        sent: tuple[int, int] = _UNKNOWN,
-    ) -> None:
-        """The inner backend's own call. ``args[-1]`` are its options; ``sent``: the bytes it sends (inter and intra of Row)."""
-        order, record, running = self.order, self.order.record, self.order.call
-        assert running is not None
-        if record is None:
-            order.lane.hold(num_bytes)
-        else:
-            record.held_ns += order.lane.hold(num_bytes)
-            far, near = self.counters.shares
-            known = (int(num_bytes * far), int(num_bytes * near)) if sent[0] == _EVEN else sent
-            fill_flat(self.inner.planned, record, order.sequence + 1, num_bytes, known)
+    def flat(self, num_bytes: int, own: Callable[..., Work], *args: Any, sent: tuple[int, int] = _UNKNOWN) -> None:
+        """Run the inner backend's ``own(*args)`` for the call that runs now.
+
+        ``args[-1]`` are its options; ``sent``: the bytes it sends (inter and intra of Row).
+        """
+        call = self.order.call
+        assert call is not None
+        call.held_ns += self.order.lane.hold(num_bytes)
         if _profiling():
-            with _record(f"commlayer:{collective} flat"):
-                self.wait(running, num_bytes, now(), call(*args), args[-1], sent)
+            with _record(f"commlayer:{call.collective} flat"):
+                self.wait(call, num_bytes, now(), own(*args), args[-1], sent)
         else:
-            self.wait(running, num_bytes, now(), call(*args), args[-1], sent)
+            self.wait(call, num_bytes, now(), own(*args), args[-1], sent)
 
     def wait(
         self, call: Call, num_bytes: int, started: int, work: Work, opts: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
         collective = call.collective
-        self.order.sequence += 1
+        self.order.sequence = call.sequence = self.order.sequence + 1
+        call.run_bytes = num_bytes
+        call.logical_bytes += num_bytes
+        call.inter_bytes, call.intra_bytes = inter, intra = sent
         try:
             work.wait(SLICE)
         except RuntimeError:
-            self._wait_longer(collective, self.order.sequence, started, work, opts)
+            self._wait_longer(collective, call.sequence, started, work, opts)
         row = self.counters.flat[collective]  # row.add, without the call
         spent_ns = now() - started
         row.calls += 1
         row.logical_bytes += num_bytes
         row.time_ns += spent_ns
-        inter, intra = sent
         if inter >= 0:
             row.inter += inter
             row.intra += intra
@@ -186,8 +176,10 @@ class Calls:
             row.even += num_bytes
         else:
             row.is_known = False
-        if self.ledger is not None:
-            self.ledger.note_flat(collective, num_bytes, spent_ns, sent)
+        if self.instruments.moved:
+            call.moved_ns = spent_ns
+            for hear in self.instruments.moved:
+                hear(call)
         return DONE
 
     def _wait_longer(self, collective: str, sequence: int, started: int, work: Work, opts: Any) -> None:
@@ -225,7 +217,7 @@ class Calls:
 
         def end(error: RuntimeError | None) -> None:
             call.ended_ns = now()
-            order.traffic.end(call, call.ended_ns)
+            order.under_way.end(call, call.ended_ns)
             if error is not None:
                 self._fail(error, collective, call.sequence, call.started_ns, opts)
             call.track.done = call.number
@@ -236,7 +228,7 @@ class Calls:
         self.counters.flat[collective].add(num_bytes, 0, *sent)
         issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, end)
         of = weakref.ref(issued)  # what is under way must not hold the call's tensors
-        order.traffic.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
+        order.under_way.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
         order.latest = issued
         if order.coalescing is not None:
             order.coalescing.append(issued)
@@ -247,8 +239,8 @@ class Calls:
     def barrier(self, opts: Any) -> None:
         """Return when all ranks have come."""
         if self.needs_look:
-            self.look("barrier", None, 0, timeout=opts.timeout, plannable=False)
-        self.flat("barrier", 0, self.inner.gloo.barrier, opts)
+            self.look(None, 0, timeout=opts.timeout, plannable=False)
+        self.flat(0, self.inner.gloo.barrier, opts)
 
     def monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
         """A barrier that names the ranks that do not come within ``limit``."""
@@ -271,7 +263,6 @@ class Calls:
     def run_plan(
         self,
         plan: Plan,
-        collective: str,
         num_bytes: int,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -281,31 +272,40 @@ class Calls:
         root: int = 0,
     ) -> None:
         """Run a plan on contiguous tensors."""
-        run, order, sample = self.inner.planned.run, self.order, None
-        order.sequence += 1
-        if self.shadow is not None:
-            nodes = self.inner.planned.nodes
-            shape = partial(CallShape.of, "whole", plan, nodes, source.dtype, op=op, root=root)
-            sample = self.shadow.before(ShadowedCall(plan, source, target, shape))
+        run, call = self.inner.planned.run, self.begin_plan(plan)
+        if self.instruments.moving:
+            self.show(call, Movement(plan, source, target, op=op, root=root))
         started, timeout_s = now(), opts.timeout.total_seconds()
-        task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
+        task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), issued=call)
         if _profiling():
-            with _record(f"commlayer:{collective} {plan.name}"):
+            with _record(f"commlayer:{call.collective} {plan.name}"):
                 sent = task()
         else:
             sent = task()
-        self.count_plan(plan, collective, num_bytes, now() - started, sent)
-        if sample is not None:
-            sample.check()
+        self.count_plan(call, num_bytes, now() - started, sent)
 
-    def count_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""
-        if self.order.record is not None:
-            fill_plan(self.inner.planned, self.order.record, self.order.sequence, plan, num_bytes, sent)
-        self.counters.planned[collective, plan.name].add(num_bytes, spent_ns, *sent)
+    def begin_plan(self, plan: Plan) -> Call:
+        """A collective of the call that runs now is to be run by ``plan``. Returns the call."""
+        order, call = self.order, self.order.call
+        assert call is not None
+        order.sequence = call.sequence = order.sequence + 1
+        call.plan = plan
+        return call
+
+    def show(self, call: Call, movement: Movement) -> None:
+        """Show what ``call`` is about to move to the instruments that look at tensors."""
+        for hear in self.instruments.moving:
+            hear(call, movement)
+
+    def count_plan(self, call: Call, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
+        """Count a collective that a plan has run. ``sent``: bytes between nodes, and inside this one."""
+        plan, call.run_bytes, call.moved_ns = call.plan, num_bytes, spent_ns
+        call.logical_bytes += num_bytes
+        call.inter_bytes, call.intra_bytes = sent
+        self.counters.planned[call.collective, plan.name].add(num_bytes, spent_ns, *sent)
         if self.inner.planned.choices.is_contested:
             from commlayer.measure.trials import judge  # not for those who only import the backend
 
             judge(self.inner.planned, plan, spent_ns / 1e3)
-        if self.ledger is not None:
-            self.ledger.note_plan(plan, collective, num_bytes, spent_ns, sent)
+        for hear in self.instruments.moved:
+            hear(call)

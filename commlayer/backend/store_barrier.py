@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from commlayer.calls.group_life import making_group
+from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import ring_size
-from commlayer.diagnosis.inquiry import inquiry_of
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.polled_store import PolledStore
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
@@ -58,7 +58,7 @@ def wait_at_barrier(
         with making_group(ring_size(), "new_group", key, name, detector.ranks):
             _wait(barrier, polled, detector, where, rank, name, count, timeout)
     except CollectiveTimeoutError as error:
-        inquiry = inquiry_of(detector)
+        inquiry = inquiries().inquiry_of(detector)
         if inquiry is None:
             raise
         inquiry.timed_out()

@@ -376,7 +376,7 @@ def exchange(row: Verb) -> Method:
             ):  # Gloo checks late, and not whether any is negative
                 check_splits(self._members, output, input, output_split_sizes, input_split_sizes)
                 sent = sent_bytes(self._members, num_bytes, input_split_sizes)
-            if order.watch is None or order.watch.pass_by():
+            if order.may_pass is None or order.may_pass():
                 track, is_async = order.track, opts.asyncOp
                 splits = output_split_sizes, input_split_sizes
                 started = now()

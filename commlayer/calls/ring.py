@@ -39,6 +39,7 @@ __all__ = [
     "MESSAGES",
     "Call",
     "Silent",
+    "StepRecord",
     "Track",
     "Waiting",
     "copied",
@@ -58,7 +59,24 @@ MESSAGES = ("send", "recv")
 """The kinds of messages between two ranks; all others are collectives."""
 
 
-class Call(msgspec.Struct, eq=False):
+class StepRecord(msgspec.Struct, frozen=True):
+    """One step of a plan on this rank.
+
+    ``op``, ``resource``, ``chunk``, ``bytes``: as the plan's step has them. ``sent_bytes``: by this rank. ``enqueue_ns``: when
+    what the step waits for had ended; ``start_ns``: when it was posted, after any hold by a higher lane; ``end_ns``.
+    """
+
+    op: str
+    resource: str
+    chunk: int
+    bytes: float
+    sent_bytes: int
+    enqueue_ns: int
+    start_ns: int
+    end_ns: int
+
+
+class Call(msgspec.Struct, eq=False, weakref=True):
     """A call of a group's collective, or a message.
 
     Attributes:
@@ -75,12 +93,17 @@ class Call(msgspec.Struct, eq=False):
         peer, tag: of a message; ``peer`` is a global rank, or :data:`ANY`.
         sequence: of the collective in its group, the same on all ranks; 0 before it runs. A call of several pairs of tensors
             runs several, and has the number of the last; so with what follows.
-        plan: the name of the plan that moved its bytes, ``flat`` for the inner backend's own call; "" before it runs.
+        plan: that moved its bytes; None for the inner backend's own call, and before it runs.
         logical_bytes: what the caller moved, by nccl-tests' sizes.
-        inter_bytes, intra_bytes: sent by this rank over each link class; −1: only the inner backend knows.
+        inter_bytes, intra_bytes: sent by this rank over each link class; −1: only the inner backend knows; −2: by the group's
+            ``shares``.
         started_ns, ended_ns: when it began to run, and when it ended; 0 before, and for a call that goes to the inner backend
             as it is.
+        run_bytes, moved_ns: what the last collective that it ran moved, and how long that took, without waiting in the queue.
         held_ns: held at chunk edges for higher lanes, in all.
+        begins_after_s: it may not begin before this, by ``time.perf_counter``: what its caller has launched is not done; None:
+            at once.
+        steps: of its plan, as they ran; None: nobody asked for them.
         error: the name of the error that it raised.
 
     Times are of ``time.perf_counter_ns``.
@@ -101,13 +124,17 @@ class Call(msgspec.Struct, eq=False):
     peer: int = ANY
     tag: int = 0
     sequence: int = 0
-    plan: str = ""
+    plan: Any = None
     logical_bytes: int = 0
     inter_bytes: int = -1
-    intra_bytes: int = -1
+    intra_bytes: int = 0
     started_ns: int = 0
     ended_ns: int = 0
+    run_bytes: int = 0
+    moved_ns: int = 0
     held_ns: int = 0
+    begins_after_s: float | None = None
+    steps: tuple[StepRecord, ...] | None = None
     error: str = ""
 
     @property
@@ -176,6 +203,9 @@ class Track:
     ``is_broken``: whether the group has failed, so that no wait in it goes on.
     ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
     ``stage``: what the last call is at, where it has stages: those that make a group.
+    ``predict``: gives what is promised for a call: (start, end) of each step
+    of its plan and of the whole, µs; None: nothing is. ``shares``: how much of an even all_to_all leaves the node, and goes to
+    others on it.
     """
 
     __slots__ = (
@@ -192,8 +222,10 @@ class Track:
         "latest",
         "messages",
         "name",
+        "predict",
         "ranks",
         "settled",
+        "shares",
         "stage",
     )
 
@@ -216,11 +248,14 @@ class Track:
         self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
         self._room = _MOST_COUNTED
+        self.predict: Callable[[Call], tuple[tuple[tuple[float, float], ...], float] | None] = _promises_nothing
+        self.shares = 0.0, 0.0
 
     def close(self) -> None:
         """The group is gone: keep what is told of it, and nothing else of it, for as long as the ring has a call of it."""
         self.describe, self.lane = _saying(self.describe()), _saying(self.lane())
         self.ended = self.latest = None
+        self.predict = _promises_nothing
         if not self.messages:  # as in most groups: one empty table for all of them
             self.messages, self.settled = _NO_MESSAGES, _NONE_SETTLED
         self.is_broken = _closed  # a wait that failed is kept until its thread waits elsewhere: it goes on no more
@@ -271,6 +306,10 @@ class Track:
         )
         self._append(call)
         return call
+
+    def unnumbered(self, kind: str, num_bytes: int) -> Call:
+        """Make a call that is none of the ring's: of several messages at once, each of which is."""
+        return Call(self, 0, kind, None, num_bytes, 0, True, None, _NOWHERE, 0, get_ident(), now())
 
     def take_back(self, call: Call) -> None:
         """Forget that ``call`` was made: it was refused on this rank, before anything of it was sent, and the next one has its
@@ -331,6 +370,10 @@ def _saying(text: str) -> Callable[[], str]:
 
 def _closed() -> bool:
     return True
+
+
+def _promises_nothing(_: Call) -> None:
+    return None
 
 
 _NOWHERE = _closed.__code__

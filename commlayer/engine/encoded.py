@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from commlayer.calls.ring import Call
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Sent
@@ -19,7 +20,6 @@ from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group, owned_blocks
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
-from commlayer.traces.records import CallRecord
 from commlayer.transport.contract import CallMemory
 from commlayer.wire.codecs import Codec
 
@@ -81,12 +81,12 @@ class EncodedGroup:
         codec: Codec,
         *,
         timeout_s: float | None = None,
-        record: CallRecord | None = None,
+        issued: Call | None = None,
     ) -> Sent:
         """Run an all_gather, reduce_scatter or all_reduce (then source is target); returns when the output may be used.
 
         Contiguous tensors; ``blocks[k]``: bytes of the tensor that member k owns, whole rows; None: as the plan deals them out.
-        Sums are FP32. ``record``: see :meth:`PlannedGroup.run`.
+        Sums are FP32. ``issued``: see :meth:`PlannedGroup.run`.
         Raises NonFiniteError as the codec does, after telling the others; PeerError, CollectiveTimeoutError.
         """
         planned = self._planned
@@ -99,7 +99,7 @@ class EncodedGroup:
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), RowCoder(codec))
-            planned.drive(plan, call, limit, record)
+            planned.drive(plan, call, limit, issued)
             return prepared.sent
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class EncodedGroup:
         codec: Codec,
         *,
         timeout_s: float | None = None,
-        record: CallRecord | None = None,
+        issued: Call | None = None,
     ) -> Sent:
         """Run an all_to_all: ``splits``: bytes of ``source`` that go to each member, of ``target`` that come from each.
 
@@ -126,7 +126,7 @@ class EncodedGroup:
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, None, RowCoder(codec))
-            planned.drive(plan, call, limit, record)
+            planned.drive(plan, call, limit, issued)
             return prepared.sent
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agree.maximum import AgreedMaximum
+from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, exchange_times_us, predicted_timeline
 from commlayer.engine.lane_holds import Gate, lanes
@@ -44,7 +45,6 @@ from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import MOST_CONNECTIONS, Settings
-from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import CallMemory, Channel, StartedPlan, break_connections
 from commlayer.transport.gloo import GlooTransport
@@ -165,9 +165,10 @@ class PlannedGroup:
         op: str = "sum",
         root: int = 0,
         timeout_s: float | None = None,
-        record: CallRecord | None = None,
+        issued: Call | None = None,
     ) -> Sent:
-        """Run ``plan``; returns what this rank has sent, when the output may be used. ``record`` gets its steps' times.
+        """Run ``plan``; returns what this rank has sent, when the output may be used. ``issued`` gets its steps' times,
+        where somebody has asked for them.
 
         Contiguous tensors of one dtype. all_gather: source [s], target [n·s]; reduce_scatter: source [n·s], target [s];
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
@@ -184,7 +185,7 @@ class PlannedGroup:
                 data = output if source is target else CallMemory(as_bytes(source))
                 mark = mark_of(plan.traffic.collective, source.dtype, op, root)
                 call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op), mark=mark)
-                self.drive(plan, call, limit_s, record)
+                self.drive(plan, call, limit_s, issued)
             except BaseException as error:
                 self.tell(error)
                 raise
@@ -195,14 +196,17 @@ class PlannedGroup:
         The group's first is collective."""
         self._prepared(self._runner or self.connect_messages(), plan, root)
 
-    def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, record: CallRecord | None = None) -> None:
-        """Run a call that has been started to its end, held where others go first. ``record`` gets the times of its steps."""
+    def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, issued: Call | None = None) -> None:
+        """Run a plan that has been started to its end, held where others go first.
+
+        ``issued``, the call that it is run for, gets the times of its steps where somebody has asked for them.
+        """
         gate = self.gate(plan, timeout_s) if self.level else None
-        if record is None:
+        if issued is None or issued.steps is None:
             drive(plan, call, gate)
             call.finish()
         else:
-            record_steps(record, plan, call, recorded(plan, call, gate))
+            record_steps(issued, plan, call, recorded(plan, call, gate))
         if gate is not None:
             self.held_s += gate.held_s
 
@@ -219,11 +223,11 @@ class PlannedGroup:
         target_bytes: Sequence[int],
         *,
         timeout_s: float | None = None,
-        record: CallRecord | None = None,
+        issued: Call | None = None,
     ) -> Sent:
         """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it.
 
-        Contiguous tensors. ``record``, what is returned and raised: as :meth:`run`.
+        Contiguous tensors. ``issued``, what is returned and raised: as :meth:`run`.
         """
         splits, limit_s = (tuple(source_bytes), tuple(target_bytes)), timeout_s or self.timeout_s
         with torch._C._InferenceMode(True):
@@ -232,7 +236,7 @@ class PlannedGroup:
                 exchange = self._exchanges.get((id(plan), splits)) or self._exchange(runner, plan, splits)
                 data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
                 call = exchange.start(runner, *data, limit_s)
-                self.drive(plan, call, limit_s, record)
+                self.drive(plan, call, limit_s, issued)
             except BaseException as error:
                 self.tell(error)
                 raise
@@ -245,12 +249,12 @@ class PlannedGroup:
         target: torch.Tensor,
         splits: tuple[Sequence[int], Sequence[int]],
         *,
-        record: CallRecord | None = None,
+        issued: Call | None = None,
     ) -> Sent:
         """Run a plan of :func:`~commlayer.scheduler.rails.exchange_over`; ``splits``: bytes of ``source`` for each member, of
         ``target`` from each, none for members that are not of the plan's span.
 
-        Contiguous tensors. ``record``, what is returned and raised: as :meth:`run`.
+        Contiguous tensors. ``issued``, what is returned and raised: as :meth:`run`.
         """
         with torch._C._InferenceMode(True):
             try:
@@ -259,7 +263,7 @@ class PlannedGroup:
                 call = runner.start(
                     prepared, CallMemory(as_bytes(source)), CallMemory(as_bytes(target)), self.timeout_s
                 )
-                self.drive(plan, call, self.timeout_s, record)
+                self.drive(plan, call, self.timeout_s, issued)
             except BaseException as error:
                 self.tell(error)
                 raise

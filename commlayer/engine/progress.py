@@ -19,11 +19,13 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call
 from commlayer.engine.workers import workers
 from commlayer.failures.forks import inherited
@@ -57,8 +59,8 @@ class QueuedWork(Work):
         self._gate.acquire()
         self._done = False
         self._error: BaseException | None = None
-        self.watch: Callable[[Callable[[], object]], None] | None = None  # who sees the program wait
         self.call: Call | None = None
+        self.instruments: Instruments | None = None
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
@@ -71,12 +73,13 @@ class QueuedWork(Work):
             call = self.call
             if call is not None:
                 call.track.wait(call)
+            began = now()
             try:
-                if self.watch is None:
-                    self._wait(timeout.total_seconds())
-                else:
-                    self.watch(lambda: self._wait(timeout.total_seconds()))
+                self._wait(timeout.total_seconds())
             finally:
+                if call is not None and self.instruments is not None:
+                    for hear in self.instruments.waited:
+                        hear(call, began, now())
                 if call is not None and self._error is None:
                     call.track.waited()
         if self._error is not None:

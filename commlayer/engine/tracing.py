@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from commlayer.calls.ring import Call, StepRecord
 from commlayer.engine.runner import GridRunner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
-from commlayer.traces.records import CallRecord, StepRecord
 from commlayer.transport.contract import StartedPlan
 
 __all__ = [
@@ -172,13 +172,12 @@ def recorded(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = 
     return _driven(plan, call, gate).recorded
 
 
-def record_steps(record: CallRecord, plan: Plan, call: StartedPlan, found: Recorded) -> None:
-    """Write into ``record`` of a planned call that has ended when its steps ran, what each sent, and for how long they were
-    held."""
-    record.held_ns = found.held_ns
-    record.steps = tuple(
+def record_steps(call: Call, plan: Plan, started: StartedPlan, found: Recorded) -> None:
+    """Write into ``call``, whose plan has ended, when its steps ran, what each sent, and for how long they were held."""
+    call.held_ns = found.held_ns
+    call.steps = tuple(
         StepRecord(step.op.value, step.resource.value, step.chunk, step.bytes, _num_sent(moves), *times)
-        for step, moves, times in zip(plan.steps, call.steps, found.steps, strict=True)
+        for step, moves, times in zip(plan.steps, started.steps, found.steps, strict=True)
     )
 
 

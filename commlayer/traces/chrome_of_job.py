@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from commlayer.calls.ring import StepRecord
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
 from commlayer.traces.chrome_of_plan import metadata_event, slice_times
 from commlayer.traces.intervals import Interval, rows_without_overlap
 from commlayer.traces.rank_files import RankTrace
-from commlayer.traces.records import CallRecord, Mark, StepRecord
+from commlayer.traces.records import CallRecord, Mark
 
 __all__ = ["call_label", "lane_place", "merged_events", "rank_events", "running"]
 

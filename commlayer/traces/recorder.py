@@ -17,8 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from commlayer.calls.instruments import listen_to_all, stop_listening_to_all
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
+from commlayer.traces.call_records import CallRecords
 from commlayer.traces.clock import ClockReading, exchange_clocks
 from commlayer.traces.records import CallRecord, Mark, rank_name
 
@@ -59,6 +61,8 @@ class Recorder:
         self._unpaid: deque[CallRecord] = deque()
         self._lock = threading.Lock()
         self.pid = os.getpid()
+        self.instrument = CallRecords(self)
+        """Makes the records of calls, while this recorder is the open one."""
 
     def add(self, record: CallRecord) -> None:
         """Keep a call. What is set in it later, such as its end, is in the file too, as is a call that never ends."""
@@ -171,6 +175,7 @@ def open_recorder(
     _recorder = Recorder(
         folder, rank, world_size, job=f"{job:016x}", readings=readings, number=number, max_entries=max_entries
     )
+    listen_to_all(_recorder.instrument)
     atexit.register(close_recorder)
     return _recorder
 
@@ -178,6 +183,8 @@ def open_recorder(
 def _in_child() -> None:
     """Forget the parent's recorder in a forked child: nothing is recorded until it opens a recorder."""
     global _recorder
+    if _recorder is not None:
+        stop_listening_to_all(_recorder.instrument)
     _recorder = None
     atexit.unregister(close_recorder)
 
@@ -197,6 +204,7 @@ def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:
     if closing is None:
         return
     atexit.unregister(close_recorder)
+    stop_listening_to_all(closing.instrument)
     if gather is not None:
         try:
             closing.readings.append(exchange_clocks(gather, closing.rank))

@@ -1,28 +1,12 @@
-"""The records of a rank: its calls, their steps, spans of its program; and the name of the file where they go."""
+"""The records of a rank: its calls, spans of its program; and the name of the file where they go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CallRecord", "Mark", "StepRecord", "rank_name"]
+from commlayer.calls.ring import StepRecord
 
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step of a plan on this rank.
-
-    ``op``, ``resource``, ``chunk``, ``bytes``: as the plan's step has them. ``sent_bytes``: by this rank. ``enqueue_ns``: when
-    what the step waits for had ended; ``start_ns``: when it was posted, after any hold by a higher lane; ``end_ns``.
-    """
-
-    op: str
-    resource: str
-    chunk: int
-    bytes: float
-    sent_bytes: int
-    enqueue_ns: int
-    start_ns: int
-    end_ns: int
+__all__ = ["CallRecord", "Mark", "rank_name"]
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from commlayer.auditing import at_exit
 from commlayer.auditing.at_exit import AuditReport, agreed_job
 from commlayer.auditing.audit_files import audit_name, read_audits
 from commlayer.auditing.job_audit import merge_audits
+from commlayer.auditing.ledger import Ledger
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.learnt import merge_learnt
@@ -196,7 +197,7 @@ def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: C
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
         dist.all_reduce(torch.ones(1000))
-        ledger, choices = group._calls.ledger, group._planned.choices
+        ledger, choices = group.instruments.find(Ledger), group._planned.choices
         written = at_exit.audit_report()
         assert written is not None
         seen = []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import await_others
 
 import commlayer
+from commlayer.auditing.watch import GroupWatch
 from commlayer.emulation import request_shape
 from commlayer.measure import link_times
 from commlayer.measure.link_times import LinkTimes
@@ -39,7 +40,7 @@ def start(**environment: str) -> Any:
 def start_quiet(**environment: str) -> Any:
     """Start a job whose groups make no appointments of their own, as a busy machine's calls would have them do."""
     group = start(**environment)
-    group._order.watch._is_replanning = False
+    group.instruments.find(GroupWatch)._is_replanning = False
     return group
 
 
@@ -75,12 +76,12 @@ def set_times(time_us: float, waited_us: float = 0.0) -> None:
 def usual_us(group: Any) -> float:
     """How long the message takes that is measured, if the profile is right."""
     bytes_per_us: float = card_gbps(group._planned.choices.agreed.job_planner.profile) * 1e3
-    return group._order.watch._measured_bytes / bytes_per_us  # type: ignore[no-any-return]
+    return group.instruments.find(GroupWatch)._measured_bytes / bytes_per_us  # type: ignore[no-any-return]
 
 
 def appoint(group: Any, purpose: str, value: float, ahead: int) -> None:
     """Have the group's first rank make an appointment now, and wait until all of its ranks know of it."""
-    watch = group._order.watch
+    watch = group.instruments.find(GroupWatch)
     if dist.get_rank() == 0:
         watch._appointments.make(purpose, value, ahead)
     else:
@@ -103,7 +104,7 @@ def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster
             request_shape(inter="60mbit", node=1)
         dist.barrier()
         slower = calls_until_changed(group) if group._planned.choices is first else 0
-        fabric = group._order.watch._rates.fabric
+        fabric = group.instruments.find(GroupWatch)._rates.fabric
         for _ in range(3):
             check_sum()
         until = time.monotonic() + 30.0
@@ -184,7 +185,7 @@ def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulate
         check_sum()
         set_times(4 * usual_us(group))
         appoint(group, "try", 3e6, 2)
-        first, watch = group._planned.choices, group._order.watch
+        first, watch = group._planned.choices, group.instruments.find(GroupWatch)
         for _ in range(2):
             check_sum()
         is_tried = group._planned.choices is not first
@@ -218,7 +219,7 @@ def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_clus
             appoint(group, purpose, 4.0, 2)
             for _ in range(2):
                 check_sum()
-            found.append(group._order.watch._suspected is not None)
+            found.append(group.instruments.find(GroupWatch)._suspected is not None)
             assert group._planned.choices is first
         return found
 
@@ -231,7 +232,7 @@ def test_what_a_busy_processor_may_explain_is_measured_again_until_links_show(em
 
     def job() -> tuple[bool, float, list[str]]:
         group = start()
-        watch, once_us, asked = group._order.watch, usual_us(group), 0
+        watch, once_us, asked = group.instruments.find(GroupWatch), usual_us(group), 0
         check_sum()
 
         def time_links(*_: Any) -> LinkTimes:
@@ -340,7 +341,7 @@ def test_the_audit_says_what_was_promised_and_measured(emulated_cluster: Cluster
             check_sum()
         dist.all_to_all_single(torch.empty(COUNT), torch.ones(COUNT))
         dist.barrier()
-        watch = weakref.ref(group._order.watch)
+        watch = weakref.ref(group.instruments.find(GroupWatch))
         found = commlayer.audit()
         dist.destroy_process_group()
         del group
@@ -385,7 +386,7 @@ def test_exchanges_that_go_straight_to_gloo_come_to_the_same_appointment(emulate
             exchange()
             if not changed and group._planned.choices is not before:
                 changed = number
-        return changed, group._order.watch._appointments.calls
+        return changed, group.instruments.find(GroupWatch)._appointments.calls
 
     found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert set(found) == {(4, 9)}

@@ -23,6 +23,7 @@ import commlayer
 from commlayer import CompressedGroup, WireFormat, WirePolicy
 from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.saved_calls import read_call
+from commlayer.auditing.shadow import Shadow
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.wire import Scaling
@@ -54,7 +55,7 @@ def use_plan(group: Any, plan: str) -> None:
 
 def forget(group: Any) -> None:
     """Plan again, as if nothing had differed."""
-    group._calls.shadow.is_over, group._calls.is_planning = False, True
+    group.instruments.find(Shadow).is_over, group._calls.is_planning, group._calls.instead = False, True, None
 
 
 def floats(shape: tuple[int, ...], dtype: torch.dtype, *key: int) -> torch.Tensor:
@@ -105,7 +106,7 @@ def sums(dtype: torch.dtype, op: Any, async_op: bool) -> None:
 
 def legal_programs() -> tuple[int, set[str]]:
     group = start()
-    shadow = group._calls.shadow
+    shadow = group.instruments.find(Shadow)
     for plan in PLANS:
         use_plan(group, plan)
         for dtype in DTYPES:
@@ -163,7 +164,7 @@ def legal_compressed_programs() -> int:
     in_place = CompressedGroup(group, WirePolicy((WireFormat.BF16,), in_place=True), "dp")
     x = floats((n * 333,), torch.float32, rank)
     in_place.reduce_scatter(x[rank * 333 : (rank + 1) * 333], x).wait()
-    shadow = group._calls.shadow
+    shadow = group.instruments.find(Shadow)
     assert not shadow.is_over
     assert shadow.count == shadow.num_compared
     return shadow.count  # type: ignore[no-any-return]
@@ -252,7 +253,7 @@ CORRUPTIONS = 24
 def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[str], str]]:
     """The call of each corruption, its plan, what was flipped where, what was said, and whether it is well."""
     group = start(COMMLAYER_CACHE=folder)
-    calls, shadow, chooser = Calls(group), group._calls.shadow, random.Random(17)
+    calls, shadow, chooser = Calls(group), group.instruments.find(Shadow), random.Random(17)
     names = sorted(name for name in vars(Calls) if not name.startswith("_"))
     found = []
     for number in range(CORRUPTIONS):
@@ -310,7 +311,7 @@ def test_every_flipped_byte_is_caught_named_and_replayed(emulated_cluster: Clust
 
 def sampled_alike(every: int) -> list[int]:
     group = start(str(every), COMMLAYER_TRIALS="off")
-    shadow, chosen = group._calls.shadow, []
+    shadow, chosen = group.instruments.find(Shadow), []
     check = shadow.before
 
     def noted(call: Any) -> Any:
@@ -319,7 +320,7 @@ def sampled_alike(every: int) -> list[int]:
             chosen.append(number)
         return sample
 
-    group._calls.shadow = Noting(shadow, noted)
+    shadow.before = noted
     rank, program = dist.get_rank(), random.Random(3)
     for _ in range(60):
         kind, is_async = program.randrange(4), program.random() < 0.5
@@ -338,16 +339,6 @@ def sampled_alike(every: int) -> list[int]:
             work.wait()
     dist.barrier()
     return chosen
-
-
-class Noting:
-    """The shadow, with another ``before``."""
-
-    def __init__(self, shadow: Any, before: Any) -> None:
-        self._shadow, self.before = shadow, before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shadow, name)
 
 
 def test_all_ranks_compare_the_same_calls(emulated_cluster: ClusterFactory) -> None:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 import commlayer
 import commlayer.backend.create
 import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
+from commlayer.auditing import group_instruments
 from commlayer.backend import create
 from commlayer.emulation import request_shape, rights
 from commlayer.engine import planned
@@ -221,7 +222,7 @@ def test_a_death_while_a_trace_is_opened_is_named(emulated_cluster: ClusterFacto
     def job() -> tuple[str, str]:
         rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_TRACE=str(tmp_path))
         if rank == VICTIM:
-            create.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, attr-defined]
+            group_instruments.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
 
     check_named(emulated_cluster(2, 2).run(job, check=False, grace_s=40.0), VICTIM)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch._C._distributed_c10d import PrefixStore
 
-from commlayer.backend import recording
-from commlayer.backend.recording import begin, end
+from commlayer.auditing import job_traces
+from commlayer.auditing.job_traces import begin, end
+from commlayer.calls.ring import StepRecord
 from commlayer.cli.main import main
 from commlayer.emulation import EmulatedCluster
 from commlayer.scheduler.plan import Plan
@@ -24,7 +25,7 @@ from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces import recorder as recorder_module
 from commlayer.traces.recorder import close_recorder, recorder
-from commlayer.traces.records import CallRecord, StepRecord
+from commlayer.traces.records import CallRecord
 
 pytestmark = pytest.mark.cluster
 
@@ -315,9 +316,9 @@ def test_clocks_are_compared_by_rank_in_whatever_order_a_group_has_them(
         gloo, was_opened = groups.make([2, 0, 1])
         found = recorder()
         assert was_opened
-        assert recording._opener is not None
+        assert job_traces._opener is not None
         assert found is not None
-        gathered = recording._gather(gloo, recording._opener.places, 10.0, groups.rank)
+        gathered = job_traces._gather(gloo, job_traces._opener.places, 10.0, groups.rank)
         end(gloo, groups.size, with_others=True)
         return gathered, found.path.name
 

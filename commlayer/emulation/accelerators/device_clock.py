@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commlayer.calls.instruments import Instrument, before_reading, listen_to_all, stop_listening_to_all
+from commlayer.calls.ring import Call
 from commlayer.emulation.accelerators.device import Accelerator
 
 __all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock", "use_device_clock"]
@@ -149,6 +151,32 @@ def use_device_clock(clock: DeviceClock | None) -> None:
     """Give this process an accelerator, or take it away."""
     global _clock
     _clock = clock
+    stop_listening_to_all(_calls)
+    if await_device in before_reading:
+        before_reading.remove(await_device)
+    if clock is not None:
+        listen_to_all(_calls)
+        before_reading.append(await_device)
+
+
+class _CallsBehindDevice(Instrument):
+    """Has calls begin when this process's emulated accelerator has done what their caller has launched, as NCCL's do."""
+
+    def issued(self, call: Call) -> None:
+        until = device_busy_until()
+        if until is None:
+            return
+        if call.is_async:
+            call.begins_after_s = until
+        else:
+            await_device(until)
+
+    def began(self, call: Call) -> None:
+        if call.begins_after_s is not None:
+            await_device(call.begins_after_s)
+
+
+_calls = _CallsBehindDevice()
 
 
 def await_device(until: float | None = None) -> None:

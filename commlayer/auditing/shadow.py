@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,12 +27,12 @@ from torch._C._distributed_c10d import (
 )
 
 from commlayer.auditing.comparing import ResultDifference, compare_results, is_sampled, sizes_of
+from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.retracing import Hop, everyones_moves, suspects
 from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, write_call
-from commlayer.backend.arithmetic import AVG, PLAN_NAMES
-from commlayer.backend.order import Order
-from commlayer.backend.same_number import settle_own_call
-from commlayer.calls.counters import GroupCounters, Row
+from commlayer.calls.counters import Row
+from commlayer.calls.instruments import Instrument, Movement, NewGroup
+from commlayer.calls.ring import Call
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.plain import as_bytes
 from commlayer.failures.waits import bounded_reduce_scatter
@@ -40,40 +40,41 @@ from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, warn
 from commlayer.scheduler.plan import Plan
-from commlayer.wire.codecs import Codec
 
-__all__ = ["Shadow", "ShadowedCall"]
+__all__ = ["Shadow"]
 
-_OPS = {name: op for op, name in PLAN_NAMES.items() if op != AVG}
 _MOST_NAMED = 4
 _KEPT_OF_NAME = 40
 _REASON = "a planned call differed from flat (COMMLAYER_SHADOW)"
 
 
-@dataclass(frozen=True)
-class ShadowedCall:
-    """A call that a plan runs. ``shape``: made when it is needed. ``splits``: of exchanges, the bytes that go to each member and
-    that come from each. ``codec``: of one in a wire format."""
-
-    plan: Plan
-    source: torch.Tensor
-    target: torch.Tensor
-    shape: Callable[[], CallShape]
-    splits: tuple[Sequence[int], Sequence[int]] = ((), ())
-    codec: Codec | None = None
-
-
-class Shadow:
+class Shadow(Instrument):
     """Compares one in ``every`` planned calls of a group; in its order, on the thread that runs them. ``is_over``: a call has
-    differed, and no plan of the group is used any more. ``stop`` ends planning before the planned call of this number.
+    differed, and no plan of the group is used any more, which ``ledger`` is told.
     """
 
-    def __init__(self, order: Order, counters: GroupCounters, every: int, stop: Callable[[int, str], None]) -> None:
-        self._order, self._counters, self._every, self._stop = order, counters, every, stop
+    lets_pass = True
+
+    def __init__(self, group: NewGroup, every: int, ledger: Ledger | None) -> None:
+        self._order, self._calls, self._counters = group.order, group.calls, group.counters
+        self._every, self._ledger = every, ledger
         self.count = self.num_compared = 0
         self.is_over = False
+        self._sample: _Sample | None = None
 
-    def before(self, call: ShadowedCall) -> _Sample | None:
+    def moving(self, call: Call, movement: Movement) -> None:
+        """Count a planned call; of one that is to be compared, keep what goes into it."""
+        del call
+        self._sample = self.before(movement)
+
+    def moved(self, call: Call) -> None:
+        """Compare the result of a planned call that was kept."""
+        del call
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            sample.check()
+
+    def before(self, call: Movement) -> _Sample | None:
         """Count a planned call; for one that is to be compared, keep what goes into it."""
         number, self.count = self.count, self.count + 1
         if not is_sampled(number, self._every):
@@ -81,7 +82,7 @@ class Shadow:
         self.num_compared += 1
         return _Sample(self, self._order, call, number, as_bytes(call.source).clone())
 
-    def instead(self, call: ShadowedCall) -> None:
+    def instead(self, call: Movement) -> None:
         """Run a call flat whose plan was chosen before :attr:`is_over` was known."""
         started, planned = now(), self._order.inner.planned
         try:
@@ -98,7 +99,9 @@ class Shadow:
         """Use no plan of the group any more. On all ranks, between the same calls."""
         self.is_over = True
         self._order.inner.planned.choices.reasons[_REASON] += 1
-        self._stop(self.count, said)
+        self._calls.stop_planning(self.instead)
+        if self._ledger is not None:
+            self._ledger.happened(self.count, said)
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class _Sample:
     """A call that is compared: its ``number`` among the planned ones, and its input as it was, in bytes."""
 
     shadow: Shadow
-    order: Order
-    call: ShadowedCall
+    order: Any
+    call: Movement
     number: int
     given: torch.Tensor
 
@@ -124,7 +127,7 @@ class _Sample:
             raise
 
     def _check(self) -> None:
-        shape, got = self.call.shape(), as_bytes(self.call.target.detach())
+        shape, got = _shape(self.order, self.call), as_bytes(self.call.target.detach())
         flat, sizes = _Flat(self.order, self.call, self.given).run(needs_sizes=shape.is_float_sum)
         found = compare_results(got, flat, shape.torch_dtype, shape.allowance(sizes))
         verdict = torch.tensor([found.num_wrong], dtype=torch.int64)
@@ -202,7 +205,7 @@ class _Sample:
 class _Flat:
     """The backend's own call that gives what a planned one should; ``given``: its input, in bytes, which stays as it is."""
 
-    def __init__(self, order: Order, call: ShadowedCall, given: torch.Tensor) -> None:
+    def __init__(self, order: Any, call: Movement, given: torch.Tensor) -> None:
         self._order, self._call, self._given = order, call, given
         self._gloo: Any = order.inner.gloo
 
@@ -215,7 +218,7 @@ class _Flat:
             return self._gathered(), []
         if collective == "broadcast":
             moved, options = self._given.clone(), self.options(BroadcastOptions)
-            options.rootRank = call.shape().root
+            options.rootRank = call.root
             self.settle(self._gloo.broadcast([moved], options))
             return moved, []
         return self._reduced(needs_sizes=needs_sizes)
@@ -245,7 +248,7 @@ class _Flat:
         return rounded
 
     def _gathered(self) -> torch.Tensor:
-        shape, size = self._call.shape(), self._order.members.size
+        shape, size = _shape(self._order, self._call), self._order.members.size
         given = self._given if self._call.codec is None else self._rounded([self._given.numel()])
         blocks = shape.blocks or (given.numel(),) * size
         widest = max(blocks)
@@ -258,8 +261,8 @@ class _Flat:
         return torch.cat([row[:block] for row, block in zip(flat.view(size, widest), blocks, strict=True)])
 
     def _reduced(self, *, needs_sizes: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        shape = self._call.shape()
-        op, terms = _OPS[shape.op], self._given.view(shape.torch_dtype)
+        shape = _shape(self._order, self._call)
+        op, terms = getattr(ReduceOp, shape.op.upper()), self._given.view(shape.torch_dtype)
         sizes = [self.reduce(each, _product_or_sum(op)) for each in sizes_of(terms, shape.op)] if needs_sizes else []
         if shape.kind == "whole" and shape.traffic.collective == "reduce_scatter":
             flat, options = (
@@ -291,8 +294,21 @@ class _Flat:
 
     def settle(self, work: Work) -> None:
         """Wait for a call of Gloo's."""
-        order = self._order
-        settle_own_call(order.members, order.inner, order.sequence, f"shadow of {self._call.plan.name}", work)
+        self._order.settle_own(f"shadow of {self._call.plan.name}", work)
+
+
+def _shape(order: Any, call: Movement) -> CallShape:
+    """The call as all ranks know it."""
+    return CallShape.of(
+        call.kind,  # type: ignore[arg-type]  # one of CallShape's own
+        call.plan,
+        order.inner.planned.nodes,
+        call.source.dtype,
+        op=call.op,
+        root=call.root,
+        blocks=call.blocks,
+        non_finite="raise" if call.codec is None else call.codec.non_finite,
+    )
 
 
 def _product_or_sum(op: Any) -> Any:

@@ -1,71 +1,27 @@
-"""Records of a group's calls for COMMLAYER_TRACE: who fills a record in, and when."""
+"""When the recorder of ``COMMLAYER_TRACE`` opens and closes: with a group of all ranks, which compare their clocks over it."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from time import perf_counter_ns as now
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.waits import Board, Watched
 from commlayer.profiles.printable import warn
-from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
-from commlayer.traces.records import CallRecord
+from commlayer.traces.recorder import close_recorder, open_recorder, recorder
 
-__all__ = ["begin", "end", "fill_flat", "fill_plan", "new_record", "waiting"]
+__all__ = ["begin", "end"]
 
 _END_S = 10.0
 """For how long a rank waits at the end for the others, to compare clocks once more."""
-
-_OF_PLANS = {"all_to_all": "all_to_all_v"}
-"""The planner's name of a collective of the backend, where it is something else."""
-
-
-def new_record(planned: PlannedGroup, lane: str, description: str, collective: str) -> CallRecord:
-    """Make the record of a call that the program issues now."""
-    group = description if description and description != "undefined" else planned.name
-    me = planned.global_ranks[planned.rank]
-    return CallRecord(lane, group, planned.global_ranks, me, 0, collective, "flat", 0, now())
-
-
-def waiting(recorder: Recorder, record: CallRecord, wait: Callable[[], object]) -> None:
-    """``wait()`` on the program's thread, which is blocked meanwhile."""
-    begin = now()
-    try:
-        wait()
-    finally:
-        recorder.wait(record, begin, now())
-
-
-def fill_flat(planned: PlannedGroup, record: CallRecord, sequence: int, num_bytes: int, sent: tuple[int, int]) -> None:
-    """A call of the inner backend's own. ``sent``: bytes between nodes and inside this one; below 0: not known."""
-    record.sequence, record.logical_bytes = sequence, record.logical_bytes + num_bytes
-    if sent[0] >= 0:
-        record.inter_bytes, record.intra_bytes = sent
-    predicted = planned.choices.flat_us(_OF_PLANS.get(record.collective, record.collective), num_bytes)
-    record.predicted_us = -1.0 if predicted is None else predicted
-
-
-def fill_plan(
-    planned: PlannedGroup, record: CallRecord, sequence: int, plan: Plan, num_bytes: int, sent: tuple[int, int]
-) -> None:
-    """A planned call that has ended; its steps are in ``record`` already."""
-    record.sequence, record.logical_bytes = sequence, num_bytes
-    record.plan, record.wire = plan.name, str(plan.wire)
-    record.inter_bytes, record.intra_bytes = sent
-    timeline = planned.predicted(plan)
-    if timeline is not None:
-        record.predicted, record.predicted_us = timeline.spans, timeline.total_us
 
 
 class _Opener(NamedTuple):

@@ -1,0 +1,88 @@
+"""The instruments that a new group is given: its ledger, its watch, its shadow, the job's recorder; and what is told at the end.
+
+Nothing that runs calls imports this module: it is named in :data:`commlayer.calls.instruments.OWN`.
+"""
+
+from __future__ import annotations
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer.auditing.at_exit import agreed_job, audit_report, note_job_over, open_audit_report
+from commlayer.auditing.first_step import tell_after_first_step
+from commlayer.auditing.job_traces import begin, end
+from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.shadow import Shadow
+from commlayer.auditing.watch import GroupWatch
+from commlayer.calls.instruments import Instrument, NewGroup
+from commlayer.statistics import print_at_exit
+
+__all__ = ["attach"]
+
+
+class _JobFiles(Instrument):
+    """Has the job's trace and audit written when the group ends that they were opened with."""
+
+    lets_pass = True
+
+    def __init__(self, group: NewGroup) -> None:
+        self._gloo, self._is_default = group.gloo, group.is_default
+        self._world_size = len(group.ranks)
+
+    def closing(self, *, with_others: bool) -> None:
+        end(self._gloo, self._world_size, with_others=with_others)
+
+    def closed(self) -> None:
+        if self._is_default:
+            note_job_over()
+
+
+def attach(group: NewGroup) -> None:
+    """Give ``group`` the instruments that its settings ask for. Collective over the group. Raises what connecting does.
+
+    A group that stands alone has no files: its ranks have other numbers each time it is made, and those of the job belong to its
+    replica.
+    """
+    _attach_of_calls(group)
+    settings = group.settings
+    if group.stands_alone:
+        if settings.stats == "1":
+            print_at_exit(group.rank, settings.replica or "")
+        return
+    group.instruments.add(_JobFiles(group))
+    with group.connecting("to record calls", "comparing clocks to record calls"):
+        members = group.planned.global_ranks
+        begin(settings, group.gloo, members, group.planned.rank, group.world_size, group.planned.board)
+    _report_at_exit(group)
+    if group.is_of_job and group.rank == 0 and len(group.planned.nodes) > 1:
+        tell_after_first_step(is_new_job=group.is_default)
+
+
+def _attach_of_calls(group: NewGroup) -> None:
+    planned, instruments, settings = group.planned, group.instruments, group.settings
+    ledger = None
+    if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
+        ledger = Ledger(group.counters, planned)
+        ledger.places = group.places
+        instruments.add(ledger)
+        can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
+        if settings.replan != "off" and can_change:
+            watch = GroupWatch(planned, ledger, PrefixStore("replan/", group.store), group.calls.plan_anew)
+            instruments.add(watch)
+            group.order.may_pass = watch.pass_by
+    if settings.shadow is not None:
+        instruments.add(Shadow(group, settings.shadow, ledger))
+
+
+def _report_at_exit(group: NewGroup) -> None:
+    """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
+    where the default one is another backend's."""
+    settings = group.settings
+    is_printed = settings.stats == "1"
+    is_first = group.is_default or audit_report() is None
+    if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
+        name = agreed_job(group.store if group.is_default else _get_default_store()) if settings.audit else ""
+        folder = settings.in_replica(settings.audit)
+        open_audit_report(job=name, rank=group.rank, world_size=group.world_size, folder=folder, is_printed=is_printed)
+    if is_printed:
+        print_at_exit(group.rank, settings.replica or "")

@@ -1,0 +1,309 @@
+"""Instruments: who listens to a group's calls, and where they come from.
+
+What runs a call names the moments of its life, and knows nobody who listens: a moment to which nobody listens costs a look at an
+empty tuple. Instruments know calls, and not what runs them. Trio's instruments have this shape; other than there an error of
+an instrument is the call's, because some of them are there to refuse it.
+
+The ring and the counters listen to every call, and so are written out in the verbs themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from commlayer.calls.counters import GroupCounters
+from commlayer.calls.ring import Call
+
+__all__ = [
+    "OWN",
+    "AsksRanks",
+    "Instrument",
+    "Instruments",
+    "Movement",
+    "NewGroup",
+    "attach_own",
+    "await_program",
+    "before_reading",
+    "inquiries",
+    "listen_to_all",
+    "stop_listening_to_all",
+]
+
+OWN = ("commlayer.auditing.group_instruments",)
+"""Our own instruments: modules with a function ``attach(group)``, which is called for every group that is made. They are named
+here, and imported when the first group is made, because nothing that runs calls may depend on them."""
+
+INQUIRIES = "commlayer.diagnosis.inquiry"
+"""The module that asks ranks what they wait for, named and imported in the same way."""
+
+_Kind = TypeVar("_Kind", bound="Instrument")
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What a plan is about to move, for an instrument that looks at tensors; it must not keep them longer than the call.
+
+    Attributes:
+        plan, source, target: what moves which tensor into which.
+        kind: how the plan's moves are found, as of :class:`commlayer.auditing.saved_calls.CallShape`.
+        op: the plans' name of a reduction.
+        root: a member of the group.
+        splits: of exchanges, the bytes that go to each member, and that come from each.
+        blocks: bytes that each member owns, where the caller says it.
+        codec: of a call in a wire format.
+    """
+
+    plan: Any
+    source: Any
+    target: Any
+    kind: str = "whole"
+    op: str = "sum"
+    root: int = 0
+    splits: tuple[Sequence[int], Sequence[int]] = ((), ())
+    blocks: Sequence[int] | None = None
+    codec: Any = None
+
+
+class Instrument:
+    """Listens to calls. An instrument overrides the moments that it wants to hear of; it is not called for others.
+
+    All moments of one call come in this order, ``issued`` and ``waited`` on the program's thread, the others on the thread that
+    runs the call. What an instrument raises the call raises.
+
+    ``lets_pass``: whether plain calls of CPU tensors that no plan can run may go to the inner backend as they are; of those the
+    instrument hears ``moved`` at most. Otherwise a group with this instrument takes every call the long way.
+    """
+
+    lets_pass = False
+
+    def issued(self, call: Call) -> None:
+        """The program has made the call, which is about to run or to be queued. It may wait, or set ``call.begins_after_s``."""
+
+    def began(self, call: Call) -> None:
+        """The call's turn has come, and nothing of it has moved."""
+
+    def moving(self, call: Call, movement: Movement) -> None:
+        """A plan is about to move the call's bytes."""
+
+    def moved(self, call: Call) -> None:
+        """The call's bytes have been moved, by a plan or by the inner backend: ``sequence``, ``plan``, ``logical_bytes``,
+        ``moved_ns``, ``inter_bytes`` and ``intra_bytes`` say how. A call of several pairs of tensors comes here for each."""
+
+    def ended(self, call: Call) -> None:
+        """The call has ended, well or not."""
+
+    def waited(self, call: Call, start_ns: int, end_ns: int) -> None:
+        """A thread of the program was blocked so long by the call; of a synchronous call all the time of it."""
+
+    def ending(self) -> None:
+        """The group is to end; calls may be under way."""
+
+    def closing(self, *, with_others: bool) -> None:
+        """The group ends now. ``with_others``: all ranks come here, and nothing is under way."""
+
+    def closed(self) -> None:
+        """The group is gone: what is kept of it must not keep it alive."""
+
+    def inherited(self) -> None:
+        """This process is a forked child, in which the group lives no more."""
+
+
+_CALL_MOMENTS = ("issued", "began", "moving", "moved", "ended", "waited")
+
+
+class Instruments:
+    """The instruments of one group.
+
+    Attributes:
+        issued, began, moving, moved, ended, waited: the functions that hear of each moment, in the order in which their
+            instruments were added.
+        is_watched: whether one of them lets no call pass.
+        changed: called when that changes, for who remembers it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_all",
+        "began",
+        "changed",
+        "ended",
+        "is_watched",
+        "issued",
+        "moved",
+        "moving",
+        "waited",
+    )
+
+    issued: tuple[Callable[[Call], None], ...]
+    began: tuple[Callable[[Call], None], ...]
+    moving: tuple[Callable[[Call, Movement], None], ...]
+    moved: tuple[Callable[[Call], None], ...]
+    ended: tuple[Callable[[Call], None], ...]
+    waited: tuple[Callable[[Call, int, int], None], ...]
+
+    def __init__(self) -> None:
+        self._all: list[Instrument] = []
+        self.changed: Callable[[], None] = _nothing
+        self._list()
+        for instrument in _of_all:
+            self.add(instrument)
+        _open.add(self)
+
+    def add(self, instrument: Instrument) -> None:
+        """Have ``instrument`` hear of the group's calls from now on."""
+        self._all.append(instrument)
+        self._list()
+
+    def remove(self, instrument: Instrument) -> None:
+        """Have it hear of no more. Nothing where it does not listen."""
+        if instrument in self._all:
+            self._all.remove(instrument)
+            self._list()
+
+    def find(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the instrument of this kind; None where there is none."""
+        return next((each for each in self._all if isinstance(each, kind)), None)
+
+    def ending(self) -> None:
+        """Tell all that the group is to end."""
+        for each in list(self._all):
+            each.ending()
+
+    def closing(self, *, with_others: bool) -> None:
+        """Tell all that the group ends now."""
+        for each in list(self._all):
+            each.closing(with_others=with_others)
+
+    def closed(self) -> None:
+        """Tell all that the group is gone, and let go of them."""
+        for each in list(self._all):
+            each.closed()
+        self._clear()
+
+    def inherited(self) -> None:
+        """Let go of all in a forked child."""
+        for each in list(self._all):
+            each.inherited()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._all.clear()
+        self._list()
+        _open.discard(self)
+
+    def _list(self) -> None:
+        for moment in _CALL_MOMENTS:
+            base = getattr(Instrument, moment)
+            heard = [getattr(each, moment) for each in self._all if getattr(type(each), moment) is not base]
+            setattr(self, moment, tuple(heard))
+        self.is_watched = not all(each.lets_pass for each in self._all)
+        self.changed()
+
+
+def _nothing() -> None:
+    return None
+
+
+_open: weakref.WeakSet[Instruments] = weakref.WeakSet()
+_of_all: list[Instrument] = []
+
+
+def listen_to_all(instrument: Instrument) -> None:
+    """Have ``instrument`` hear of the calls of all groups of this process, and of those that are made from now on."""
+    _of_all.append(instrument)
+    for each in list(_open):
+        each.add(instrument)
+
+
+def stop_listening_to_all(instrument: Instrument) -> None:
+    """Undo :func:`listen_to_all`."""
+    if instrument in _of_all:
+        _of_all.remove(instrument)
+    for each in list(_open):
+        each.remove(instrument)
+
+
+@dataclass(frozen=True)
+class NewGroup:
+    """A group that is being made, for those who may give it instruments.
+
+    Attributes:
+        instruments: the group's.
+        counters: of its calls.
+        order, calls, planned: what runs them, which an instrument that acts on them is told of here, and knows no other way.
+        gloo: the inner group that runs its collectives.
+        store: the group's own.
+        settings: the group's, with its options.
+        options: what the program gave for this group.
+        places: which of the profile's nodes the group's are; empty: not known.
+        rank: this rank in the job.
+        ranks: of the group, as its own numbers name them.
+        world_size: how many ranks the job has.
+        is_planning: whether some of its calls may have plans.
+        is_default: whether it is the job's default group.
+        is_of_job: whether what is told once of a job that plans is told from this group on.
+        stands_alone: whether its ranks have other numbers in the job, or are not in it.
+        connecting: makes a context in which a failure is told to the other ranks: for what is collective.
+    """
+
+    instruments: Instruments
+    counters: GroupCounters
+    order: Any
+    calls: Any
+    planned: Any
+    gloo: Any
+    store: Any
+    settings: Any
+    options: Any
+    places: tuple[int, ...]
+    rank: int
+    ranks: Sequence[int]
+    world_size: int
+    is_planning: bool
+    is_default: bool
+    is_of_job: bool
+    stands_alone: bool
+    connecting: Callable[[str, str], AbstractContextManager[None]]
+
+
+def attach_own(group: NewGroup) -> None:
+    """Give a group that is being made the instruments that its settings ask for. Collective over the group."""
+    for name in OWN:
+        import_module(name).attach(group)
+
+
+class AsksRanks(Protocol):
+    """Asks the ranks of a job what they wait for, and answers for this one."""
+
+    def timed_out(self) -> None:
+        """A call of this rank has taken too long: ask everybody."""
+
+    def diagnosed(self) -> Any:
+        """Return the finding, in a line."""
+
+    def linger(self) -> None:
+        """Wait until what was asked has been answered."""
+
+    def close(self) -> None:
+        """Answer no more."""
+
+
+def inquiries() -> Any:
+    """The module that makes and finds those who ask the ranks."""
+    return import_module(INQUIRIES)
+
+
+before_reading: list[Callable[[], None]] = []
+"""What has to be waited for before the host reads what the program has computed: an emulated accelerator, which computes on the
+host; nothing on other machines."""
+
+
+def await_program() -> None:
+    """Return when the tensors of the program may be read on the host."""
+    for wait in before_reading:
+        wait()

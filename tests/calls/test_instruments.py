@@ -1,0 +1,145 @@
+"""Who listens to calls: the moments that each hears of, in which order, and what calls cost where nobody listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.calls import instruments as module
+from commlayer.calls.instruments import Instrument, Instruments, listen_to_all, stop_listening_to_all
+from commlayer.calls.ring import Call, Silent
+from commlayer.profiles.errors import TensorError
+from commlayer.testing.plugin import ClusterFactory
+
+
+class Noting(Instrument):
+    """Keeps the moments of every call."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def issued(self, call: Call) -> None:
+        self.heard.append(("issued", call.collective))
+
+    def began(self, call: Call) -> None:
+        self.heard.append(("began", call.collective))
+
+    def moved(self, call: Call) -> None:
+        plan = "flat" if call.plan is None else call.plan.name
+        self.heard.append((f"moved {call.run_bytes} {plan}", call.collective))
+
+    def ended(self, call: Call) -> None:
+        self.heard.append(("ended " + call.error if call.error else "ended", call.collective))
+
+    def waited(self, call: Call, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        self.heard.append(("waited", call.collective))
+
+
+class Counting(Instrument):
+    """Counts calls that have ended: all that an instrument of one's own takes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def ended(self, call: Call) -> None:
+        del call
+        self.count += 1
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_of_all", [])
+
+
+def test_an_instrument_hears_only_what_it_overrides() -> None:
+    instruments, counting = Instruments(), Counting()
+    instruments.add(counting)
+    assert [len(getattr(instruments, moment)) for moment in module._CALL_MOMENTS] == [0, 0, 0, 0, 1, 0]
+    for hear in instruments.ended:
+        hear(Silent().note("all_reduce", None, 4, 4, None, False))
+    assert counting.count == 1
+    instruments.remove(counting)
+    assert instruments.ended == ()
+
+
+def test_who_listens_to_all_hears_groups_of_before_and_of_later() -> None:
+    before, counting, changes = Instruments(), Counting(), []
+    before.changed = lambda: changes.append(before.is_watched)
+    listen_to_all(counting)
+    later = Instruments()
+    assert len(before.ended) == len(later.ended) == 1
+    stop_listening_to_all(counting)
+    assert before.ended == later.ended == ()
+    assert changes == [True, False]
+
+
+def test_what_lets_calls_pass_makes_no_group_a_watched_one() -> None:
+    class Passing(Counting):
+        lets_pass = True
+
+    instruments = Instruments()
+    instruments.add(Passing())
+    assert not instruments.is_watched
+    instruments.add(Counting())
+    assert instruments.is_watched
+
+
+def test_the_end_is_told_once_and_nobody_is_kept() -> None:
+    told: list[str] = []
+
+    class Ending(Instrument):
+        def ending(self) -> None:
+            told.append("ending")
+
+        def closing(self, *, with_others: bool) -> None:
+            told.append(f"closing {with_others}")
+
+        def closed(self) -> None:
+            told.append("closed")
+
+    instruments = Instruments()
+    instruments.add(Ending())
+    instruments.ending()
+    instruments.closing(with_others=True)
+    for _ in range(2):
+        instruments.closed()
+    assert told == ["ending", "closing True", "closed"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("plan", ["flat", "flat_direct"])
+def test_every_moment_of_a_groups_calls_is_heard(emulated_cluster: ClusterFactory, plan: str) -> None:
+    def job() -> list[tuple[str, str]]:
+        import os
+
+        torch.set_num_threads(1)
+        os.environ.update({"COMMLAYER_PLAN": plan, "COMMLAYER_PROFILE": "none"})
+        dist.init_process_group("commlayer")
+        group: Any = dist.group.WORLD
+        x = torch.ones(4)
+        dist.all_reduce(x)  # before anybody listens
+        noting = Noting()
+        group.instruments.add(noting)
+        dist.all_reduce(x)
+        work: Any = dist.all_reduce(x, async_op=True)
+        work.wait()
+        with pytest.raises(TensorError):
+            dist.all_gather_into_tensor(torch.ones(3), x)
+        group.instruments.remove(noting)
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full((4,), 2.0**4))
+        dist.destroy_process_group()
+        return noting.heard
+
+    moved = f"moved 16 {plan}"
+    synchronous = [("issued", "all_reduce"), ("began", "all_reduce"), (moved, "all_reduce"), ("ended", "all_reduce")]
+    for heard in emulated_cluster(1, 2).run(job):
+        assert heard[:5] == [*synchronous, ("waited", "all_reduce")]
+        asynchronous = [moment for moment in heard[5:] if moment[1] == "all_reduce" and moment[0] != "waited"]
+        assert asynchronous == synchronous
+        refused = [moment for moment, collective in heard if collective == "all_gather"]
+        assert refused == ["issued", "began", "ended TensorError", "waited"]
