@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent", "TimedEvent", "TimedStream"]
+__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent", "TimedEvent"]
 
 Addressed = tuple[int, torch.Tensor]
 """A member of a messenger's group, by its rank there, and the 1-D uint8 [bytes] that go to it or come from it."""
@@ -58,13 +58,6 @@ class TimedEvent(StreamEvent, Protocol):
 
     def elapsed_us(self, since: TimedEvent) -> float:
         """The time from ``since`` to here, µs, by the device's clock. Both have been reached."""
-
-
-class TimedStream(Stream, Protocol):
-    """A stream of a device that can be measured."""
-
-    def record_time(self) -> TimedEvent:
-        """The point behind all that was launched so far, with the time at which it is reached."""
 
 
 class Device(Protocol):

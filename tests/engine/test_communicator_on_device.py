@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, discover_topology
 from commlayer.measure.benchmark import world_groups
@@ -15,7 +16,6 @@ from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.plan import Gather
 from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 LAGGING = StreamDelays(chance=0.9)
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, await_others
+from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +31,6 @@ from commlayer.failures import forks
 from commlayer.profiles.errors import GroupError
 from commlayer.statistics import GroupCounters
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces import recorder
 
 PROGRAM = textwrap.dedent(
