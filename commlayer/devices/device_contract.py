@@ -2,7 +2,7 @@
 
 That is all that running a plan asks of a device. The host launches and goes on; what a stream was given runs in order, and
 nothing else orders the work of two streams but events. CUDA is a device that does this (:mod:`commlayer.devices.accelerator`),
-and so is what any machine has (:mod:`commlayer.testing.simulated`), which shows what becomes of a plan where an order is missing.
+and so is what any machine has (tests/simulated), which shows what becomes of a plan where an order is missing.
 """
 
 from __future__ import annotations
