@@ -7,12 +7,12 @@ Every rank counts for itself. A call costs a few additions here; everything else
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import say_table
 
@@ -393,7 +393,8 @@ def name_replica(name: str) -> None:
         _printing = _printing[0], name
 
 
-def _in_child() -> None:
+@in_forked_child
+def _begin_anew() -> None:
     """A forked child's calls are its own, and its parent prints what it has counted before."""
     global _printing, _ended, _folding
     _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
@@ -403,9 +404,6 @@ def _in_child() -> None:
     _spills.clear()
     atexit.unregister(_print)
     _printing = None
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def _print() -> None:

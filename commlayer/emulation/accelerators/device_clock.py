@@ -18,13 +18,13 @@ emulation that is late is none.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlayer.emulation.accelerators.device import Accelerator
+from commlayer.forked_child import in_forked_child
 
 __all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock", "use_device_clock"]
 
@@ -172,8 +172,6 @@ def device_busy_until() -> float | None:
     return None if _clock is None else _clock.busy_until()
 
 
-def _forget_in_child() -> None:
+@in_forked_child
+def _forget_clock() -> None:
     use_device_clock(None)  # a forked child, such as a DataLoader's worker, is no rank: it computes on the host
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
