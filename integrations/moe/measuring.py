@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from commlayer.emulation.accelerators.device_clock import await_device
+from commlayer.device_time import await_device
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import Experts

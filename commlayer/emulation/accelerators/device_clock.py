@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commlayer.device_time import await_device, device_busy_until, device_time
 from commlayer.emulation.accelerators.device import Accelerator
-from commlayer.forked_child import in_forked_child
 
-__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock", "use_device_clock"]
+__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock"]
 
 LEAD_S = 0.25
 """How far the host may run ahead of its device."""
@@ -137,41 +137,7 @@ class DeviceClock:
         )
 
 
-_clock: DeviceClock | None = None
-
-
 def device_clock() -> DeviceClock | None:
     """Return the clock of this process's emulated accelerator, or None: then nothing is emulated."""
-    return _clock
-
-
-def use_device_clock(clock: DeviceClock | None) -> None:
-    """Give this process an accelerator, or take it away."""
-    global _clock
-    _clock = clock
-
-
-def await_device(until: float | None = None) -> None:
-    """Return when this process's emulated accelerator has done what was launched; at once where there is none.
-
-    A collective begins so, as NCCL's do on the stream of those who call them; and so do measurements end. ``until``: when what a
-    call has to wait for is done, as :func:`device_busy_until` said when it was made; what was launched since is not waited for.
-    """
-    if _clock is not None:
-        if until is None:
-            _clock.synchronize()
-        else:
-            _clock.wait_until(until)
-
-
-def device_busy_until() -> float | None:
-    """Return when this process's emulated accelerator will have done what was launched; None where it has, or there is none.
-
-    For calls that begin later than they are made, on a thread of their own: the host goes on, as behind NCCL's calls.
-    """
-    return None if _clock is None else _clock.busy_until()
-
-
-@in_forked_child
-def _forget_clock() -> None:
-    use_device_clock(None)  # a forked child, such as a DataLoader's worker, is no rank: it computes on the host
+    time = device_time()
+    return time if isinstance(time, DeviceClock) else None
