@@ -132,11 +132,12 @@ def test_the_wheel_has_every_module_and_data_file(contents: set[str], project: A
     for package, folder in project["tool"]["setuptools"]["package-dir"].items():
         expected |= {
             f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
-            for pattern in ("*.py", "*.json", "py.typed")
+            for pattern in ("*.py", "*.json", "*.html", "*.css", "py.typed")
             for path in (ROOT / folder).rglob(pattern)
             if not any(parent.is_symlink() for parent in path.parents)
         }
     assert {
+        "commlayer/drawing/templates/page.html",
         "commlayer/profiles/catalog/monta-a800-2x8.json",
         "commlayer/scheduler/mapping/checked_rows.json",
     } <= expected
