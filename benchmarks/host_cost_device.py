@@ -15,7 +15,9 @@ import contextlib
 import gc
 import os
 import platform
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,11 @@ from commlayer.emulation import EmulatedCluster
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.settings import Settings
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.transport.nccl import Nccl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # what its helpers are shared with
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 
 __all__ = ["print_device"]
 

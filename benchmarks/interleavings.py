@@ -15,13 +15,15 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from pathlib import Path
 
 import torch
 from rich.progress import track
 
-from commlayer.testing.simulated.device_programs import every_program, exchanges, replicated
-from commlayer.testing.simulated.machine import Deadlock
-from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # what its helpers are shared with
+from simulated.device_programs import every_program, exchanges, replicated
+from simulated.machine import Deadlock
+from simulated.plan_calls import DeviceCall, run_calls
 
 SHAPES = ((2,), (3,), (2, 1), (2, 2), (3, 1), (1, 1, 1), (2, 1, 3), (2, 2, 2), (4, 4))
 BATCH = 200

@@ -26,9 +26,19 @@ from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
-from commlayer.scheduler.mapping.volumes import compute_over_communication, parameter_sync
+from commlayer.scheduler.mapping.volumes import compute_over_communication
 
-__all__ = ["Gain", "Kind", "Synchronised", "checks", "dispatch_kinds", "gains", "ratios", "synchronisation"]
+__all__ = [
+    "Gain",
+    "Kind",
+    "Synchronised",
+    "checks",
+    "dispatch_kinds",
+    "gains",
+    "inter_over_intra",
+    "ratios",
+    "synchronisation",
+]
 
 _CLUSTER, _GPUS, _BATCH, _SEQUENCE = "h800", 8, 32, 8192
 _PLAIN = replace(MEGATRON, name="nothing hidden", overlaps_gradients=False, overlaps_parameters=False)
@@ -155,7 +165,6 @@ def synchronisation() -> list[Synchronised]:
         for megabytes in (384, 768, 1152, 1536):
             size = megabytes * 1e6
             plans = [_hierarchical(cluster, name, size, groups) for name in ("reduce_scatter", "all_gather")]
-            volume = parameter_sync(size / 2, 8, groups, replicated=True)
             found.append(
                 Synchronised(
                     megabytes=megabytes,
@@ -165,10 +174,20 @@ def synchronisation() -> list[Synchronised]:
                     sequence_us=_both(pricer, size, everyone),
                     hierarchical_us=sum(plan.predicted_us for plan in plans),
                     plan=plans[0].plan.name,
-                    inter_over_intra=volume.inter_over_intra(peaks.inter_gbps, peaks.intra_gbps),
+                    inter_over_intra=inter_over_intra(8, groups, peaks.inter_gbps, peaks.intra_gbps),
                 )
             )
     return found
+
+
+def inter_over_intra(ranks: int, groups: int, inter_bandwidth: float, intra_bandwidth: float) -> float:
+    """Equation 10: the time between ``groups`` nodes over the time inside them; bandwidths in one unit.
+
+    Every rank of a node has all P parameters of the attention (SP, appendix A.1): it sends 2P/n (d-1)/d elements to other
+    nodes and 2P (n-1)/n to the others of its node.
+    """
+    inter, intra = (groups - 1) / (ranks * groups), (ranks - 1) / ranks
+    return inter / inter_bandwidth / (intra / intra_bandwidth)
 
 
 def _both(pricer: Pricer, nbytes: float, nodes: tuple[int, ...]) -> float:

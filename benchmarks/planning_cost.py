@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
@@ -19,8 +20,10 @@ from commlayer.cli.tables import print_json, print_table
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.scheduler import Planner, Strategy, Traffic, build, price
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.units import format_us
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # what its helpers are shared with
+from synthetic_profiles import synthetic_profile
 
 CHUNKS = (2, 4, 8, 16, 24, 32)
 TRAFFIC = Traffic(16 << 20, group_size=2, replication=4)

@@ -1,7 +1,7 @@
 """Published training runs, predicted: every row beside ours, by kind of case; and the errors that estimates are labelled with.
 
 ``make published`` predicts the rows of published_rows.json (and takes the papers' along, whose errors are known as well), writes
-docs/published.md, its pictures, a dated JSON file, and ``scheduler/mapping/checked_rows.py``, from which estimates have their
+docs/published.md, its pictures, a dated JSON file, and ``scheduler/mapping/checked_rows.json``, from which estimates have their
 intervals. Held-back rows are left alone until ``make published ARGS=--held`` predicts them: once, with the model as it is then,
 and keeps what came out in published_held.json. Some two minutes on one core, most of it the papers.
 """
@@ -26,20 +26,12 @@ from published_predict import Outcome, predict_all
 from commlayer.drawing.style import save_figure
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.calibrated import FACTORS
-from commlayer.scheduler.mapping.validity import CheckedRow, kind_of
+from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, kind_of
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-ROWS = HERE.parent / "scheduler" / "mapping" / "checked_rows.py"
+ROWS = HERE.parent / "scheduler" / "mapping" / "checked_rows.json"
 HELD = HERE / "published_held.json"
-_HEAD = '''"""Published training runs and how far off their predictions were: what :mod:`commlayer.scheduler.mapping.validity`
-knows.
-
-Written by `make published`. A row: its key in docs/published.md or docs/papers.md; predicted over published throughput, less
-1; its kind, as the fields of :class:`commlayer.scheduler.mapping.validity.CaseKind`.
-"""
-
-ROWS: tuple[tuple[str, float, tuple[str, str, str, str, str, bool, bool, str, str, int, int]], ...] = '''
 
 
 def main() -> None:
@@ -53,7 +45,8 @@ def main() -> None:
     first = json.loads(HELD.read_text(encoding="utf-8")) if HELD.exists() else None
     outcomes = predict_all(row for row in rows if row.group != "held" or first is not None)
     papers = _papers()
-    _write_rows([*filter(None, (each.checked for each in outcomes)), *papers])
+    checked = [*filter(None, (each.checked for each in outcomes)), *papers]
+    ROWS.write_text(rows_text(checked), encoding="utf-8")
     text = document(outcomes=outcomes, held=[row for row in rows if row.group == "held"], first=first, papers=papers)
     (DOCS / "published.md").write_text(text, encoding="utf-8")
     content = {"date": date.today().isoformat(), "rows": [_as_json(each) for each in outcomes]}
@@ -93,10 +86,10 @@ def _papers() -> list[CheckedRow]:
     return found
 
 
-def _write_rows(rows: Sequence[CheckedRow]) -> None:
-    lines = [f"    ({row.key!r}, {row.error!r}, {tuple(row.kind)!r}),".replace("'", '"') for row in rows]
-    ROWS.write_text(_HEAD + "(\n" + "\n".join(lines) + "\n)\n", encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(ROWS)], check=True)
+def rows_text(rows: Sequence[CheckedRow]) -> str:
+    """The file of the rows that are shipped: one a line, so that a difference shows which."""
+    lines = ",\n    ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return f'{{\n  "kind": {json.dumps(CaseKind._fields)},\n  "rows": [\n    {lines}\n  ]\n}}\n'
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:

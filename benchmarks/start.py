@@ -34,7 +34,9 @@ from torch.distributed import distributed_c10d
 import commlayer.backend.create  # before forking, or each rank would load it
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.failures.waits import Watched
-from commlayer.testing.counting_store import CountingStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # what its helpers are shared with
+from counting_store import CountingStore
 
 GROUPS = 8
 BACKENDS = ("gloo", "commlayer")

@@ -22,7 +22,7 @@ from commlayer.agree.communicator_signatures import Signature, check_signatures,
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
 from commlayer.calls.counters import GroupCounters
-from commlayer.calls.instruments import await_program
+from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
@@ -262,7 +262,7 @@ class Communicator:
     ) -> torch.Tensor:
         if self.state is not State.OPEN:
             raise self._unusable()
-        await_program()
+        await_device()
         x = plain(x)
         output = torch.empty_like(x)
         source, target = as_bytes(x), as_bytes(output)

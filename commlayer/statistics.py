@@ -7,11 +7,11 @@ Every rank counts for itself. A call costs a few additions here; everything else
 from __future__ import annotations
 
 import atexit
-import os
 from collections import deque
 from typing import TypedDict
 
 from commlayer.calls.counters import CallStats, GroupStats, counted_groups, reset_groups
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import say_table
 
@@ -223,7 +223,8 @@ def name_replica(name: str) -> None:
         _printing = _printing[0], name
 
 
-def _in_child() -> None:
+@in_forked_child
+def _begin_anew() -> None:
     """A forked child's calls are its own, and its parent prints what it has counted before."""
     global _printing
     _dispatches.clear()
@@ -231,9 +232,6 @@ def _in_child() -> None:
     _spills.clear()
     atexit.unregister(_print)
     _printing = None
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def _print() -> None:

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import TopologyError
-from commlayer.profiles.links import Resource
 
 __all__ = ["Topology", "shape_text"]
 
@@ -151,12 +150,6 @@ class Topology:
     def local_rank_of(self, rank: int) -> int:
         """The position of ``rank`` among the ranks of its node."""
         return self._place(rank)[1]
-
-    def link_between(self, a: int, b: int) -> Resource:
-        """The link class that bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
-        if self.node_of(a) != self.node_of(b):
-            return Resource.INTER
-        return Resource.DEVICE if a == b else Resource.INTRA
 
     def spans(self, ranks: Iterable[int]) -> int:
         """Count the nodes that ``ranks`` touch."""

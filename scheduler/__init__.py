@@ -19,7 +19,6 @@ from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic, moe_bytes
 
 if TYPE_CHECKING:
-    from commlayer.scheduler.activations import LayerShape
     from commlayer.scheduler.lanes import LanePolicy
     from commlayer.scheduler.mapping.cluster import Cluster
     from commlayer.scheduler.mapping.expansion import expansion
@@ -58,7 +57,6 @@ __all__ = [
     "Gather",
     "Job",
     "LanePolicy",
-    "LayerShape",
     "LlepRule",
     "ModelShape",
     "Op",

@@ -26,7 +26,6 @@ __all__ = [
     "choose_slices",
     "pipeline",
     "posted",
-    "time_pipeline",
 ]
 
 SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (2, 3, 2, 1), (1, 2, 2, 2, 1), (1,) * 8)
@@ -117,12 +116,6 @@ def _all_ahead(chunks: int, link: Resource) -> Plan:
     Kept, as dispatches of every layer and step ask for it: in what proportion chunks share the rows, and of how many, changes
     their steps' times, but not their order."""
     return pipeline(Traffic(chunks, 2, link=link, collective="all_to_all_v", nodes=(2,)), (1,) * chunks, ahead=chunks)
-
-
-def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:
-    """The timeline of a :func:`pipeline`; each function takes a chunk's bytes."""
-    times = {Op.ALL_TO_ALL: exchange_us, Op.COMPUTE: experts_us}
-    return Timeline(plan, tuple(schedule(plan, [times[step.op](step.bytes) for step in plan.steps])))
 
 
 def choose_slices(

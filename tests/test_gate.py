@@ -119,7 +119,7 @@ def test_nothing_prints_beside_the_gates() -> None:
             name = str(path.relative_to(ROOT))
             if name not in GATES and (prints := bypasses(path.read_text(encoding="utf-8"))):
                 found[name] = prints
-    assert found == {"commlayer/testing/megatron_on_cpu.py": ["logging"]}, "say, say_table, warn, or echo of a command"
+    assert found == {}, "say, say_table, warn, or echo of a command"
     for name in GATES:
         assert bypasses((ROOT / name).read_text(encoding="utf-8")), f"{name} is no gate any more"
 

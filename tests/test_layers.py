@@ -51,6 +51,7 @@ def test_the_import_contracts_hold() -> None:
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
         ("scheduler/mapping/compute.py", "def later() -> None:\n    import pathlib", "the scheduler opens no files"),
         ("scheduler/decision.py", "from commlayer.profiles import files", "the scheduler opens no files"),
+        ("integrations/moe/layer.py", "import commlayer.emulation", "what runs calls does not know the emulator"),
         ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",

@@ -132,11 +132,15 @@ def test_the_wheel_has_every_module_and_data_file(contents: set[str], project: A
     for package, folder in project["tool"]["setuptools"]["package-dir"].items():
         expected |= {
             f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
-            for pattern in ("*.py", "*.json", "py.typed")
+            for pattern in ("*.py", "*.json", "*.html", "*.css", "py.typed")
             for path in (ROOT / folder).rglob(pattern)
             if not any(parent.is_symlink() for parent in path.parents)
         }
-    assert "commlayer/profiles/catalog/monta-a800-2x8.json" in expected
+    assert {
+        "commlayer/drawing/templates/page.html",
+        "commlayer/profiles/catalog/monta-a800-2x8.json",
+        "commlayer/scheduler/mapping/checked_rows.json",
+    } <= expected
     assert {name for name in contents if name.startswith("commlayer/")} == expected
 
 
@@ -146,6 +150,8 @@ def test_the_unpacked_wheel_works_without_the_checkout(wheel: Path, tmp_path: Pa
     code = """
 import json, commlayer.scheduler, commlayer.cli.main, commlayer.integrations
 from commlayer.profiles import catalog
+from commlayer.scheduler.mapping.validity import checked_rows
+assert checked_rows()
 print(json.dumps([commlayer.__file__, [catalog.load(name).name for name in catalog.names()]]))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

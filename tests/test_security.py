@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from commlayer.agree.appointments import Appointment, Appointments
@@ -33,7 +34,6 @@ from commlayer.profiles.strict_json import parse_object
 from commlayer.readers import cluster_files
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.rank_files import read_folder
 from commlayer.transport.shared_memory.slabs import Segment
 

@@ -11,7 +11,6 @@ store, which one process serves to all.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -32,7 +31,7 @@ from commlayer.failures.waits import Watched
 from commlayer.peer_words import LIMIT_BYTES, refusal
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "most_messages", "tree_exchange"]
+__all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "tree_exchange"]
 
 FAN_OUT = 2
 """Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a rank hands down all that is
@@ -92,11 +91,6 @@ def _parts(span: range) -> tuple[range, ...]:
     num = min(FAN_OUT, len(span))
     cuts = [span.start + len(span) * part // num for part in range(num + 1)] if num else []
     return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:]))  # noqa: B905, RUF007  one shorter by design
-
-
-def most_messages(size: int) -> int:
-    """Bound the messages, sent and received, of one rank in one gather of ``size`` ranks."""
-    return min(2 * (FAN_OUT + 1), 2 * math.ceil(math.log2(max(size, 2))) + 2)
 
 
 _Told = list[tuple[bytes, list[int]]]

@@ -22,6 +22,7 @@ from commlayer.auditing.audit_files import AuditedGroup, AuditedPlacement, RankA
 from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.files import name_in_files
 from commlayer.profiles.printable import say, say_table, shortened
 from commlayer.profiles.profile import Profile
@@ -216,11 +217,9 @@ def close_audit_report() -> None:
         closing.close()
 
 
+@in_forked_child
 def _in_child() -> None:
     """A forked child's calls are its own, and its parent writes what it has counted before."""
     global _report
     _report = None
     atexit.unregister(close_audit_report)
-
-
-os.register_at_fork(after_in_child=_in_child)

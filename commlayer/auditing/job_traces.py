@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.failures.waits import Board, Watched
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.printable import warn
 from commlayer.settings import Settings
 from commlayer.traces.recorder import close_recorder, open_recorder, recorder
@@ -36,13 +37,11 @@ class _Opener(NamedTuple):
 _opener: _Opener | None = None
 
 
+@in_forked_child
 def _in_child() -> None:
     """See :mod:`commlayer.traces.recorder`."""
     global _opener
     _opener = None
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def begin(

@@ -6,7 +6,6 @@ included, was chosen by a price.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from commlayer.calls.ring import Call
 from commlayer.calls.under_way import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.learnt import Learning, learnt_profile
 from commlayer.profiles.profile import Profile
@@ -359,14 +359,12 @@ def _fold_ended() -> None:
             _ledgers.remove(ledger)
 
 
+@in_forked_child
 def _in_child() -> None:
     """A forked child's calls are its own."""
     global _ended, _folding
     _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _ledgers.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def open_ledgers() -> list[Ledger]:

@@ -5,9 +5,9 @@ The records are those of :func:`commlayer.stats`, which go on to be written as s
 
 from __future__ import annotations
 
-import os
 from collections import deque
 
+from commlayer.forked_child import in_forked_child
 from commlayer.statistics import PlacementStats
 
 __all__ = ["audit_placement", "audited_placements"]
@@ -26,5 +26,4 @@ def audited_placements() -> list[PlacementStats]:
     return [each.copy() for each in list(_migrations)]
 
 
-# A forked child's migrations are its own.
-os.register_at_fork(after_in_child=_migrations.clear)
+in_forked_child(_migrations.clear)  # a child's migrations are its own

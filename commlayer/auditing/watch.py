@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import os
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
+from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import read_times
 from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.profiles.printable import say
@@ -558,10 +558,8 @@ class _Watching:
 _watching = _Watching()
 
 
+@in_forked_child
 def _in_child() -> None:
     """A forked child has no thread, and no group of its own yet."""
     global _watching
     _watching = _Watching()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -19,8 +19,8 @@ from commlayer.backend.order import Order
 from commlayer.backend.own_messages import OwnMessages
 from commlayer.backend.tensors import land, landing, plain_row, reals, require_room
 from commlayer.calls.counters import GroupCounters
-from commlayer.calls.instruments import await_program
 from commlayer.calls.ring import ANY, Call
+from commlayer.device_time import await_device
 from commlayer.engine.plain import require_dense
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
@@ -121,7 +121,7 @@ class Messages:
         tensor = self.require("send", tensors, member)
         if not tensor.is_cpu:
             return self._order.on_device(tensor).send(tensors, member, tag)  # type: ignore[no-any-return]
-        await_program()
+        await_device()
         moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypedDict
+
+from commlayer.forked_child import in_forked_child
 
 __all__ = [
     "ENDED_GROUPS",
@@ -195,11 +196,9 @@ def reset_groups() -> None:
             group.reset()
 
 
+@in_forked_child
 def _in_child() -> None:
     """Begin without the groups of a forked child's parent."""
     global _ended, _folding
     _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _groups.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -27,8 +27,6 @@ __all__ = [
     "Movement",
     "NewGroup",
     "attach_own",
-    "await_program",
-    "before_reading",
     "inquiries",
     "listen_to_all",
     "stop_listening_to_all",
@@ -296,14 +294,3 @@ class AsksRanks(Protocol):
 def inquiries() -> Any:
     """The module that makes and finds those who ask the ranks."""
     return import_module(INQUIRIES)
-
-
-before_reading: list[Callable[[], None]] = []
-"""What has to be waited for before the host reads what the program has computed: an emulated accelerator, which computes on the
-host; nothing on other machines."""
-
-
-def await_program() -> None:
-    """Return when the tensors of the program may be read on the host."""
-    for wait in before_reading:
-        wait()

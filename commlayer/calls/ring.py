@@ -34,6 +34,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from commlayer.forked_child import in_forked_child
+
 __all__ = [
     "ANY",
     "MESSAGES",
@@ -499,6 +501,7 @@ def waiting_threads() -> dict[int, Waiting]:
     return {ident: waiting for ident, waiting in copied(_waiting.items()) if ident in alive}
 
 
+@in_forked_child
 def _in_child() -> None:
     """A forked child has made no calls."""
     global _calls
@@ -507,6 +510,3 @@ def _in_child() -> None:
     _tracks.clear()
     if _main_state is not None:
         _keep_main_state()  # the main thread is now the one that forked
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -6,8 +6,9 @@ takes many times what was promised, and its plan is not to blame. Groups of othe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+
+from commlayer.forked_child import in_forked_child
 
 __all__ = ["CallsUnderWay", "calls_under_way", "never"]
 
@@ -70,9 +71,7 @@ def calls_under_way() -> CallsUnderWay:
     return _under_way
 
 
+@in_forked_child
 def _in_child() -> None:
     """Begin anew in a forked child, whose parent's calls never end here."""
     _under_way.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -49,7 +49,7 @@ class Place:
     delay_us: float = 0.0
     timeout_s: float = 600.0
     device: str | None = None
-    """The device whose links are asked for: cpu, cuda or simulated; None: as it is."""
+    """The device whose links are asked for: cpu or cuda; None: as it is."""
 
     @property
     def inter_gbps(self) -> float | None:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["link_rates", "measure_here", "measure_job", "profile"]
 
-_SIMULATED_BYTES = 1 << 30
-DEVICES = ("cpu", "cuda", "simulated")
+DEVICES = ("cpu", "cuda")
 Rows = list[tuple[str, str, int, "NcclRow"]]
 """Collective, link class, group size, and the line of the table."""
 
@@ -57,7 +56,7 @@ _sweep_options = in_order(
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
-    help="Whose links: the CPU's over Gloo, a GPU's over NCCL, a simulated device's.  [cuda where there is one]",
+    help="Whose links: the CPU's over Gloo, or a GPU's over NCCL.  [cuda where there is one]",
 )
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
 @click.option("-J", "--table-json", type=OUTPUT_FILE, help="Write the table as JSON here.")
@@ -84,9 +83,7 @@ def profile(
     """
     place = replace(read_place(options), device=device)
     if device == "cuda" and place.emulate is not None:
-        raise UsageError(
-            "--device cuda: the ranks of an emulated cluster have no GPU each: say --device simulated, or cpu"
-        )
+        raise UsageError("--device cuda: the ranks of an emulated cluster have no GPU each: say --device cpu")
     check_has_links(place)
     found = measure_here(place, _sweep(**options), name)
     if found is None:
@@ -138,7 +135,7 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     from commlayer.units import format_bytes
 
     topology = discover_topology()
-    is_emulated = emulation() is not None or place.device == "simulated"
+    is_emulated = emulation() is not None
     links = _links(place.device)
     rows: Rows = []
     with progress("measuring", num_points(options, topology)) as advance:
@@ -169,11 +166,7 @@ def _links(device: str | None) -> DeviceLinks | None:
 
     from commlayer.measure.device_prober import device_links
 
-    if device == "cuda":
-        return device_links(torch.device("cuda", torch.cuda.current_device()))
-    from commlayer.testing import StreamDelays, simulated_device
-
-    return device_links(simulated_device(StreamDelays(chance=0.0), memory_bytes=_SIMULATED_BYTES))
+    return device_links(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _source(place: Place, shape: str) -> str:

@@ -1,7 +1,7 @@
 """Devices that torch knows by a module of their own (``torch.cuda``), behind the contract: their streams and events.
 
 CUDA's is written for, and to be judged on, a machine with a GPU (``make test-gpu``); the simulated device that torch sees
-(:mod:`commlayer.testing.simulated.torch_device`) runs the same lines on any.
+(tests/simulated/torch_device.py) runs the same lines on any.
 """
 
 from __future__ import annotations

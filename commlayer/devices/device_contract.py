@@ -2,7 +2,7 @@
 
 That is all that running a plan asks of a device. The host launches and goes on; what a stream was given runs in order, and
 nothing else orders the work of two streams but events. CUDA is a device that does this (:mod:`commlayer.devices.accelerator`),
-and so is what any machine has (:mod:`commlayer.testing.simulated`), which shows what becomes of a plan where an order is missing.
+and so is what any machine has (tests/simulated), which shows what becomes of a plan where an order is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent", "TimedEvent", "TimedStream"]
+__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent", "TimedEvent"]
 
 Addressed = tuple[int, torch.Tensor]
 """A member of a messenger's group, by its rank there, and the 1-D uint8 [bytes] that go to it or come from it."""
@@ -58,13 +58,6 @@ class TimedEvent(StreamEvent, Protocol):
 
     def elapsed_us(self, since: TimedEvent) -> float:
         """The time from ``since`` to here, µs, by the device's clock. Both have been reached."""
-
-
-class TimedStream(Stream, Protocol):
-    """A stream of a device that can be measured."""
-
-    def record_time(self) -> TimedEvent:
-        """The point behind all that was launched so far, with the time at which it is reached."""
 
 
 class Device(Protocol):

@@ -41,6 +41,7 @@ from commlayer.failures.aborts import speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
+from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.files import name_in_files
@@ -509,10 +510,8 @@ def _linger() -> None:
         inquiry.linger()
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_inquiries() -> None:
     """A forked child answers for nobody, and has the signal's default again."""
     _inquiries.clear()
     _leave_signal()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
@@ -22,12 +21,11 @@ from commlayer.drawing.mapping_cells import (
     traffic_cells,
 )
 from commlayer.drawing.mapping_figures import breakdown_figure, labelled, memory_figure
-from commlayer.drawing.page import cards, definitions, figure, page, section, table
+from commlayer.drawing.page import Drawing, drawing, render
 from commlayer.drawing.step_course import course_figure
 from commlayer.profiles.counted import counted
 from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.units import format_us
@@ -39,21 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["write_estimate_report", "write_search_report", "write_what_if_report"]
 
 _Path = str | os.PathLike[str]
-
-_GUIDE = """<dl>
-<dt>mapping</dt><dd>how the GPUs are divided: TP, CP, PP and DP for attention, ETP and EP for experts, VPP chunks of layers on
-each pipeline rank. Folded, the experts' degrees are free of attention's; unfolded, ETP = TP and EP is a part of DP.</dd>
-<dt>step</dt><dd>all micro-batches of one optimizer step. Its parts add up to it: what computes, then what communication costs
-that nothing hides, then what the pipeline waits for.</dd>
-<dt>MFU</dt><dd>the model's FLOPs over the GPUs' peak; causal attention counts by half, recomputation not at all.</dd>
-<dt>memory</dt><dd>of the fullest GPU; the dashed line is what a GPU has for the job.</dd>
-<dt>exposed</dt><dd>the share of a step in which communication keeps the GPU waiting.</dd>
-<dt>what moves</dt><dd>each collective of a step of one rank of the slowest stage. Bytes are nccl-tests' S of one call; µs are of
-a call alone; ranks are nodes × ranks on each.</dd>
-<dt>course</dt><dd>simulated: the step on each pipeline rank (merged: forward above, backward below), of which the slowest
-takes what the table of parts says; and the passes of a layer with every call, or of a stage where gradients or weights go beside
-it, with what other micro-batches compute meanwhile.</dd>
-</dl>"""
+_Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str], cluster: Cluster) -> None:
@@ -68,42 +52,36 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
     if other is not None:
         kind = "unfolded" if best.setup.folded else "folded"
         boxes.append((f"{other.step_us / best.step_us:.2f}×", f"as long takes a step of the best {kind} mapping"))
-    rows = [mapping_cells(str(rank), each) for rank, each in enumerate(result.ranked, start=1)]
     bars = labelled(result)
-    words = (
-        f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s. All "
-        "others cannot be faster, or do not fit."
+    text = render(
+        "search.html",
+        title=f"commlayer search: {result.job.model.name}",
+        heading=f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')}",
+        facts=[job_words(result.job, cluster.name, result.software)],
+        summary=boxes,
+        reasons=reasons,
+        result=result,
+        ranking=(MAPPING_COLUMNS, [mapping_cells(str(rank), each) for rank, each in enumerate(result.ranked, start=1)]),
+        breakdown=drawing("breakdown", lambda: breakdown_figure(bars), "Parts of the steps"),
+        memory=drawing("memory", lambda: memory_figure(bars), "Parts of the memory"),
+        full=_in_full(best, cluster),
     )
-    parts = [
-        _header(f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')}", result.job, cluster, result.software),
-        cards(boxes),
-        section("Why this one", *(f"<p>{escape(reason)}</p>" for reason in reasons)),
-        section(
-            "The fastest mappings", _table(MAPPING_COLUMNS, rows, chosen=0), f'<p class="reason">{escape(words)}</p>'
-        ),
-        section("Where a step's time goes", figure("breakdown", lambda: breakdown_figure(bars), "Parts of the steps")),
-        section("What fills the memory", figure("memory", lambda: memory_figure(bars), "Parts of the memory")),
-        *_in_full(best, cluster),
-        section("How to read this", _GUIDE),
-    ]
-    write_file(path, page(f"commlayer search: {result.job.model.name}", parts))
+    write_file(path, text)
 
 
 def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster) -> None:
     """Write one mapping in full. Raises OSError where the file cannot be written."""
-    warning = ""
-    if not estimate.fits:
-        warning = '<p class="note">This mapping does not fit in a GPU\'s memory. Its times are what it would take if it did.</p>'
-    checked = [f"<p>{escape(sentence)}</p>" for sentence in describe_validity(estimate)]
-    parts = [
-        _header(str(estimate.setup), estimate.job, cluster, estimate.software),
-        warning,
-        cards(_cards(estimate), -1 if estimate.fits else 3),
-        section("How far it has been checked", *checked) if checked else "",
-        *_in_full(estimate, cluster),
-        section("How to read this", _GUIDE),
-    ]
-    write_file(path, page(f"commlayer estimate: {estimate.job.model.name}", parts))
+    text = render(
+        "estimate.html",
+        title=f"commlayer estimate: {estimate.job.model.name}",
+        heading=str(estimate.setup),
+        facts=[job_words(estimate.job, cluster.name, estimate.software)],
+        estimate=estimate,
+        summary=_cards(estimate),
+        checked=list(describe_validity(estimate)),
+        full=_in_full(estimate, cluster),
+    )
+    write_file(path, text)
 
 
 def write_what_if_report(
@@ -121,19 +99,20 @@ def write_what_if_report(
 
     Raises OSError where the file cannot be written.
     """
-    drawn = [figure(f"figure{index}", lambda each=each: each, label) for index, (label, each) in enumerate(figures)]  # type: ignore[misc]
-    parts = [
-        f'<header>\n<h1>{escape(title)}</h1>\n<p class="facts">{" · ".join(map(escape, facts))}</p></header>',
-        section("What was found", *(f"<p>{escape(sentence)}</p>" for sentence in sentences)) if sentences else "",
-        section("Pictures", *drawn) if drawn else "",
-        section("Each value", _table(*each_value)),
-        section("How to read this", _GUIDE),
-    ]
-    write_file(path, page(title, parts))
-
-
-def _header(title: str, job: Job, cluster: Cluster, software: str) -> str:
-    return f'<header>\n<h1>{escape(title)}</h1>\n<p class="facts">{escape(job_words(job, cluster.name, software))}</p></header>'
+    text = render(
+        "what_if.html",
+        title=title,
+        heading=title,
+        facts=facts,
+        sentences=sentences,
+        drawings=[
+            drawing(f"figure{index}", lambda each=each: each, label)  # type: ignore[misc]
+            for index, (label, each) in enumerate(figures)
+        ],
+        each_value=each_value,
+        full=None,
+    )
+    write_file(path, text)
 
 
 def _cards(estimate: StepEstimate) -> list[tuple[str, str]]:
@@ -147,20 +126,20 @@ def _cards(estimate: StepEstimate) -> list[tuple[str, str]]:
     ]
 
 
-def _in_full(estimate: StepEstimate, cluster: Cluster) -> Iterable[str]:
-    forms = closed_form_words(closed_forms(estimate.job, estimate.setup, cluster))
-    yield section(
-        f"In full: {estimate.setup}",
-        _table(PART_COLUMNS, part_cells(estimate)),
-        _table(MEMORY_COLUMNS, memory_cells(estimate)),
-    )
-    yield section(
-        "What moves",
-        _table(TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
-        *(f'<p class="reason">{escape(words)}</p>' for words in forms),
-    )
-    if estimate.forward is not None or estimate.backward is not None:
-        yield section("The course of a step", figure("course", lambda: course_figure(estimate), "The course of a step"))
+class _Full(NamedTuple):
+    """One mapping in full: columns and rows of its tables, what else is to be said of what moves, its course, and sources."""
+
+    setup: str
+    parts: _Table
+    memory: _Table
+    traffic: _Table
+    closed_forms: Sequence[str]
+    course: Drawing | None
+    facts: Sequence[tuple[str, str]]
+
+
+def _in_full(estimate: StepEstimate, cluster: Cluster) -> _Full:
+    has_course = estimate.forward is not None or estimate.backward is not None
     peaks = f"inter {cluster.peaks.inter_gbps:g} GB/s, intra {cluster.peaks.intra_gbps:g} GB/s, {cluster.domain} GPUs on NVLink"
     facts = [
         ("cluster", f"{cluster.name} ({cluster.kind}): {peaks}"),
@@ -169,20 +148,12 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> Iterable[str]:
         ("model", f"{estimate.job.model.name}: {estimate.job.model.source}"),
         *[("note", note) for note in estimate.notes],
     ]
-    yield section("What it rests on", definitions(facts))
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = -1) -> str:
-    """A table of text; columns as :mod:`commlayer.drawing.mapping_cells` names them."""
-    looks = [
-        f' style="text-align:{"right" if column.startswith(">") else "left"}{";white-space:normal" * column.startswith("~")}"'
-        for column in columns
-    ]
-    head = "".join(f"<th{look}>{escape(column.lstrip('>~'))}</th>" for column, look in zip(columns, looks, strict=True))
-    body = [
-        f"<tr{' class=chosen' * (index == chosen)}>"
-        + "".join(f"<td{look}>{escape(cell)}</td>" for cell, look in zip(row, looks, strict=True))
-        + "</tr>"
-        for index, row in enumerate(rows)
-    ]
-    return table(head, body)
+    return _Full(
+        setup=str(estimate.setup),
+        parts=(PART_COLUMNS, part_cells(estimate)),
+        memory=(MEMORY_COLUMNS, memory_cells(estimate)),
+        traffic=(TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
+        closed_forms=closed_form_words(closed_forms(estimate.job, estimate.setup, cluster)),
+        course=drawing("course", lambda: course_figure(estimate), "The course of a step") if has_course else None,
+        facts=facts,
+    )

@@ -11,8 +11,9 @@ here are emulated: quote them as ratios from one run. Importing this package loa
 
 from __future__ import annotations
 
+from commlayer.device_time import await_device
 from commlayer.emulation.accelerators.device import Accelerator
-from commlayer.emulation.accelerators.device_clock import DeviceReport, await_device
+from commlayer.emulation.accelerators.device_clock import DeviceReport
 from commlayer.emulation.emulated_cluster import EmulatedCluster
 from commlayer.emulation.modes import EmulationWarning, Mode
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError, exit_status

@@ -8,6 +8,7 @@ import torch
 
 from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.devices.hold_support import why_no_holds
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.printable import warn
 from commlayer.transport.stream_lanes import DeviceLanes
 
@@ -15,7 +16,7 @@ __all__ = ["lanes_of_device"]
 
 _of_devices: dict[torch.device, DeviceLanes | None] = {}
 
-os.register_at_fork(after_in_child=_of_devices.clear)  # a child has other devices than its parent
+in_forked_child(_of_devices.clear)  # a child has other devices than its parent
 
 
 def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:

@@ -14,12 +14,12 @@ take, and no longer: the link is not to be idle for the sake of one that is.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from commlayer.forked_child import in_forked_child
 from commlayer.scheduler.lanes import LANES, LanePolicy, longest_hold_us
 
 __all__ = ["Gate", "Lanes", "lanes"]
@@ -152,13 +152,11 @@ class Gate:
 _LANES = Lanes()
 
 
+@in_forked_child
 def _in_child() -> None:
     """Begin anew in a forked child, where what the parent has issued never ends, and must hold nothing."""
     global _LANES
     _LANES = Lanes()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def lanes() -> Lanes:

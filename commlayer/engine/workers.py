@@ -7,10 +7,11 @@ behind it.
 
 from __future__ import annotations
 
-import os
 import threading
 from queue import SimpleQueue
 from typing import Protocol
+
+from commlayer.forked_child import in_forked_child
 
 __all__ = ["Queue", "Workers", "workers"]
 
@@ -92,13 +93,11 @@ class Workers:
 _WORKERS = Workers()
 
 
+@in_forked_child
 def _in_child() -> None:
     """The parent's threads are not there."""
     global _WORKERS
     _WORKERS = Workers()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def workers() -> Workers:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import os
 import signal
 import weakref
 from typing import Any, Protocol
+
+from commlayer.forked_child import in_forked_child
 
 __all__ = ["AbortSpeaker", "speak_before_abort"]
 
@@ -102,10 +103,8 @@ def _give_back() -> None:
         _system().sigaction(int(signal.SIGABRT), before, None)
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_speakers() -> None:
     """A forked child has no calls, and none of the threads that would tell of them."""
     _speakers.clear()
     _give_back()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol
 
 from commlayer.failures.detector import leave_all  # registered at exit before this module's end, and so called after it
 from commlayer.failures.waits import join_abandoned
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.errors import BLAMING
 
 __all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
@@ -183,10 +184,8 @@ def _tell(crash: type[BaseException]) -> None:
         leave_all(why, is_failure=True, is_consequence=issubclass(crash, BLAMING))
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_watched() -> None:
     """Let the parent end what is under way there."""
     global _watched, _burials, _has_buried
     _watched, _burials, _has_buried = weakref.WeakSet(), deque(), False
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -7,7 +7,8 @@ So in a child
 
 - groups, queues and Communicators are disowned (:func:`disown_in_child`): what is asked of them raises an error,
 - inner Gloo groups are never freed (:func:`never_free_in_child`),
-- what is kept for the whole process (statistics, traces, lanes) begins anew: each module sees to its own.
+- what is kept for the whole process (statistics, traces, lanes) begins anew: each module sees to its own
+  (:mod:`commlayer.forked_child`).
 
 Sockets of shared memory are closed in the child: peers see at once when the parent is gone. Which sockets are Gloo's
 nobody says; a child keeps them open until its end, as with plain Gloo.
@@ -23,6 +24,7 @@ import weakref
 from typing import Any, Protocol
 
 from commlayer.failures.waits import keep
+from commlayer.forked_child import in_forked_child
 
 __all__ = ["Disowned", "disown_in_child", "inherited", "never_free_in_child"]
 
@@ -57,12 +59,10 @@ def inherited(what: str) -> str:
     )
 
 
-def _in_child() -> None:
+@in_forked_child
+def _disown_things() -> None:
     for inner in list(_immortal):
         keep(inner)  # whoever else lets go of it, also the interpreter at its end
     for thing in list(_things):
         thing.disown()
     _things.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -20,6 +20,8 @@ import threading
 import weakref
 from typing import Protocol
 
+from commlayer.forked_child import in_forked_child
+
 __all__ = ["Speaker", "say_nothing_more", "speak_before_sigterm"]
 
 
@@ -106,7 +108,8 @@ def _step_aside() -> None:
         faulthandler.unregister(signal.SIGTERM)
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_speakers() -> None:
     """A forked child has no thread that would end it, and its parent's pipe."""
     global _ends, _lock
     _step_aside()
@@ -117,6 +120,3 @@ def _in_child() -> None:
             with contextlib.suppress(OSError):
                 os.close(end)
     _ends = None
-
-
-os.register_at_fork(after_in_child=_in_child)

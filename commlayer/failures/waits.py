@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.printable import warn
 
 __all__ = [
@@ -322,13 +322,11 @@ def join_abandoned(patience_s: float) -> bool:
     return bool(threads)
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_asked() -> None:
     """The parent's threads are not there."""
     global _asked, _asking
     _asked, _asking = [], threading.Lock()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def within(seconds: float, ask: Callable[[], Result]) -> Result:

@@ -22,13 +22,8 @@ if TYPE_CHECKING:
     )
     from commlayer.testing.fake import FakeVerbs, FakeWorld
     from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
-    from commlayer.testing.megatron_on_cpu import stand_in_for_cuda
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
-    from commlayer.testing.simulated.judge import RaceJudge
-    from commlayer.testing.simulated.machine import SimulatedMachine
-    from commlayer.testing.simulated.torch_device import simulated_device
-    from commlayer.testing.simulated.torch_streams import StreamDelays
     from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
     from commlayer.testing.witness import alarms, testifying
 
@@ -45,10 +40,7 @@ __all__ = [
     "FaultyVerbs",
     "InjectedFault",
     "ProcessGroupVerbs",
-    "RaceJudge",
     "ReduceOp",
-    "SimulatedMachine",
-    "StreamDelays",
     "Verbs",
     "alarms",
     "check_communicator",
@@ -56,8 +48,6 @@ __all__ = [
     "fail_at",
     "outcomes_on_nodes",
     "run_on_nodes",
-    "simulated_device",
-    "stand_in_for_cuda",
     "testifying",
     "wrong_bytes_at",
 ]

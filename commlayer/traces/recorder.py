@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commlayer.calls.instruments import listen_to_all, stop_listening_to_all
+from commlayer.forked_child import in_forked_child
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
 from commlayer.traces.call_records import CallRecords
@@ -180,6 +181,7 @@ def open_recorder(
     return _recorder
 
 
+@in_forked_child
 def _in_child() -> None:
     """Forget the parent's recorder in a forked child: nothing is recorded until it opens a recorder."""
     global _recorder
@@ -187,9 +189,6 @@ def _in_child() -> None:
         stop_listening_to_all(_recorder.instrument)
     _recorder = None
     atexit.unregister(close_recorder)
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:

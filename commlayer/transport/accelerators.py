@@ -1,7 +1,7 @@
 """Devices beside the CPU whose tensors an inner backend of their own moves: CUDA's, and those that are registered here.
 
 The one place that says which device a tensor is on, as far as a group of the backend cares. A simulated device
-(:mod:`commlayer.testing.simulated.torch_device`) registers here with what makes its inner backend, before groups are made.
+(tests/simulated/torch_device.py) registers here with what makes its inner backend, before groups are made.
 """
 
 from __future__ import annotations

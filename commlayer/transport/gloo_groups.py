@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed has it too, bu
 
 from commlayer.failures.descriptors import GLOO_DEVICE, of_gloo
 from commlayer.failures.waits import keep
+from commlayer.forked_child import in_forked_child
 from commlayer.transport.foreign_variables import refuse_variables
 
 __all__ = ["gloo_in_order", "needed_descriptors"]
@@ -73,11 +74,9 @@ def _device(maker: str, **where: str) -> Any:
     return make(**where)
 
 
-def _in_child() -> None:
+@in_forked_child
+def _forget_devices() -> None:
     """The parent's devices have their threads in the parent."""
     global _making
     _making = threading.Lock()
     _devices.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -39,7 +39,7 @@ _NUM_LEVELS = max(LANES.values()) + 1
 _NUM_PLACES = 8
 """On each level. Groups that share one announce less: the first to end says that both have."""
 _NOTE_BYTES = 16
-"""Each note is written by other streams: the least that the judge of races (testing/simulated/judge.py) tells apart."""
+"""Each note is written by other streams: the least that the judge of races (tests/simulated/judge.py) tells apart."""
 _FREE, _INSIDE, _CROSSING = 0, 1, 2
 """A note: no call is under way; one that stays inside nodes; one that goes between them."""
 _MAX_KEPT = 1024

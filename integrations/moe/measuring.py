@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from commlayer.calls.instruments import await_program
+from commlayer.device_time import await_device
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import Experts
@@ -299,7 +299,7 @@ def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, size
 
 def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
     """The time that ``call`` takes on the device of ``like``."""
-    synchronize = partial(torch.cuda.synchronize, like.device) if like.is_cuda else await_program
+    synchronize = partial(torch.cuda.synchronize, like.device) if like.is_cuda else await_device
     synchronize()
     started = time.perf_counter()
     call()

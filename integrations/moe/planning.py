@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.emulation.accelerators.device_clock import device_clock
+from commlayer.device_time import device_time
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -333,7 +333,7 @@ def _rounded(count: int, leading_bits: int = 5) -> int:
 
 def _computes_on_cores(like: torch.Tensor) -> bool:
     """Whether what is computed with such tokens holds the cores that also copy what is sent inside a node."""
-    return like.is_cpu and device_clock() is None
+    return like.is_cpu and device_time() is None
 
 
 def puts_off(experts: Experts | None, like: torch.Tensor | None) -> bool:

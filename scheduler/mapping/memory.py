@@ -5,7 +5,7 @@ moments, in FP32 or less. With a recipe of FP8 (:mod:`commlayer.scheduler.mappin
 in FP8, one copy of each, and weights have FP8 copies beside them, or in place of them.
 
 Activations are those of flash attention, a fused SwiGLU that applies the gating weights, and permuted tokens; MegaScale-MoE's
-appendix A.2 (:class:`~commlayer.scheduler.activations.LayerShape`) is the special case of heads · head_dim = hidden and no shared
+appendix A.2 (``LayerShape`` in tests/paper_activations.py) is the special case of heads · head_dim = hidden and no shared
 expert. docs/counting.md derives every formula and the table of ZeRO.
 """
 
@@ -35,8 +35,6 @@ __all__ = [
     "have_room",
     "in_flight",
     "kept_elements",
-    "monta_activation_bytes",
-    "monta_parallel_activation_bytes",
     "offloaded_elements",
     "offloaded_layer_bytes",
     "rooms",
@@ -573,38 +571,3 @@ def _with_gathered(kept: LayerElements, layer: _Layer, keeps: _Keeps) -> LayerEl
         dense=kept.dense + ffn,
         shared=kept.shared + (ffn if model.shared_width else 0),
     )
-
-
-def monta_activation_bytes(batch: int, sequence: int, hidden: int, layers: int, heads: int, top_k: int) -> float:
-    """``b s h l (13 + 21 k + 5 a s / h)``, MoNTA's equation 2: a two-matrix FFN of width 4h, and attention that keeps its scores.
-
-    The scan of table 4 prints 59a/h for the last term; Korthikanti 2022 (arXiv:2205.05198), whose 34 + 5as/h it is at k = 1,
-    and equation 2 itself have 5as/h.
-    """
-    return batch * sequence * hidden * layers * (13 + 21 * top_k + 5 * heads * sequence / hidden)
-
-
-def monta_parallel_activation_bytes(
-    batch: int,
-    sequence: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    top_k: int,
-    tp: int,
-    recompute: Recompute,
-    *,
-    sequence_parallel: bool = True,
-) -> float:
-    """MoNTA's table 4 with pipeline, tensor and expert parallelism, derived (docs/counting.md): pp and ep change nothing.
-
-    With sequence parallelism everything is over t: ``none``: bshl (13 + 21k + 5as/h) / t; ``selective`` (Korthikanti's: scores
-    are made again): bshl (13 + 21k) / t; ``full``: 2bshl / t. Without, what norms and dropouts keep, and the inputs of products,
-    are on every rank: bshl (5 + 5k + (8 + 16k + 5as/h) / t), and 2bshl.
-    """
-    tokens = batch * sequence * hidden * layers
-    whole = 1 if sequence_parallel else tp
-    if recompute == "full":
-        return 2 * tokens * whole / tp
-    scores = 0.0 if recompute == "selective" else 5 * heads * sequence / hidden
-    return tokens * ((5 + 5 * top_k) * whole + 8 + 16 * top_k + scores) / tp

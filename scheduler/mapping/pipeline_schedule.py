@@ -35,7 +35,6 @@ __all__ = [
     "in_flight_by_chunk",
     "in_flight_chunks",
     "is_dual",
-    "makespan_us",
     "merged_shares",
     "merges",
     "num_chunks",
@@ -180,7 +179,8 @@ def course(
     """How all micro-batches go through ``stages``, one of each rank.
 
     1F1B with merged tasks, equal stages, f and b of a chunk by itself and x of two merged: p·v·(f + b) + (m·v − (v−1)·p − 1)·x.
-    Where stages differ it is as with :func:`makespan_us`. DualPipe has no closed form but for special cases; ``makespan`` lays
+    Where stages differ, the slowest rank works without a pause but for the bubble: exact where it is the last, and else never too
+    short, as a part of the bubble behind it is then hidden. DualPipe has no closed form but for special cases; ``makespan`` lays
     its tasks out (:func:`commlayer.scheduler.mapping.pipeline_orders.laid_out_us`), and without it the bubble is left out: a
     bound.
     """
@@ -229,15 +229,6 @@ def merged_shares(schedule: PipelineSchedule, ranks: int, micro_batches: int, ch
 def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
     """For how long the slowest rank is idle, µs. ``stages_us``: of each rank, forward and backward of one micro-batch."""
     return (sum(stages_us) - max(stages_us)) / chunks
-
-
-def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
-    """Compute the time of all micro-batches of 1F1B, µs: the slowest rank works without a pause but for the bubble.
-
-    Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, and forward and backward
-    have one ratio in all stages, never too short: a part of the bubble behind it is then hidden.
-    """
-    return micro_batches * max(stages_us) + bubble_us(stages_us, chunks)
 
 
 class Hops(NamedTuple):

@@ -2,7 +2,7 @@
 
 A case is of a kind (:class:`CaseKind`): GPUs' generation, precision, where experts lie and what carries tokens to them, what
 hides the exchange. Published runs were predicted once (docs/published.md), and their errors are shipped
-(:mod:`commlayer.scheduler.mapping.checked_rows`). An estimate is
+(checked_rows.json, which `make published` writes). An estimate is
 
 - ``checked`` where at least :data:`LEAST` published runs are of its kind, one of them of a like model: with the same kind of
   attention, and at most :data:`SIZES_ALIKE` times as large or as small,
@@ -28,8 +28,10 @@ from functools import cache
 from statistics import median
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from commlayer.profiles.shipped import shipped_data
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.checked_rows import ROWS
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
@@ -44,6 +46,7 @@ __all__ = [
     "UNEXPLAINED",
     "CaseKind",
     "CheckedRow",
+    "CheckedRows",
     "Validity",
     "Word",
     "assess",
@@ -107,11 +110,21 @@ class CaseKind(NamedTuple):
 
 
 class CheckedRow(NamedTuple):
-    """A published run: its kind, and predicted over published throughput, less 1."""
+    """A published run.
+
+    ``key``: its name in docs/published.md or docs/papers.md. ``error``: predicted over published throughput, less 1.
+    """
 
     key: str
     kind: CaseKind
     error: float
+
+
+class CheckedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of the published runs whose errors are shipped. ``kind``: the fields of each row's kind, in order."""
+
+    kind: tuple[str, ...]
+    rows: tuple[CheckedRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +176,8 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
 
 @cache
 def checked_rows() -> tuple[CheckedRow, ...]:
-    """The published runs whose errors are shipped."""
-    return tuple(CheckedRow(key, CaseKind(*kind), error) for key, error, kind in ROWS)
+    """The published runs whose errors are shipped: read once."""
+    return shipped_data("commlayer.scheduler.mapping", "checked_rows.json", CheckedRows, "list of published runs").rows
 
 
 def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:

@@ -16,12 +16,8 @@ from commlayer.profiles.errors import UsageError
 
 __all__ = [
     "Ratio",
-    "Synchronisation",
     "compute_over_communication",
     "expert_parallel_ffn",
-    "parameter_sync",
-    "prefers_all_gather",
-    "sequence_parallel_attention",
     "sequence_parallel_attention_sent",
     "tensor_parallel_attention",
     "tensor_parallel_ffn",
@@ -34,17 +30,11 @@ def tensor_parallel_attention(tokens: int, hidden: int, ranks: int) -> float:
     return 2 * tokens * hidden * (ranks - 1) / ranks
 
 
-def sequence_parallel_attention(tokens: int, hidden: int, ranks: int, heads_per_key: float) -> float:
-    """Equation 2 as printed: ``2bsh(n-1)/n · (2+2/m)/n`` elements. ``heads_per_key``: m.
-
-    It is twice what the calls send (:func:`sequence_parallel_attention_sent`), while equations 1, 3 and 4 agree with theirs.
-    """
-    _check(ranks)
-    return 2 * sequence_parallel_attention_sent(tokens, hidden, ranks, heads_per_key)
-
-
 def sequence_parallel_attention_sent(tokens: int, hidden: int, ranks: int, heads_per_key: float) -> float:
-    """``bsh(n-1)/n · (2+2/m)/n`` elements: an all_to_all of (1+2/m) bsh/n queries, keys and values, and one of bsh/n outputs."""
+    """``bsh(n-1)/n · (2+2/m)/n`` elements: an all_to_all of (1+2/m) bsh/n queries, keys and values, and one of bsh/n outputs.
+
+    ``heads_per_key``: m. Equation 2 as printed has twice that, while equations 1, 3 and 4 agree with their calls.
+    """
     _check(ranks)
     return tokens * hidden * (ranks - 1) / ranks * (2 + 2 / heads_per_key) / ranks
 
@@ -58,45 +48,6 @@ def expert_parallel_ffn(tokens: int, hidden: int, ranks: int, top_k: int) -> flo
 def tensor_parallel_ffn(tokens: int, hidden: int, ranks: int) -> float:
     """Equation 4: ``2bsh(n-1)/n`` elements; also dispatch by all_gather and combine by reduce_scatter."""
     return tensor_parallel_attention(tokens, hidden, ranks)
-
-
-def prefers_all_gather(top_k: int, ranks: int) -> bool:
-    """Whether all_gather and reduce_scatter move less than two all_to_all (section 3.2): where k exceeds n."""
-    _check(ranks)
-    return top_k > ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Synchronisation:
-    """Elements that a rank sends for its attention parameters in a step: between nodes, and inside one."""
-
-    inter: float
-    intra: float
-
-    def inter_over_intra(self, inter_bandwidth: float, intra_bandwidth: float) -> float:
-        """Equation 10: time between nodes over time inside; bandwidths in one unit.
-
-        Raises UsageError where nothing moves inside.
-        """
-        if not self.intra:
-            raise UsageError(
-                "inter_over_intra: expected traffic inside nodes, got none: tensor parallelism has no such ratio"
-            )
-        return self.inter / inter_bandwidth / (self.intra / intra_bandwidth)
-
-
-def parameter_sync(parameters: float, ranks: int, data_parallel: int, replicated: bool) -> Synchronisation:
-    """Appendix A.1: gradients are summed and parameters gathered, over ``data_parallel`` nodes of ``ranks`` GPUs.
-
-    Args:
-        parameters: P of the whole attention, in elements.
-        replicated: each rank of a node has them whole (the paper's SP): 2P(n-1)/n inside nodes besides; else each has P/n (TP).
-            Between nodes it is 2P/n (d-1)/d for both.
-    """
-    _check(ranks)
-    _check(data_parallel)
-    inter = 2 * parameters / ranks * (data_parallel - 1) / data_parallel
-    return Synchronisation(inter, 2 * parameters * (ranks - 1) / ranks if replicated else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

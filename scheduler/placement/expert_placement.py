@@ -75,13 +75,6 @@ class ExpertPlacement:
             slots[rank, : len(part)] = part
         return cls(slots, num_experts)
 
-    @classmethod
-    def from_slots(cls, phy2log: Array, num_experts: int, num_ranks: int) -> ExpertPlacement:
-        """Take ``phy2log`` [slots of all ranks] of another program. Raises UsageError where ranks do not divide it."""
-        if not len(phy2log) or len(phy2log) % num_ranks:
-            raise UsageError(f"{len(phy2log)} slots: expected as many on each of {num_ranks} ranks")
-        return cls(phy2log.reshape(num_ranks, -1), num_experts)
-
     @property
     def num_ranks(self) -> int:
         return int(self.slots.shape[0])

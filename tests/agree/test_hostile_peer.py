@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR
+from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, discover_topology
 from commlayer.agree import tree
@@ -24,7 +25,6 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.benchmark import world_groups
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = pytest.mark.cluster
 

@@ -39,9 +39,10 @@ def test_ranks_with_one_identity_share_a_node(identities: list[str]) -> None:
         assert topology.hostnames[node] == identity
         assert topology.nodes[node][topology.local_rank_of(rank)] == rank
         for other, its_identity in enumerate(identities):
-            link = topology.link_between(rank, other)
-            assert (link is Resource.INTER) == (identity != its_identity)
-            assert (link is Resource.DEVICE) == (rank == other)
+            assert (node == topology.node_of(other)) == (identity == its_identity)
+            assert (
+                (node, topology.local_rank_of(rank)) == (topology.node_of(other), topology.local_rank_of(other))
+            ) == (rank == other)
     assert topology.spans(range(len(identities))) == topology.num_nodes == len(set(identities))
     assert [node[0] for node in topology.nodes] == sorted(node[0] for node in topology.nodes)
 

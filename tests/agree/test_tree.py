@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from counting_store import most_messages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.agree.messages import encode
-from commlayer.agree.tree import FAN_OUT, Outgoing, _Bundle, branch_of, most_messages, tree_exchange
+from commlayer.agree.tree import FAN_OUT, Outgoing, _Bundle, branch_of, tree_exchange
 from commlayer.profiles.errors import DisagreementError
 
 Told = list[tuple[bytes, list[int]]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from synthetic_profiles import synthetic_profile
 
 from commlayer.auditing import ledger
 from commlayer.auditing.audit_files import AuditedGroup
 from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
-from commlayer.testing.synthetic import synthetic_profile
 
 
 class Planned(SimpleNamespace):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DTYPES
+from step_flips import flipped_in_step
 
 import commlayer
 from commlayer import CompressedGroup, WireFormat, WirePolicy
@@ -27,7 +28,6 @@ from commlayer.auditing.shadow import Shadow
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.wire import Scaling
-from commlayer.testing.faults import flipped_in_step
 from commlayer.testing.payload import bits
 from commlayer.testing.plugin import ClusterFactory
 

@@ -222,7 +222,7 @@ def test_a_death_while_a_trace_is_opened_is_named(emulated_cluster: ClusterFacto
     def job() -> tuple[str, str]:
         rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_TRACE=str(tmp_path))
         if rank == VICTIM:
-            group_instruments.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            group_instruments.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, attr-defined]
         return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
 
     check_named(emulated_cluster(2, 2).run(job, check=False, grace_s=40.0), VICTIM)

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import seen_calls, start_with
+from simulated.torch_device import simulated_device
+from simulated.torch_memory import TorchMemory
+from simulated.torch_streams import QueueRunner, StreamDelays
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_to_all_single as differentiable
@@ -30,10 +33,7 @@ from commlayer.profiles.errors import (
 )
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.wire import WireFormat, WirePolicy
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.simulated.torch_memory import TorchMemory
-from commlayer.testing.simulated.torch_streams import QueueRunner
 
 LAGGING = StreamDelays(chance=0.9)
 """Nearly everything runs only when the host waits."""

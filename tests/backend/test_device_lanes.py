@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_holds
+from simulated.torch_device import simulated_device
+from simulated.torch_simulator import TorchStream
+from simulated.torch_streams import StreamDelays
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,9 +21,7 @@ from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.simulated.torch_simulator import TorchStream
 
 HIDDEN, CLASSES, STEPS = 24, 6, 2
 SEEDS = range(2)

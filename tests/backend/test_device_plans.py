@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 from torch import nn
 from torch.nn import functional
 from training import sharded
 
 import commlayer
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 from test_device_plans import losses, planned_calls, with_ddp, with_fsdp
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -40,7 +42,6 @@ from commlayer.scheduler.decision import choose
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 
 NO_DELAYS = StreamDelays(chance=0.0)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic_profiles import synthetic_profile
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.auditing import ledger
 from commlayer.calls import counters
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.transport.contract import FIRST_TAG
 
 pytestmark = pytest.mark.cluster

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.backend import create
@@ -23,7 +25,6 @@ from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.wire import WireFormat, wires_of_sum
 from commlayer.settings import Settings
 from commlayer.statistics import stats
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 
 COUNT = 40_000

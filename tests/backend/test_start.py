@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counting_store import CountingStore, most_messages
 from ranks import HALF_AN_HOUR
 from torch._C._distributed_c10d import Store, TCPStore
 
 from commlayer.agree import tree
-from commlayer.agree.tree import most_messages
 from commlayer.backend import world
 from commlayer.failures.waits import Watched
-from commlayer.testing.counting_store import CountingStore
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster

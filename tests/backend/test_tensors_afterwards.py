@@ -19,13 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DTYPES
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
+from synthetic_profiles import synthetic_profile
 
 import commlayer
 import commlayer.backend.create
 from commlayer import Communicator, CompressedGroup, GroupOptions, WireFormat, WirePolicy
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.cluster

@@ -71,9 +71,9 @@ def test_who_listens_to_all_hears_groups_of_before_and_of_later() -> None:
     before.changed = lambda: changes.append(before.is_watched)
     listen_to_all(counting)
     later = Instruments()
-    assert len(before.ended) == len(later.ended) == 1
+    assert [len(each.ended) for each in (before, later)] == [1, 1]
     stop_listening_to_all(counting)
-    assert before.ended == later.ended == ()
+    assert [len(each.ended) for each in (before, later)] == [0, 0]
     assert changes == [True, False]
 
 

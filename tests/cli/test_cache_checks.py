@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from synthetic_profiles import synthetic_profile
 
 from commlayer.cli.cache_checks import cache_lines
 from commlayer.cli.main import main
@@ -17,7 +18,6 @@ from commlayer.measure.machines import describe_machine
 from commlayer.profiles.links import SlowLink
 from commlayer.profiles.topology import Topology
 from commlayer.settings import Settings
-from commlayer.testing.synthetic import synthetic_profile
 
 
 def kept(folder: Path, *, slow: bool = False) -> Path:

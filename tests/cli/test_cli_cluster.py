@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from click.testing import CliRunner
+from synthetic_profiles import synthetic_profile
 
 from commlayer.cli.main import main
 from commlayer.cli.place import Place, emulation
@@ -23,7 +24,6 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.nccl_table import COLUMNS, NcclRow
 from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.profiles.sweep import Point, summarize
-from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
 PROGRAM = (sys.executable, "-c", "from commlayer.cli.main import main; main(prog_name='commlayer')")

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_profiles import synthetic_profile
 
 from commlayer.cli.main import main
 from commlayer.cli.progress_bars import progress
@@ -19,7 +20,6 @@ from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, Pr
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.statistics import print_table
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.rank_files import RankTrace, write_trace
 from commlayer.traces.records import rank_name
 

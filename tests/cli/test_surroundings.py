@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from synthetic_profiles import synthetic_profile
 
 import commlayer.cli.profiles
 from commlayer.auditing.audit_files import RankAudit, audit_name, write_audit
@@ -24,7 +25,6 @@ from commlayer.diagnosis.log_files import log_name, write_log
 from commlayer.profiles.errors import InternalError
 from commlayer.readers.routing_files import routing_path, write_routing
 from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.rank_files import RankTrace, write_trace
 from commlayer.traces.records import rank_name
 

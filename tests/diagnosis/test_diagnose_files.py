@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from simulated import Groups, Job, Op, legal_program, run
+from jobs_in_memory import Groups, Job, Op, legal_program, run
 
 from commlayer.calls import ring
 from commlayer.calls.ring import ANY, Call, Silent, Track, open_track

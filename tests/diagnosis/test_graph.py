@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from jobs_in_memory import Groups, Job, Op, Program, legal_program, run
 from msgspec.structs import replace as replace_log
-from simulated import Groups, Job, Op, Program, legal_program, run
 
 from commlayer.diagnosis.call_logs import RankLog, Site, ThreadLog
 from commlayer.diagnosis.diagnosis_words import in_words, one_line

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from jinja2 import UndefinedError
 
 from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, PlanEvent, RankAudit
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.findings import diagnose
 from commlayer.drawing.audit_report import write_audit_report
-from commlayer.drawing.page import GUIDE, cards, definitions, page, section, table
+from commlayer.drawing.page import pages, render
 from commlayer.drawing.waits_page import waits_page
 
 LONG = "a_name_without_a_place_to_break_" * 8
@@ -130,17 +131,25 @@ def circle_page(_: Path) -> str:
     return waits_page(logs, found)
 
 
+PARTS = """
+{% extends "page.html" %}
+{% from "parts.html" import cards, definitions, section, table, text_table %}
+{% block main %}
+<h1>Parts</h1>
+{% call section(long) %}
+{{ cards([(long, long)]) }}
+{{ definitions([(long, long)]) }}
+{% call table(["name", ""]) %}<tr><td>{{ long }}</td><td></td></tr>{% endcall %}
+{{ text_table(["~name", ">value"], [[long, "1"]], 0) }}
+{% include "bench_guide.html" %}
+<figure><svg role="img" aria-label="a circle"><circle r="1"/></svg></figure>
+{% endcall %}
+{% endblock %}
+"""
+
+
 def parts_page(_: Path) -> str:
-    rows = [f"<tr><td>{LONG}</td><td></td></tr>"]
-    drawn = '<figure><svg role="img" aria-label="a circle"><circle r="1"/></svg></figure>'
-    parts = [
-        "<h1>Parts</h1>",
-        cards([(LONG, LONG)]),
-        definitions([(LONG, LONG)]),
-        table("<th>name</th><th></th>", rows),
-        GUIDE,
-    ]
-    return page(LONG, [section(LONG, *parts[1:], drawn), parts[0]])
+    return pages().from_string(PARTS.lstrip()).render(title=LONG, long=LONG).lstrip()
 
 
 @pytest.mark.parametrize("draw", [audit_page, circle_page, parts_page])
@@ -170,6 +179,22 @@ def test_no_name_makes_a_page_wider(draw: Callable[[Path], str], tmp_path: Path)
     assert re.search(r"\.scroll, figure \{ overflow-x: auto", text)
     assert text.count("<table>") == text.count('<div class="scroll" tabindex="0"><table>')
     assert text.count("<svg") == text.count("<figure><svg")
+
+
+def test_no_template_lets_text_through_unescaped() -> None:
+    """A drawing alone is markup (Drawing.svg); whatever else a template is given is text."""
+    names = [name for name in pages().list_templates() if name.endswith(".html")]
+    assert {"audit.html", "bench.html", "estimate.html", "search.html", "waits.html", "what_if.html"} <= set(names)
+    for name in names:
+        source, *_ = pages().loader.get_source(pages(), name)  # type: ignore[union-attr]  # there is one
+        assert not re.search(r"\|\s*safe|autoescape", source), name
+    evil = "<i>'\"&"
+    assert pages().from_string("{{ evil }}").render(evil=evil) == "&lt;i&gt;&#39;&#34;&amp;"
+
+
+def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'heading' is undefined"):
+        render("what_if.html", title="words")
 
 
 @pytest.mark.parametrize(

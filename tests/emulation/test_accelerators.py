@@ -17,9 +17,10 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.two_tensor import TwoTensor
 
+from commlayer.device_time import use_device_time
 from commlayer.emulation import Accelerator, DeviceReport, EmulatedCluster, await_device
 from commlayer.emulation.accelerators import launches as operations
-from commlayer.emulation.accelerators.device_clock import DeviceClock, device_clock, use_device_clock
+from commlayer.emulation.accelerators.device_clock import DeviceClock, device_clock
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -52,12 +53,12 @@ def clock_of(lead_s: float = 1e9, **rates: Any) -> tuple[DeviceClock, Time]:
 def counted() -> Iterator[DeviceClock]:
     """A clock in the time of which FLOPs are seconds, while operations of this thread run by it."""
     clock, _ = clock_of()
-    use_device_clock(clock)
+    use_device_time(clock)
     try:
         with launches():
             yield clock
     finally:
-        use_device_clock(None)
+        use_device_time(None)
 
 
 # ---------------------------------------------------------------- the device
@@ -157,7 +158,7 @@ def test_a_call_waits_for_what_was_launched_before_it_and_not_for_what_came_sinc
     until = clock.busy_until()
     assert until == 103.0
     clock.launched(passing.s, 4.0)
-    use_device_clock(clock)
+    use_device_time(clock)
     try:
         await_device(until)
         assert passing.s == 103.0
@@ -165,7 +166,7 @@ def test_a_call_waits_for_what_was_launched_before_it_and_not_for_what_came_sinc
         assert passing.s == 107.0
         await_device(until)
     finally:
-        use_device_clock(None)
+        use_device_time(None)
     assert (passing.s, clock.busy_until()) == (107.0, None)
 
 
@@ -224,7 +225,7 @@ def test_tensors_made_of_others_count_as_what_these_do(counted: DeviceClock) -> 
 
 def test_all_else_lasts_its_bytes_where_the_memory_has_a_rate() -> None:
     clock, _ = clock_of(bytes_per_s=1.0)
-    use_device_clock(clock)
+    use_device_time(clock)
     try:
         with launches():
             x = torch.ones(64)
@@ -235,7 +236,7 @@ def test_all_else_lasts_its_bytes_where_the_memory_has_a_rate() -> None:
             torch.empty(1000)
             assert clock.report().busy_s - before == 2 * 256
     finally:
-        use_device_clock(None)
+        use_device_time(None)
 
 
 def test_values_that_the_host_reads_are_waited_for(counted: DeviceClock) -> None:
@@ -362,7 +363,7 @@ def waiting_threads() -> list[tuple[str, bool]]:
             assert is_caller or is_called.wait(60)
 
         clock = DeviceClock(Accelerator(1.0), now=passing.now, sleep=sleep, lead_s=1e9)
-        use_device_clock(clock)
+        use_device_time(clock)
         group._order.use_lane("", is_told=False)
         clock.launched(passing.s, 5.0)
         work = call()
@@ -370,7 +371,7 @@ def waiting_threads() -> list[tuple[str, bool]]:
         is_called.set()
         if work is not None:
             work.wait()
-        use_device_clock(None)
+        use_device_time(None)
         found.append((f"{name}: {slept[0]}", is_under_way))
         dist.barrier()
     return found

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DTYPES, HALF_AN_HOUR, be_absent, meet, tell
+from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, discover_topology
 from commlayer.emulation import EmulatedCluster, RanksFailedError
@@ -34,7 +35,6 @@ from commlayer.profiles.errors import (
 )
 from commlayer.scheduler import Gather, Op, Plan, Policy, Strategy, Traffic, build
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = pytest.mark.cluster
 

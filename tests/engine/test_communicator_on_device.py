@@ -7,15 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
+from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, discover_topology
 from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.plan import Gather
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 LAGGING = StreamDelays(chance=0.9)
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, communicator, discover_topology
 from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.errors import TensorError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 
 class Lent:

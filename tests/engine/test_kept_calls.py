@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport import bound_steps
 

@@ -18,19 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, await_others
+from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 from torch.utils.data import DataLoader, Dataset
 
 import commlayer
 import commlayer.backend.create
 import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
-from commlayer import Communicator
+from commlayer import Communicator, forked_child
 from commlayer.calls.counters import GroupCounters
 from commlayer.engine.lane_holds import lanes
 from commlayer.failures import forks
 from commlayer.profiles.errors import GroupError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces import recorder
 
 PROGRAM = textwrap.dedent(
@@ -334,6 +334,30 @@ def test_what_is_kept_for_the_process_begins_anew(tmp_path: Path) -> None:
         lanes().leave(call)
         recorder.close_recorder()
         commlayer.reset_stats()
+
+
+def test_tasks_run_in_order_in_the_child_also_behind_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(forked_child, "_tasks", [])
+    forked_child.in_forked_child(lambda: done.append("first"))
+    forked_child.in_forked_child(lambda: 1 // 0)
+    forked_child.in_forked_child(lambda: done.append("last"))
+    assert in_child(lambda: done) == ["first", "last"]
+    assert done == []
+
+
+STILL_BY_THEMSELVES = ("auditing", "backend", "diagnosis/ring.py", "engine", "traces")
+
+
+def test_modules_have_children_begin_anew_in_one_way() -> None:
+    """A module that asks Python itself shows up in no list of ours."""
+    root = Path(forked_child.__file__).parent
+    by_themselves = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if "os.register_at_fork(" in path.read_text(encoding="utf-8")
+    }
+    assert {path for path in by_themselves if not path.startswith(STILL_BY_THEMSELVES)} == {"forked_child.py"}
 
 
 def test_the_text_says_what_to_do() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_one_gpu import needs_nccl, run_ranks
+from synthetic_profiles import synthetic_profile
 
 from commlayer.communicator import Communicator
 from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build
-from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = needs_nccl
 

@@ -11,14 +11,14 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
+import reference_rows
 import torch
 
 from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
-from commlayer.wire.codecs import Codec, reference
+from commlayer.wire.codecs import Codec
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -69,17 +69,17 @@ def test_rows_on_the_device_equal_the_reference(
         wire = Wire(wire_format, width, scaling, power_of_two)
         codec, x = Codec(wire, dtype, "pass"), draw(7, width, dtype, special=special)
         index = torch.randint(0, 7, (NUM_ROWS,), generator=generator)
-        expected = reference.reference_encode(x[index], wire)
+        expected = reference_rows.reference_encode(x[index], wire)
         message = torch.empty(codec.wire_bytes(NUM_ROWS), dtype=torch.uint8, device="cuda")
         codec.encode(x.cuda(), message, index.cuda())
         assert torch.equal(message.cpu(), expected), (width, special)
         out = torch.empty(NUM_ROWS, width, dtype=dtype, device="cuda")
         codec.decode(message, out)
-        assert_same(out, reference.reference_decode(expected, NUM_ROWS, wire, dtype))
+        assert_same(out, reference_rows.reference_decode(expected, NUM_ROWS, wire, dtype))
         before, weights = torch.randn(9, width, generator=generator), torch.rand(NUM_ROWS, generator=generator)
         into = before.cuda()
         codec.add(message, into, weights=weights.cuda(), index=index.cuda())
-        assert_same(into, reference.add(expected, before, wire, dtype, weights, index))
+        assert_same(into, reference_rows.add(expected, before, wire, dtype, weights, index))
 
 
 def test_bf16_on_the_device() -> None:
@@ -101,17 +101,6 @@ def test_nan_is_found_before_anything_is_written() -> None:
     assert bool((message == 0xEF).all())
 
 
-@pytest.mark.parametrize("bounds", [[0, 4096, 8192], [0, 16, 16, 40], [0, 3, 10]], ids=str)
-def test_chunks_are_interleaved(bounds: list[int]) -> None:
-    from commlayer.wire.kernels.interleave import interleave
-
-    blocks = [torch.randint(0, 256, (bounds[-1],), dtype=torch.uint8, device="cuda") for _ in range(3)]
-    staged = torch.cat([block[begin:end] for begin, end in pairwise(bounds) for block in blocks])
-    out = torch.zeros_like(staged)
-    interleave(staged, out, bounds)
-    assert torch.equal(out, torch.cat(blocks))
-
-
 def gbps(call: Callable[[], object], num_bytes: int) -> float:
     """Gigabytes (1e9) a second, median of some rounds."""
     times = list[float]()
@@ -128,8 +117,6 @@ def gbps(call: Callable[[], object], num_bytes: int) -> float:
 @pytest.mark.parametrize("scaling", Scaling)
 def test_rates_beside_a_plain_copy(scaling: Scaling, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes read and written by each, over its time; 64 MiB of bfloat16."""
-    from commlayer.wire.kernels.interleave import interleave
-
     rows, width = 8192, 4096
     codec = Codec(Wire(WireFormat.FP8_E4M3, width, scaling), torch.bfloat16, "pass")
     x = torch.randn(rows, width, device="cuda").bfloat16()
@@ -137,11 +124,6 @@ def test_rates_beside_a_plain_copy(scaling: Scaling, capsys: pytest.CaptureFixtu
     message = torch.empty(codec.wire_bytes(rows), dtype=torch.uint8, device="cuda")
     index, weights = torch.randperm(rows, device="cuda"), torch.rand(rows, device="cuda")
     native, wire = 2 * rows * width, codec.wire_bytes(rows)
-    staged, placed, bounds = (
-        x.view(-1).view(torch.uint8),
-        copy.view(-1).view(torch.uint8),
-        [0, native // 16, native // 8],
-    )
     plain = gbps(lambda: copy.copy_(x), 2 * native)
     rates = {
         "encode": gbps(lambda: codec.encode(x, message), native + wire),
@@ -150,7 +132,6 @@ def test_rates_beside_a_plain_copy(scaling: Scaling, capsys: pytest.CaptureFixtu
         "weight and add by a map": gbps(
             lambda: codec.add(message, total, weights=weights, index=index), wire + 4 * native
         ),
-        "interleave": gbps(lambda: interleave(staged, placed, bounds), 2 * native),
     }
     with capsys.disabled():
         print(f"\n{torch.cuda.get_device_name()}, {scaling}: a plain copy moves {plain:.0f} GB/s; of that")

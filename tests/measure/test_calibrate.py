@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from synthetic_profiles import synthetic_profile
 
 from commlayer import GroupOptions
 from commlayer.backend import world
@@ -38,7 +39,6 @@ from commlayer.scheduler.decision import Planner, choose
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 SIZES = [2**k for k in range(10, 27)]
 

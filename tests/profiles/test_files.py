@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_profiles import synthetic_profile
 
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import ProfileError, ProfileNotFoundError, UsageError
@@ -22,7 +23,6 @@ from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers import cluster_files, model_files
 from commlayer.readers.routing_files import read_routing
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.rank_files import read_folder, write_trace
 from commlayer.traces.records import rank_name
 

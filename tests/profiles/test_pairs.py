@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from synthetic_profiles import synthetic_profile
 
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import SlowLink
 from commlayer.profiles.pairs import Pair, pair_rounds, slow_links
-from commlayer.testing.synthetic import synthetic_profile
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8, 15, 16])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from click.testing import CliRunner
+from synthetic_profiles import synthetic_profile
 
 from commlayer.cli import profile as command
 from commlayer.cli.main import main
@@ -15,7 +16,6 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.sampling import doubts, least_samples
 from commlayer.profiles.sweep import summarize
-from commlayer.testing.synthetic import synthetic_profile
 
 SIZES = (4096, 8192, 16384)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_profiles import synthetic_profile
 
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
@@ -19,7 +20,6 @@ from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, longe
 from commlayer.scheduler.overlap import pipeline
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, LOCAL_BLOCK
 from commlayer.scheduler.step_model import Load, loads_of, speeds
-from commlayer.testing.synthetic import synthetic_profile
 
 PROFILE = synthetic_profile()
 TRAFFIC = Traffic(2**20, 2, 4)

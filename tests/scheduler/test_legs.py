@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from synthetic_profiles import synthetic_profile
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError, PlanError
@@ -35,7 +36,6 @@ from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_
 from commlayer.scheduler.step_model import loads_of
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
-from commlayer.testing.synthetic import synthetic_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = Wire(WireFormat.BF16, 8)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_profiles import synthetic_profile
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError, PlanError, UsageError
@@ -30,7 +31,6 @@ from commlayer.scheduler.plan import Cut
 from commlayer.scheduler.probes import probes_of_grid
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK, replicated_moves
 from commlayer.scheduler.wire import Wire, WireFormat
-from commlayer.testing.synthetic import synthetic_profile
 
 positive = st.floats(0.1, 1e4)
 

@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 
 from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.profiles.errors import UsageError
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 
 NAP_S = 0.02

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_on_cpu import _CpuForCuda
 
 from commlayer.run_as_main import run_as_main
-from commlayer.testing.megatron_on_cpu import _CpuForCuda
 
 
 def test_tensors_of_a_cuda_device_are_on_the_cpu_and_say_otherwise() -> None:

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from simulated.communicators import SimulatedCommunicator, SimulatedMessenger
+from simulated.judge import RaceJudge
+from simulated.machine import Deadlock, SimulatedDevice, SimulatedMachine, SimulatedProgram
+from simulated.simulated_memory import SPOILT
 
 from commlayer.devices.device_contract import Addressed
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.communicators import SimulatedCommunicator, SimulatedMessenger
-from commlayer.testing.simulated.judge import RaceJudge
-from commlayer.testing.simulated.machine import Deadlock, SimulatedDevice, SimulatedMachine, SimulatedProgram
-from commlayer.testing.simulated.simulated_memory import SPOILT
 
 SEEDS = range(60)
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import start_with
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import StreamDelays
 from training import MODELS, Breaks, train
 
 from commlayer.emulation import RanksFailedError
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, TensorError, UsageError
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 
 SEEDS = range(4)
@@ -232,7 +233,7 @@ def kept() -> list[bool]:
 
 
 def _without_keeping() -> None:
-    from commlayer.testing.simulated import torch_communicator
+    from simulated import torch_communicator
 
     made = torch_communicator.EnqueuedWork.__init__
 
@@ -302,7 +303,7 @@ def test_losses_are_the_cpus(emulated_cluster: ClusterFactory, kind: str, nodes:
 
 def _no_wait_before(patch: pytest.MonkeyPatch) -> None:
     """Leave out that a communicator waits for the stream of its caller."""
-    from commlayer.testing.simulated.torch_simulator import TorchStream
+    from simulated.torch_simulator import TorchStream
 
     waits: Any = TorchStream.wait_event
 
@@ -315,7 +316,7 @@ def _no_wait_before(patch: pytest.MonkeyPatch) -> None:
 
 def _no_wait_after(patch: pytest.MonkeyPatch) -> None:
     """Leave out that waiting for what is gathered or summed makes a stream wait."""
-    from commlayer.testing.simulated.torch_communicator import EnqueuedWork
+    from simulated.torch_communicator import EnqueuedWork
 
     waits: Any = EnqueuedWork.wait
 
@@ -328,7 +329,7 @@ def _no_wait_after(patch: pytest.MonkeyPatch) -> None:
 
 def _no_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
     """The same for sums alone: ranks that misread how many rows they get would wait for each other."""
-    from commlayer.testing.simulated.torch_communicator import EnqueuedWork
+    from simulated.torch_communicator import EnqueuedWork
 
     waits: Any = EnqueuedWork.wait
     patch.setattr(EnqueuedWork, "wait", lambda self, *timeout: "all_reduce" in self._label or waits(self, *timeout))
@@ -336,7 +337,7 @@ def _no_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
 
 def _no_events(patch: pytest.MonkeyPatch) -> None:
     """Leave out that the streams of FSDP wait for each other, and for the default stream."""
-    from commlayer.testing.simulated.torch_simulator import TorchStream
+    from simulated.torch_simulator import TorchStream
 
     waits: Any = TorchStream.wait_event
 

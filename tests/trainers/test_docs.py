@@ -20,6 +20,8 @@ import tiny_deepspeed
 import tiny_megatron
 import torch
 from judged import check_words, no_alarms, nothing_is_light, plans, said  # noqa: F401  fixtures among them
+from megatron_on_cpu import stand_in_for_cuda
+from synthetic_profiles import synthetic_profile
 from torch.distributed.run import get_args_parser
 
 import commlayer.backend.create
@@ -27,9 +29,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.settings import Settings
 from commlayer.statistics import Stats, stats
-from commlayer.testing import stand_in_for_cuda
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = [*sorted(DOCS.glob("trainers/*.md")), DOCS / "launching.md"]

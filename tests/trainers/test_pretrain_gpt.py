@@ -31,7 +31,8 @@ MODEL = f"""
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-create-attention-mask-in-dataloader
 """.split()
 """A tiny model, without what only a GPU computes."""
-ON_CPU = ["-m", "commlayer.testing.megatron_on_cpu", "pretrain_gpt.py"]
+HELPERS = Path(__file__).resolve().parents[1]
+ON_CPU = ["-m", "megatron_on_cpu", "pretrain_gpt.py"]
 RETURNS = re.compile(r"^( +return )(model_builder\(.*\))$", re.M)
 
 
@@ -92,7 +93,14 @@ def losses(folder: Path, *words: str, launcher: tuple[str, ...] = (), **environm
     ran = subprocess.run(
         [sys.executable, *emulate, sys.executable, *launcher, *ON_CPU, *MODEL, *words],
         cwd=folder,
-        env={**os.environ, "COMMLAYER_PROFILE": "none", "COMMLAYER_STATS": "1", "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")])),
+            "COMMLAYER_PROFILE": "none",
+            "COMMLAYER_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -17,10 +17,10 @@ from judged import (  # noqa: F401  fixtures among them
     plans,
     said,
 )
+from synthetic_profiles import synthetic_profile
 from tiny_titan import Run, Trained, load, train
 
 from commlayer.emulation import EmulatedCluster
-from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = pytest.mark.cluster
 

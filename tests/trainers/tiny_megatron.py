@@ -1,6 +1,6 @@
 """A tiny GPT of Megatron-Core with experts, trained by Megatron's own layers, DDP and gradient reduction. Runs inside ranks.
 
-What Megatron asks of CUDA the CPU answers (:mod:`commlayer.testing.megatron_on_cpu`), for the stock dispatcher and for the
+What Megatron asks of CUDA the CPU answers (:mod:`megatron_on_cpu`), for the stock dispatcher and for the
 planned one alike.
 """
 
@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_on_cpu import stand_in_for_cuda
 from model_size import Size
 from wrong_rows import sorted_wrongly
 
@@ -28,7 +29,6 @@ import commlayer.backend.create  # noqa: F401  # needs no import where commlayer
 from commlayer.integrations import plan_megatron_moe
 from commlayer.integrations.deep_ep import install_deep_ep
 from commlayer.statistics import Stats, reset_stats, stats
-from commlayer.testing import stand_in_for_cuda
 
 SIZE = Size()
 _MODULES = (

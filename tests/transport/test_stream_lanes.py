@@ -12,6 +12,19 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from simulated.device_programs import call_of, traffic_of
+from simulated.judge import RaceJudge
+from simulated.lane_calls import (
+    LaneCall,
+    LaneGroup,
+    LaneProgram,
+    LaneWatch,
+    drawn_program,
+    run_on_lanes,
+)
+from simulated.machine import Deadlock, SimulatedMachine, SimulatedProgram, SimulatedStream
+from simulated.mutants import ordering_lines
+from simulated.plan_calls import DeviceCall, start_on_device
 
 from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.devices.hold_support import why_no_holds
@@ -22,19 +35,6 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES, LanePolicy
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.strategies import build
-from commlayer.testing.simulated.device_programs import call_of, traffic_of
-from commlayer.testing.simulated.judge import RaceJudge
-from commlayer.testing.simulated.lane_calls import (
-    LaneCall,
-    LaneGroup,
-    LaneProgram,
-    LaneWatch,
-    drawn_program,
-    run_on_lanes,
-)
-from commlayer.testing.simulated.machine import Deadlock, SimulatedMachine, SimulatedProgram, SimulatedStream
-from commlayer.testing.simulated.mutants import ordering_lines
-from commlayer.testing.simulated.plan_calls import DeviceCall, start_on_device
 from commlayer.transport import stream_lanes, streams
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
 from commlayer.transport.streams import StepMessenger, StreamTransport

@@ -7,15 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-
-from commlayer.devices.device_contract import StreamEvent
-from commlayer.engine.reducers import reducer
-from commlayer.engine.runner import Runner, drive
-from commlayer.profiles.links import Resource
-from commlayer.scheduler.plan import Gather, Strategy
-from commlayer.scheduler.strategies import build
-from commlayer.scheduler.traffic import Traffic
-from commlayer.testing.simulated.device_programs import (
+from simulated.device_programs import (
     DEVICE_COLLECTIVES,
     call_of,
     exchanges,
@@ -25,16 +17,24 @@ from commlayer.testing.simulated.device_programs import (
     traffic_of,
     turns,
 )
-from commlayer.testing.simulated.judge import RaceJudge
-from commlayer.testing.simulated.machine import (
+from simulated.judge import RaceJudge
+from simulated.machine import (
     Deadlock,
     SimulatedDevice,
     SimulatedMachine,
     SimulatedProgram,
     SimulatedStream,
 )
-from commlayer.testing.simulated.mutants import OrderingSite, ordering_lines, ordering_sites, without
-from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls, start_on_device, transports_of
+from simulated.mutants import OrderingSite, ordering_lines, ordering_sites, without
+from simulated.plan_calls import DeviceCall, run_calls, start_on_device, transports_of
+
+from commlayer.devices.device_contract import StreamEvent
+from commlayer.engine.reducers import reducer
+from commlayer.engine.runner import Runner, drive
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.plan import Gather, Strategy
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.traffic import Traffic
 from commlayer.transport import streams
 from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.transport.streams import StreamTransport

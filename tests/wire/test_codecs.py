@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import reference_rows
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.profiles.errors import NonFiniteError, TensorError, UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
-from commlayer.wire.codecs import Codec, cpu_rows, reference, tiles
+from commlayer.wire.codecs import Codec, cpu_rows, tiles
 from commlayer.wire.kernels import row_kernels
 
 INT8 = WireFormat.INT8
@@ -86,9 +87,9 @@ def test_rows_are_encoded_and_decoded_as_the_reference_does(
         codec, x = Codec(wire, dtype, "pass"), draw((rows, width), dtype)
         x = with_specials(x) if special else x
         message, out = encoded(codec, x), torch.empty_like(x)
-        assert torch.equal(message, reference.reference_encode(x, wire)), (wire, special)
+        assert torch.equal(message, reference_rows.reference_encode(x, wire)), (wire, special)
         codec.decode(message, out)
-        assert_same(out, reference.reference_decode(message, rows, wire, dtype))
+        assert_same(out, reference_rows.reference_decode(message, rows, wire, dtype))
 
 
 @pytest.mark.parametrize("scaling", Scaling)
@@ -100,9 +101,9 @@ def test_rows_that_fill_many_tiles(monkeypatch: pytest.MonkeyPatch, wire_format:
         x = with_specials(draw(shape, torch.bfloat16))
         codec, out = Codec(wire, torch.bfloat16, "pass"), torch.empty_like(x)
         message = encoded(codec, x)
-        assert torch.equal(message, reference.reference_encode(x, wire))
+        assert torch.equal(message, reference_rows.reference_encode(x, wire))
         codec.decode(message, out)
-        assert_same(out, reference.reference_decode(message, shape[0], wire, torch.bfloat16))
+        assert_same(out, reference_rows.reference_decode(message, shape[0], wire, torch.bfloat16))
 
 
 @pytest.mark.parametrize("scaling", Scaling)
@@ -110,10 +111,10 @@ def test_rows_are_gathered_and_placed_by_a_map(scaling: Scaling) -> None:
     wire, x = Wire(WireFormat.FP8_E4M3, 130, scaling), draw((9, 130), torch.bfloat16)
     codec, index = Codec(wire, torch.bfloat16), torch.tensor([8, 0, 0, 3, 8])
     message = encoded(codec, x, index)
-    assert torch.equal(message, reference.reference_encode(x[index], wire))
+    assert torch.equal(message, reference_rows.reference_encode(x[index], wire))
     out, places = torch.full_like(x, 7.0), torch.tensor([4, 0, 8, 1, 2])
     codec.decode(message, out, places)
-    assert_same(out[places], reference.reference_decode(message, 5, wire, torch.bfloat16))
+    assert_same(out[places], reference_rows.reference_decode(message, 5, wire, torch.bfloat16))
     assert bool((out[[3, 5, 6, 7]] == 7.0).all())
 
 
@@ -123,7 +124,7 @@ def test_repeated_rows_that_fill_many_tiles_are_added_in_order(monkeypatch: pyte
     x, index = draw((100, 256), torch.bfloat16), torch.randint(0, 20, (100,), generator=generator)
     codec, into, weights = Codec(wire, torch.bfloat16), torch.randn(20, 256), torch.rand(100)
     message = encoded(codec, x)
-    expected = reference.add(message, into, wire, torch.bfloat16, weights, index)
+    expected = reference_rows.add(message, into, wire, torch.bfloat16, weights, index)
     codec.add(message, into, weights=weights, index=index)
     assert_same(into, expected)
 
@@ -140,7 +141,7 @@ def test_rows_are_added_in_fp32_and_rounded_once(
     index = torch.tensor([3, 1, 3, 0, 3, 1]) if has_index else None
     weights = torch.rand(count, generator=torch.Generator().manual_seed(1)) if has_weights else None
     into, message = torch.randn(count, 130).to(into_dtype), encoded(codec, x)
-    expected = reference.add(
+    expected = reference_rows.add(
         message,
         into,
         wire,
@@ -161,7 +162,7 @@ def test_the_reference_rounds_as_torch_casts() -> None:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
         every = every[every.isfinite() & (every.abs() <= largest)]
         row = torch.cat([every, torch.tensor([largest])])  # so the scale is 1
-        message = reference.reference_encode(row.unsqueeze(0), Wire(wire_format, len(row)))
+        message = reference_rows.reference_encode(row.unsqueeze(0), Wire(wire_format, len(row)))
         assert message[:4].view(torch.float32).item() == 1.0
         assert torch.equal(message[4:], row.to(dtype).view(torch.uint8))
 
@@ -341,7 +342,7 @@ def test_no_rows_are_no_bytes(wire: Wire) -> None:
 
 def test_rows_with_strides_are_copied_first() -> None:
     x, codec = draw((256, 5), torch.bfloat16).t(), Codec(TOKENS, torch.bfloat16)
-    assert torch.equal(encoded(codec, x), reference.reference_encode(x.contiguous(), TOKENS))
+    assert torch.equal(encoded(codec, x), reference_rows.reference_encode(x.contiguous(), TOKENS))
     with pytest.raises(TensorError, match="contiguous"):
         codec.decode(encoded(codec, x), x)
 

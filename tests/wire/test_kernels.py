@@ -18,14 +18,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import reference_rows
 import torch
 
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
-from commlayer.wire.codecs import reference
 from commlayer.wire.codecs.encoded_rows import EncodedRows
 
 SCALED = [WireFormat.INT8, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
@@ -33,6 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH = 130  # a whole block and a short one
 CHANNELS = 34  # more than a program's 32: the reference takes a loop for each
 LIMIT_S = 100.0
+HELPERS = Path(__file__).resolve().parents[1]  # what tests share: pytest puts it on the path, a process does not
 
 
 def draw(rows: int, dtype: torch.dtype, width: int = WIDTH) -> torch.Tensor:
@@ -90,11 +91,11 @@ def check_encoding() -> None:
         x, count = with_specials(draw(6, dtype, wire.row_elements)), num_rows(wire)
         message = torch.empty(wire.wire_bytes(6), dtype=torch.uint8)
         RowKernels.encode(x, EncodedRows(message, wire, x.dtype))
-        assert torch.equal(message, reference.reference_encode(x, wire)), (wire, dtype)
+        assert torch.equal(message, reference_rows.reference_encode(x, wire)), (wire, dtype)
         index = torch.arange(count) * 5 % 6
         message = torch.empty(wire.wire_bytes(count), dtype=torch.uint8)
         RowKernels.encode(x, EncodedRows(message, wire, x.dtype, index))
-        assert torch.equal(message, reference.reference_encode(x[index], wire)), (wire, dtype, "by a map")
+        assert torch.equal(message, reference_rows.reference_encode(x[index], wire)), (wire, dtype, "by a map")
 
 
 def check_rounding() -> None:
@@ -107,7 +108,7 @@ def check_rounding() -> None:
         wire = Wire(wire_format, row.shape[1])
         message = torch.empty(wire.wire_bytes(1), dtype=torch.uint8)
         RowKernels.encode(row, EncodedRows(message, wire, row.dtype))
-        assert torch.equal(message, reference.reference_encode(row, wire)), wire
+        assert torch.equal(message, reference_rows.reference_encode(row, wire)), wire
 
 
 def check_decoding() -> None:
@@ -115,10 +116,10 @@ def check_decoding() -> None:
 
     for wire, dtype in cases():
         count = num_rows(wire)
-        message = reference.reference_encode(
+        message = reference_rows.reference_encode(
             with_specials(draw(6, dtype, wire.row_elements))[torch.arange(count) % 6], wire
         )
-        expected = reference.reference_decode(message, count, wire, dtype)
+        expected = reference_rows.reference_decode(message, count, wire, dtype)
         out = torch.empty(count, wire.row_elements, dtype=dtype)
         RowKernels.decode(EncodedRows(message, wire, dtype), out)
         assert same(out, expected), (wire, dtype)
@@ -140,7 +141,7 @@ def check_every_code() -> None:
         message = torch.cat([torch.tensor([scale]).view(torch.uint8), codes])
         out = torch.empty(1, len(codes))
         RowKernels.decode(EncodedRows(message, wire, torch.float32), out)
-        expected = reference.reference_decode(message, 1, wire, torch.float32)
+        expected = reference_rows.reference_decode(message, 1, wire, torch.float32)
         if scale < 0 and wire_format is WireFormat.FP8_E5M2:  # 0x7D and 0x7E are not written, and mean nothing
             out, expected = (x[:, (codes & 0x7F <= 0x7C) | (codes & 0x7F == 0x7F)] for x in (out, expected))
         assert same(out, expected), (wire, scale)
@@ -151,16 +152,20 @@ def check_sums() -> None:
 
     index = torch.tensor([3, 1, 3, 5, 3, 1])
     for wire, dtype in cases():
-        message = reference.reference_encode(with_specials(draw(6, dtype, wire.row_elements)), wire)
+        message = reference_rows.reference_encode(with_specials(draw(6, dtype, wire.row_elements)), wire)
         weights = torch.rand(6, generator=torch.Generator().manual_seed(2))
         for into_dtype in {torch.float32, dtype}:
             before = torch.randn(7, wire.row_elements, generator=torch.Generator().manual_seed(1)).to(into_dtype)
             into = before.clone()
             RowKernels.add(EncodedRows(message, wire, dtype, index), into, weights)
-            assert same(into, reference.add(message, before, wire, dtype, weights, index)), (wire, dtype, into_dtype)
+            assert same(into, reference_rows.add(message, before, wire, dtype, weights, index)), (
+                wire,
+                dtype,
+                into_dtype,
+            )
         into, plainly = torch.ones(6, wire.row_elements), torch.ones(6, wire.row_elements)
         RowKernels.add(EncodedRows(message, wire, dtype), into, None)
-        expected = reference.add(message, plainly, wire, dtype, torch.ones(6), torch.arange(6))
+        expected = reference_rows.add(message, plainly, wire, dtype, torch.ones(6), torch.arange(6))
         assert same(into, expected), (wire, dtype, "row by row")
 
 
@@ -182,26 +187,6 @@ def check_bf16() -> None:
     for row in (0, 1, 4):
         expected = expected + weights[row] * rows[index[row]].float()
     assert same(into[2], expected)
-
-
-def check_interleaving() -> None:
-    from commlayer.profiles.errors import TensorError
-    from commlayer.wire.kernels.interleave import interleave
-
-    for bounds in ([0, 4096], [0, 1024, 2048, 4096], [0, 16, 16, 40], [0, 3, 10], [0, 6, 20]):
-        blocks = [torch.randint(0, 256, (bounds[-1],), dtype=torch.uint8) for _ in range(3)]
-        staged = torch.cat([block[begin:end] for begin, end in pairwise(bounds) for block in blocks])
-        out = torch.zeros_like(staged)
-        interleave(staged, out, bounds)
-        assert torch.equal(out, torch.cat(blocks)), bounds
-        out.zero_()
-        for chunk in range(len(bounds) - 1):
-            interleave(staged, out, bounds, chunk)
-        assert torch.equal(out, torch.cat(blocks)), (bounds, "chunk by chunk")
-    interleave(staged[:0], out[:0], [0, 0])
-    for wrong in ([0], [1, 2], [0, 5, 3], [0, 7]):
-        with pytest.raises(TensorError):
-            interleave(staged, out, wrong)
 
 
 def check_holding() -> None:
@@ -292,13 +277,6 @@ def compile_decoding() -> None:
     assert_exact(assembly(decode.add_rows, 80, types, **options))
 
 
-def compile_interleaving() -> None:
-    from commlayer.wire.kernels.interleave import interleave_chunks
-
-    for word in ("*u8", "*i64"):
-        assembly(interleave_chunks, 80, {"staged": word, "out": word}, tile=1024)
-
-
 def compile_holding() -> None:
     from commlayer.devices.hold_kernel import hold_while_busy
 
@@ -325,7 +303,12 @@ def outcomes(checks: str, environment: dict[str, str]) -> dict[str, str | None]:
         [sys.executable, __file__, checks],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
+            **environment,
+        },
         timeout=LIMIT_S,
         check=False,
     )

@@ -18,17 +18,15 @@ emulation that is late is none.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commlayer.calls.instruments import Instrument, before_reading, listen_to_all, stop_listening_to_all
-from commlayer.calls.ring import Call
+from commlayer.device_time import await_device, device_busy_until, device_time
 from commlayer.emulation.accelerators.device import Accelerator
 
-__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock", "use_device_clock"]
+__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock"]
 
 LEAD_S = 0.25
 """How far the host may run ahead of its device."""
@@ -139,69 +137,7 @@ class DeviceClock:
         )
 
 
-_clock: DeviceClock | None = None
-
-
 def device_clock() -> DeviceClock | None:
     """Return the clock of this process's emulated accelerator, or None: then nothing is emulated."""
-    return _clock
-
-
-def use_device_clock(clock: DeviceClock | None) -> None:
-    """Give this process an accelerator, or take it away."""
-    global _clock
-    _clock = clock
-    stop_listening_to_all(_calls)
-    if await_device in before_reading:
-        before_reading.remove(await_device)
-    if clock is not None:
-        listen_to_all(_calls)
-        before_reading.append(await_device)
-
-
-class _CallsBehindDevice(Instrument):
-    """Has calls begin when this process's emulated accelerator has done what their caller has launched, as NCCL's do."""
-
-    def issued(self, call: Call) -> None:
-        until = device_busy_until()
-        if until is None:
-            return
-        if call.is_async:
-            call.begins_after_s = until
-        else:
-            await_device(until)
-
-    def began(self, call: Call) -> None:
-        if call.begins_after_s is not None:
-            await_device(call.begins_after_s)
-
-
-_calls = _CallsBehindDevice()
-
-
-def await_device(until: float | None = None) -> None:
-    """Return when this process's emulated accelerator has done what was launched; at once where there is none.
-
-    A collective begins so, as NCCL's do on the stream of those who call them; and so do measurements end. ``until``: when what a
-    call has to wait for is done, as :func:`device_busy_until` said when it was made; what was launched since is not waited for.
-    """
-    if _clock is not None:
-        if until is None:
-            _clock.synchronize()
-        else:
-            _clock.wait_until(until)
-
-
-def device_busy_until() -> float | None:
-    """Return when this process's emulated accelerator will have done what was launched; None where it has, or there is none.
-
-    For calls that begin later than they are made, on a thread of their own: the host goes on, as behind NCCL's calls.
-    """
-    return None if _clock is None else _clock.busy_until()
-
-
-def _forget_in_child() -> None:
-    use_device_clock(None)  # a forked child, such as a DataLoader's worker, is no rank: it computes on the host
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+    time = device_time()
+    return time if isinstance(time, DeviceClock) else None

@@ -22,12 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from commlayer.device_time import await_device, use_device_time
 from commlayer.emulation.accelerators.device_clock import (
     DeviceClock,
     DeviceReport,
-    await_device,
     device_clock,
-    use_device_clock,
 )
 from commlayer.emulation.modes import EmulationWarning
 from commlayer.profiles.printable import warn
@@ -182,7 +181,7 @@ def start_launches(clock: DeviceClock) -> None:
     """Give this process the accelerator of ``clock``, until its end: its main thread, and each that it starts."""
     first = not _started
     _started.append(clock)
-    use_device_clock(clock)
+    use_device_time(clock)
     clock.on_late = _Warning()
     if not first:
         return

@@ -1,4 +1,4 @@
-"""Triton kernels for rows on a GPU: what :mod:`commlayer.wire.codecs` runs there, and a placing copy.
+"""Triton kernels for rows on a GPU: what :mod:`commlayer.wire.codecs` runs there.
 
 They need Triton, the extra ``triton``. Importing this package does not load Triton; :func:`row_kernels` does.
 With TRITON_INTERPRET=1 in the environment before Triton is loaded they run on CPU tensors, in its interpreter: that is how

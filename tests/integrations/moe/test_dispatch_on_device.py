@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import seen_calls
+from simulated.torch_device import simulated_device
+from simulated.torch_streams import QueueRunner, StreamDelays
 from torch import nn
 
 import commlayer
@@ -19,9 +21,7 @@ from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import DisagreementError, TensorError
-from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.simulated.torch_streams import QueueRunner
 
 HIDDEN, EXPERTS, TOP_K = 16, 8, 2
 ROUTER = RouterConfig(num_experts=EXPERTS, top_k=TOP_K)

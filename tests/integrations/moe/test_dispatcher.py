@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference_moe import reference_combine, reference_moe
 
 import commlayer
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.reference_moe import reference_combine, reference_moe
 from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, make_row_map
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from reference_moe import reference_moe
 from torch import nn
 
 from commlayer import stats
@@ -31,7 +32,6 @@ from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.lent_experts import _Way
-from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.moe.routing import Routing
 from commlayer.integrations.remat import Rematerialise

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference_moe import reference_moe
+from synthetic_profiles import synthetic_profile
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
-from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 HIDDEN, WIDTH = 8, 12
 ROUTER = RouterConfig(num_experts=4, top_k=2)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from reference_moe import reference_moe
 from torch import nn
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
@@ -28,7 +29,6 @@ from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import gradient_axes, synchronise_gradients
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.pipeline_schedules import run_pipeline
 from commlayer.integrations.shares import even_rows

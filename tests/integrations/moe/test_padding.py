@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic_profiles import synthetic_profile
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
@@ -26,7 +27,6 @@ from commlayer.scheduler.placement.llep import LlepRule
 from commlayer.scheduler.placement.spilling import Spilling
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 HIDDEN, WIDTH = 16, 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.1}

@@ -21,11 +21,18 @@ from commlayer.integrations.moe.planning import DispatchDecision, DispatchPlanne
 from commlayer.integrations.moe.row_maps import make_row_map
 from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.overlap import SLICES, ExpertTimes, choose_slices, pipeline, time_pipeline
-from commlayer.scheduler.plan import Op
+from commlayer.scheduler.overlap import SLICES, ExpertTimes, Micros, choose_slices, pipeline
+from commlayer.scheduler.plan import Op, Plan
+from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
 TRAFFIC = Traffic(8000, 8, link=Resource.INTER, collective="all_to_all_v", nodes=(4, 4))
+
+
+def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:
+    """The timeline of a pipeline; each function takes a chunk's bytes."""
+    times = {Op.ALL_TO_ALL: exchange_us, Op.COMPUTE: experts_us}
+    return Timeline(plan, tuple(schedule(plan, [times[step.op](step.bytes) for step in plan.steps])))
 
 
 @pytest.mark.parametrize("slices", SLICES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from paper_activations import LayerShape
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
@@ -20,7 +21,6 @@ from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.remat import Rematerialise, promise_of, recomputable
 from commlayer.profiles.errors import InternalError, UsageError
-from commlayer.scheduler.activations import LayerShape
 from commlayer.testing.plugin import ClusterFactory
 
 RANKS = 4

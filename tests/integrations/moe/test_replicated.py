@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference_moe import reference_moe
+from synthetic_profiles import synthetic_profile
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.decision import Policy
 from commlayer.scheduler.plan import Strategy
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.testing.synthetic import synthetic_profile
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 12, 4, 2
 EP, ETP = 2, 2

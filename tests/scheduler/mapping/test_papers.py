@@ -136,15 +136,13 @@ def test_what_megascale_measures_holds() -> None:
 
 def test_sequence_parallel_attention_sends_no_more_between_nodes() -> None:
     """Appendix A.1: what crosses nodes is as much, so that only what crosses NVLink is added; and eq. 10 of H100s is about 1."""
-    from papers_megascale import synchronisation
-
-    from commlayer.scheduler.mapping.volumes import parameter_sync
+    from papers_megascale import inter_over_intra, synchronisation
 
     for each in synchronisation():
         assert each.tensor_us < min(each.sequence_us, each.hierarchical_us) < each.tensor_us * 4
         assert each.plan.startswith("pipelined")
-    ratio = parameter_sync(1e9, 8, 8, replicated=True).inter_over_intra(50, 450)
-    assert ratio == pytest.approx(450 / 50 / 8 * 8 * 7 / (8 * 7))
+    assert inter_over_intra(8, 8, 50, 450) == pytest.approx(450 / 50 / 8 * 8 * 7 / (8 * 7))
+    assert inter_over_intra(8, 4, 50, 450) == pytest.approx(1 / 8 * (450 / 50) * (8 * 3) / (4 * 7))
 
 
 # MoNTA

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.shipped import shipped_data
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import describe_validity, kind_words
@@ -20,6 +25,7 @@ from commlayer.scheduler.mapping.validity import (
     NEAREST,
     CaseKind,
     CheckedRow,
+    CheckedRows,
     assess,
     cautions,
     checked_rows,
@@ -159,6 +165,34 @@ def test_shipped_rows_are_sound() -> None:
     known = checked_rows()
     assert len({row.key for row in known}) == len(known) >= 40
     assert all(-1 < row.error < 5 and row.kind.gpus >= 1 for row in known)
+
+
+def test_the_shipped_rows_are_as_their_generator_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from published import ROWS, rows_text
+
+    text = ROWS.read_text(encoding="utf-8")
+    assert rows_text(checked_rows()) == text
+    assert json.loads(text)["kind"] == list(CaseKind._fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda text: text[:-20], r"mapping/checked_rows.json: line \d+, column \d+: expected JSON"),
+        (lambda text: text.replace('"rows"', '"row"'), "field row: unknown field"),
+        (lambda text: text.replace(", false, ", ', "no", ', 1), r"field rows\[0\]\[1\]\[5\]: expected bool, got str"),
+    ],
+    ids=["cut off", "another field", "another type"],
+)
+def test_a_damaged_list_of_rows_is_refused(
+    damage: Callable[[str], str], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (files("commlayer.scheduler.mapping") / "checked_rows.json").read_text(encoding="utf-8")
+    (tmp_path / "checked_rows.json").write_text(damage(text), encoding="utf-8")
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    with pytest.raises(UsageError, match=match):
+        shipped_data("commlayer.scheduler.mapping", "checked_rows.json", CheckedRows, "list of published runs")
 
 
 def test_published_rows_are_sound_and_a_third_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:

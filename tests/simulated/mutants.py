@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from commlayer.testing.simulated.communicators import ArrivedMessages
-from commlayer.testing.simulated.machine import SimulatedEvent, SimulatedStream
+from simulated.communicators import ArrivedMessages
+from simulated.machine import SimulatedEvent, SimulatedStream
 
 __all__ = ["OrderingSite", "ordering_lines", "ordering_sites", "without"]
 

@@ -15,7 +15,7 @@ from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
-from commlayer.testing.simulated.plan_calls import DeviceCall
+from simulated.plan_calls import DeviceCall
 
 __all__ = [
     "DEVICE_COLLECTIVES",

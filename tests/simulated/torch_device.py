@@ -22,10 +22,12 @@ import torch.distributed as dist
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_communicator import make_communicator
-from commlayer.testing.simulated.torch_operators import DEVICE_NAME
-from commlayer.testing.simulated.torch_rows import SimulatedRows
-from commlayer.testing.simulated.torch_simulator import (
+from commlayer.transport.accelerators import register_accelerator
+from commlayer.wire.codecs.encoded_rows import register_row_path
+from simulated.torch_communicator import make_communicator
+from simulated.torch_operators import DEVICE_NAME
+from simulated.torch_rows import SimulatedRows
+from simulated.torch_simulator import (
     TorchEvent,
     TorchSimulator,
     TorchStream,
@@ -33,9 +35,7 @@ from commlayer.testing.simulated.torch_simulator import (
     make_simulator,
     require_simulator,
 )
-from commlayer.testing.simulated.torch_streams import StreamDelays
-from commlayer.transport.accelerators import register_accelerator
-from commlayer.wire.codecs.encoded_rows import register_row_path
+from simulated.torch_streams import StreamDelays
 
 __all__ = ["simulated_device"]
 
@@ -150,7 +150,7 @@ def _set_device(device: Any) -> None:
 def _module() -> types.ModuleType:
     """``torch.simulated``."""
     module: Any = types.ModuleType(
-        f"torch.{DEVICE_NAME}", "A simulated device: see commlayer.testing.simulated_device."
+        f"torch.{DEVICE_NAME}", "A simulated device: see simulated.torch_device.simulated_device."
     )
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1

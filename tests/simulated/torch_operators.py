@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from commlayer.profiles.errors import InternalError, TensorError
-from commlayer.testing.simulated.torch_memory import TorchMemory
-from commlayer.testing.simulated.torch_streams import QueueRunner, StreamQueue
+from simulated.torch_memory import TorchMemory
+from simulated.torch_streams import QueueRunner, StreamQueue
 
 __all__ = ["DEVICE_NAME", "Operators"]
 

@@ -31,9 +31,9 @@ from torch._C._distributed_c10d import (
 
 from commlayer.failures.waits import keep
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError, UsageError
-from commlayer.testing.simulated.torch_simulator import TorchEvent, TorchSimulator, TorchStream
 from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import Nccl
+from simulated.torch_simulator import TorchEvent, TorchSimulator, TorchStream
 
 __all__ = ["TorchCommunicator", "make_communicator"]
 

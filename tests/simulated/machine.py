@@ -22,7 +22,7 @@ import torch
 
 from commlayer.devices.device_contract import Stream, StreamEvent
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.testing.simulated.simulated_memory import SimulatedMemory
+from simulated.simulated_memory import SimulatedMemory
 
 __all__ = [
     "Deadlock",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamQueue
+from simulated.torch_streams import QueueMark, QueueRunner, StreamQueue
 
 __all__ = ["TorchMemory"]
 

@@ -4,7 +4,7 @@ Megatron takes the device of new tensors, streams and random numbers from torch.
 dispatchers, DDP and gradient reduction run on the CPU as they are, which is enough to try a program of one's own on an emulated
 cluster, and to compare dispatchers. Its optimizers, which know CUDA's types of tensors only, do not.
 
-    commlayer emulate … -- python -m commlayer.testing.megatron_on_cpu pretrain_gpt.py …
+    PYTHONPATH=CHECKOUT/tests commlayer emulate … -- python -m megatron_on_cpu pretrain_gpt.py …
 
 runs a program of Megatron-LM's, with its training loop, optimizers and logs: there whatever names a CUDA device gets the CPU, and
 tensors say that they are CUDA's. What only a GPU can compute (fused kernels, Transformer Engine) its options must leave out.
@@ -145,7 +145,7 @@ def _compile_nothing() -> None:
 
 def _run_program() -> None:
     """Run the program of Megatron-LM's that the command line names."""
-    usage = "usage: python -m commlayer.testing.megatron_on_cpu PROGRAM.py and its arguments"
+    usage = "usage: python -m megatron_on_cpu PROGRAM.py and its arguments"
     if sys.argv[1:] and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[1]))  # the program's Megatron, before any other
     with _answering_a_program():

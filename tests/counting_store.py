@@ -1,7 +1,8 @@
-"""A store that counts what one rank asks of it: how a start grows with the number of ranks shows in that."""
+"""A store that counts what one rank asks of it, and the most messages that a rank may send: how a start grows with the ranks."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,7 +10,14 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["CountingStore"]
+from commlayer.agree.tree import FAN_OUT
+
+__all__ = ["CountingStore", "most_messages"]
+
+
+def most_messages(size: int) -> int:
+    """Bound the messages, sent and received, of one rank in one gather of ``size`` ranks."""
+    return min(2 * (FAN_OUT + 1), 2 * math.ceil(math.log2(max(size, 2))) + 2)
 
 
 class CountingStore(Store):

@@ -15,11 +15,11 @@ from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.testing.simulated.communicators import SimulatedCommunicator
-from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
 from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
+from simulated.communicators import SimulatedCommunicator
+from simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
 
 __all__ = ["DeviceCall", "Outcome", "run_calls", "start_on_device", "transports_of"]
 

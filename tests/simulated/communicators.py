@@ -13,7 +13,7 @@ import torch
 
 from commlayer.devices.device_contract import Addressed
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.machine import (
+from simulated.machine import (
     SimulatedDevice,
     SimulatedEvent,
     SimulatedMachine,

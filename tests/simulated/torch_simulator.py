@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_memory import TorchMemory
-from commlayer.testing.simulated.torch_operators import Operators
-from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamDelays, StreamQueue
+from simulated.torch_memory import TorchMemory
+from simulated.torch_operators import Operators
+from simulated.torch_streams import QueueMark, QueueRunner, StreamDelays, StreamQueue
 
 __all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "find_simulator", "make_simulator", "require_simulator"]
 
@@ -166,7 +166,7 @@ def require_simulator() -> TorchSimulator:
     """The device of this process. Raises UsageError where it was not made."""
     if not _made:
         raise UsageError(
-            "expected the simulated device to be registered: call commlayer.testing.simulated_device first"
+            "expected the simulated device to be registered: call simulated.torch_device.simulated_device first"
         )
     return _made[0]
 

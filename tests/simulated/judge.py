@@ -15,7 +15,7 @@ from torch.cuda._sanitizer import EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from commlayer.testing.simulated.machine import SimulatedEvent, SimulatedStream, Watcher
+from simulated.machine import SimulatedEvent, SimulatedStream, Watcher
 
 __all__ = ["RaceJudge"]
 

@@ -17,19 +17,19 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES, LanePolicy, level_of
 from commlayer.scheduler.plan import Plan, Step, Strategy
 from commlayer.scheduler.strategies import build
-from commlayer.testing.simulated.communicators import SimulatedCommunicator
-from commlayer.testing.simulated.device_programs import DEVICE_COLLECTIVES, call_of, traffic_of
-from commlayer.testing.simulated.machine import (
+from commlayer.transport.contract import StartedPlan
+from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
+from commlayer.transport.streams import StepMessenger, StreamTransport
+from simulated.communicators import SimulatedCommunicator
+from simulated.device_programs import DEVICE_COLLECTIVES, call_of, traffic_of
+from simulated.machine import (
     SimulatedDevice,
     SimulatedMachine,
     SimulatedProgram,
     SimulatedStream,
     Watcher,
 )
-from commlayer.testing.simulated.plan_calls import DeviceCall, start_on_device
-from commlayer.transport.contract import StartedPlan
-from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
-from commlayer.transport.streams import StepMessenger, StreamTransport
+from simulated.plan_calls import DeviceCall, start_on_device
 
 __all__ = ["LaneCall", "LaneGroup", "LaneProgram", "LaneWatch", "drawn_program", "run_on_lanes"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from commlayer.testing.simulated.torch_simulator import require_simulator
 from commlayer.wire.codecs.cpu_rows import HostRows
 from commlayer.wire.codecs.encoded_rows import EncodedRows
+from simulated.torch_simulator import require_simulator
 
 __all__ = ["SimulatedRows"]
 
