@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.failures.detector import FailureDetector, Report, store_host, told
+from commlayer.failures.detector import FailureDetector, store_host
+from commlayer.failures.failure_records import Report, told
 from commlayer.failures.waits import within
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError

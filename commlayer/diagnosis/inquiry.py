@@ -39,7 +39,8 @@ from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.failures.aborts import speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
-from commlayer.failures.detector import Asked, FailureDetector, Record
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import PROCESS_ENDED, Asked, Record
 from commlayer.failures.waits import within
 from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal
 from commlayer.profiles.errors import DisagreementError
@@ -176,7 +177,7 @@ class Inquiry:
 
     def _snapshot(self, reason: str) -> RankLog:
         gone = {rank: left.why for rank, left in list(self._detector.left.items())}
-        gone |= dict.fromkeys(list(self._detector.gone), "its process has ended")
+        gone |= dict.fromkeys(list(self._detector.gone), PROCESS_ENDED)
         return rank_log("", self.rank, self.ranks, reason, gone)
 
     # On threads of their own

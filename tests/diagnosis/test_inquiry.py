@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it too
 from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.inquiry import Inquiry
-from commlayer.failures.detector import Asked, FailureDetector
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import Asked
 
 
 class Listening(FailureDetector):
