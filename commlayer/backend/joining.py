@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer.backend.called_lists import CalledLists, asked_store, digest_of, group_key
+from commlayer.backend.called_lists import CalledLists, digest_of, group_key
 from commlayer.failures.detector import FailureDetector, job_detector
+from commlayer.failures.store_answers import asked_store
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, PeerError
 from commlayer.profiles.files import name_in_files
 
@@ -201,7 +202,7 @@ def own_keys(store: Store, ranks: Sequence[int], timeout_s: float, where: str) -
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
     found there. All ranks come once for each group, so the count of arrivals says which group of the name it is, from 0.
 
-    Raises as :func:`commlayer.backend.called_lists.asked_store`.
+    Raises as :func:`commlayer.failures.store_answers.asked_store`.
     """
     digest = digest_of(ranks)
     arrived = asked_store(lambda: store.add(f"commlayer/arrivals/{digest}", 1), timeout_s, where)

@@ -50,6 +50,7 @@ from commlayer.failures.failure_records import Absent, Asked, Ending, Gone, Left
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
+from commlayer.failures.store_answers import asked_store, store_host
 from commlayer.failures.verdicts import Verdict, first_failure, verdict_of
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
@@ -66,7 +67,6 @@ __all__ = [
     "job_detector",
     "leave_all",
     "set_job_detector",
-    "store_host",
 ]
 
 _DIAL_S = 2.0
@@ -88,7 +88,6 @@ _STORE_GRACE_S = 2.0
 _MOST_NAMED = 8
 _MOST_TOLD = 1024
 """Ranks that have not come and are told of: a frame has room for so many."""
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
 _MOST_ROUNDS = 64
@@ -120,6 +119,10 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Frame = Gone | Left | Report | Asked | Absent | _Hello | _Welcome
+
+
+class _NotComeError(Exception):
+    """The store has waited in vain for what a rank says there."""
 
 
 class Observer(Protocol):
@@ -380,20 +383,22 @@ class FailureDetector:
         """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
         PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
         me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"
-        try:
+
+        def asked() -> _Answer:
+            try:
+                return ask()
+            except RuntimeError as error:
+                # The store counts in milliseconds, and gives up a moment before its time.
+                if time.monotonic() < until and "timeout" not in str(error):
+                    raise
+                raise _NotComeError from error
+
+        def waited(ask: Callable[[], _Answer]) -> _Answer:
             return self._answered(ask, max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, me)
-        except PeerError:
-            raise
-        except TimeoutError as error:
-            raise CollectiveTimeoutError(
-                f"{me}: its store did not answer within {timeout_s:g} s: {store_host()}, and whether it can be reached from here"
-            ) from error
-        except RuntimeError as error:
-            is_early = "timeout" in str(
-                error
-            )  # the store counts in milliseconds, and gives up a moment before its time
-            if time.monotonic() < until and not is_early:
-                raise PeerError(f"{me}: its store is gone: {self.host_lost()} ({error})") from error
+
+        try:
+            return asked_store(asked, timeout_s, me, self.host_lost, waited)
+        except _NotComeError as error:
             missing = self._missing(store)
             absent = Absent((missing or peers)[:_MOST_TOLD], timeout_s, self.rank)
             if missing:
@@ -936,13 +941,6 @@ def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in
         if not is_in_haste:
             detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
-
-
-def store_host() -> str:
-    """Who hosts the job's store, and what to look at where it does not answer."""
-    if os.environ.get(_AGENT_STORE) == str(True):
-        return "torchrun's agent hosts it: look at torchrun's log"
-    return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
 
 
 atexit.register(leave_all, "its program has ended", is_failure=False)

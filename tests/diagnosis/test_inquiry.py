@@ -11,15 +11,17 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import msgspec
 import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.diagnosis import inquiry
+from commlayer.diagnosis import inquiry, ring
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.diagnosis.long_waits import LongWait
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Asked
 
@@ -178,7 +180,7 @@ def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = asking(tmp_path)
     monkeypatch.setattr(
-        first, "_lead", lambda store, asked, log, began: inquiry._Found("", f"found in {asked}", False, 1)
+        first, "_lead", lambda store, asked, log, began, wait: inquiry._Found("", f"found in {asked}", False, 1)
     )
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
     first.timed_out()
@@ -273,6 +275,21 @@ def test_a_damaged_log_of_one_rank_is_named_and_ends_nothing(
     assert "the log of rank 1 cannot be read: what rank 1 says cannot be read: " in said
     assert "the job's store does not answer" not in said
     assert "\x1b" not in said
+
+
+@pytest.mark.usefixtures("shared_store")
+def test_a_damaged_log_is_named_behind_a_long_wait_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, detector = asking(tmp_path)
+    track = ring.open_track(16, "long", "long", (0, 1, 2), str, str)
+    number = track.note("all_reduce", None, 4, 4, None, False, depth=1)
+    first._store.set("0/log/1", HOSTILE["garbage"])  # type: ignore[arg-type]  # it takes bytes too
+    for _ in range(2):
+        first.waited_long(LongWait("long", 0, "all_reduce", number, perf_counter_ns()))
+        first.linger()
+    assert [(each.round, each.is_timeout) for each in detector.questions] == [(0, False)], "one call is told of once"
+    said = capsys.readouterr().err
+    assert said.count("rank 0 has waited for 0 s in all_reduce #1") == 1
+    assert "the log of rank 1 cannot be read: what rank 1 says cannot be read: " in said
 
 
 @pytest.mark.usefixtures("shared_store")

@@ -267,7 +267,7 @@ def test_a_store_that_is_not_up_is_named_with_its_host() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "commlayer.profiles.errors.CollectiveTimeoutError: rank 1, joining the job: its store at 127."
+        "commlayer.profiles.errors.CollectiveTimeoutError: rank 1, joining the job: the job's store at 127."
     ), last
     assert "did not answer within 0.5 s: rank 0 hosts it" in last
 
