@@ -208,6 +208,32 @@ def test_splits_that_do_not_match(emulated_cluster: ClusterFactory, tmp_path: Pa
     assert {call.rank for call in mismatch.calls} >= {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("odd", "sent", "received", "going", "expected"),
+    [(1, [3, 3, 300, 3], [3, 3, 3, 3], 1200, 12), (2, [3, 3, 3, 3], [3, 1, 3, 3], 12, 4)],
+    ids=["one sends more", "one expects less"],
+)
+def test_wrong_splits_that_end_a_rank_are_printed_as_the_cause(
+    emulated_cluster: ClusterFactory,
+    tmp_path: Path,
+    odd: int,
+    sent: list[int],
+    received: list[int],
+    going: int,
+    expected: int,
+) -> None:
+    """Gloo aborts the rank that is sent more than it expects, which asks all others before."""
+
+    def program(rank: int) -> None:
+        aborts._LONGEST_S = 60
+        send, receive = (sent, received) if rank == odd else ([3] * 4, [3] * 4)
+        dist.all_to_all_single(torch.empty(sum(receive)), torch.ones(sum(send)), receive, send)
+
+    text = texts(emulated_cluster, tmp_path, program)
+    words = f"splits differ: rank 1 sends {going} bytes to rank 2, which expects {expected}:"
+    assert f"\nranks 1 and 2 differ in call #1 of group default_pg: {words}" in text, text
+
+
 def test_a_message_against_a_collective(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
     def program(rank: int) -> None:
         x = torch.ones(4)
