@@ -454,7 +454,7 @@ class _Hearing:
 def _is_taken() -> bool:
     """Whether something takes SIGUSR1, or ignores it: handlers in C, as faulthandler's, too."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
         masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
     except (OSError, ValueError, IndexError):
         masks = []

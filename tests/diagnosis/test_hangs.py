@@ -74,9 +74,9 @@ def texts(
 def printed(path: Path) -> Iterator[list[str]]:
     """The lines that Python writes to stderr inside, in the forked ranks too, once it ends."""
     lines: list[str] = []
-    with path.open("w") as file, contextlib.redirect_stderr(file):
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         yield lines
-    lines += path.read_text().splitlines(keepends=True)
+    lines += path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])

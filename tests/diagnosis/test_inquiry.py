@@ -85,14 +85,14 @@ def test_the_signal_is_taken_and_given_back(tmp_path: Path) -> None:
 
 def test_the_programs_own_faulthandler_keeps_the_signal(tmp_path: Path) -> None:
     """Python's own getsignal does not know of it."""
-    with (tmp_path / "dump").open("w") as file:
+    with (tmp_path / "dump").open("w", encoding="utf-8") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         first, detector = asking(tmp_path)
         os.kill(os.getpid(), signal.SIGUSR1)
         first.close()
         assert is_handled()
         assert not detector.reading
-    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text(encoding="utf-8")
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_a_handler_in_c_that_came_later_stays(tmp_path: Path) -> None:
 
 def test_a_faulthandler_of_the_program_that_came_later_stays(tmp_path: Path) -> None:
     first, _ = asking(tmp_path)
-    with (tmp_path / "dump").open("w") as file:
+    with (tmp_path / "dump").open("w", encoding="utf-8") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         first.close()
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text(encoding="utf-8")
 
 
 def test_another_group_hears_the_signal_when_the_first_is_gone(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_line_says_for_whom_a_call_waits(emulated_cluster: ClusterFactory, tmp
         for name, options, program, late, _ in CASES:
             group = group_with(HALF_AN_HOUR, pg_options=GroupOptions(**options), group_desc=name)
             until = time.monotonic() + 60.0
-            while dist.get_rank() == late and f"of group {name}, called" not in path.read_text():
+            while dist.get_rank() == late and f"of group {name}, called" not in path.read_text(encoding="utf-8"):
                 assert time.monotonic() < until, f"nothing is said of {name}"
                 time.sleep(0.05)
             program(group)

@@ -65,7 +65,7 @@ def test_what_torch_reads_is_decided() -> None:
 
 
 def test_the_documents_say_what_is_decided() -> None:
-    text = (ROOT / "docs/launching.md").read_text()
+    text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
     section = text.partition("## Variables of torch, Gloo and NCCL\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
     said = {name.strip("`"): (choice, does) for name, choice, does in rows}
