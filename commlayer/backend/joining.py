@@ -160,8 +160,11 @@ class _Attending:
         ring = int(settings.ring) if len(request.global_ranks) > 1 else 0
         kind = "init_process_group" if request.is_default else "new_group"
         key = group_key(request.name, self._generation)
-        self._stack.enter_context(making_group(ring, kind, key, request.name, request.global_ranks))
+        numbering = key if request.stands_alone else ""
+        self._stack.enter_context(making_group(ring, kind, key, request.name, request.global_ranks, numbering))
         self._joining.enter_context(stage("joining"))
+        if detector is not None:
+            detector.numbering = numbering
         if detector is not None and ring:
             folder = settings.in_replica(settings.diagnose_dir)
             if settings.diagnose_dir is not None and request.stands_alone:  # its ranks have other numbers in the job

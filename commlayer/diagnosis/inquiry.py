@@ -104,7 +104,7 @@ class Inquiry:
         """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
-        self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s)
+        self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s, detector.numbering)
         if long_wait_s:
             detector.call_regularly(self._long_waits.look)
         _inquiries.append(self)
@@ -185,7 +185,7 @@ class Inquiry:
     def _snapshot(self, reason: str) -> RankLog:
         gone = {rank: left.why for rank, left in list(self._detector.left.items())}
         gone |= dict.fromkeys(list(self._detector.gone), PROCESS_ENDED)
-        return rank_log("", self.rank, self.ranks, reason, gone)
+        return rank_log("", self.rank, self.ranks, reason, gone, self._detector.numbering)
 
     # On threads of their own
 
@@ -421,7 +421,8 @@ class _Hearing:
                 pass
         if time.monotonic() - self._heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
             self._heard_s = time.monotonic()
-            for each in list(_inquiries)[:1]:
+            # One of each numbering: the logs of the job's groups and of one that stands alone have other ranks.
+            for each in {each._detector.numbering: each for each in reversed(_inquiries)}.values():
                 each.signalled()
 
     def listen(self) -> bool:

@@ -45,11 +45,15 @@ def rank_log(
     ranks: Sequence[int],
     reason: str,
     gone: Mapping[int, str],
+    numbering: str = "",
 ) -> RankLog:
-    """The log of this rank. From any thread."""
-    entries = recorded_calls()
+    """The log of this rank, of the groups whose ranks have numbers of this ``numbering`` (see
+    :class:`commlayer.diagnosis.ring.Track`). From any thread.
+    """
+    entries = [entry for entry in recorded_calls() if entry[0].numbering == numbering]
     waiting = waiting_threads()
-    tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
+    opened = (track for track in opened_tracks() if track.numbering == numbering)
+    tracks = list(dict.fromkeys([*opened, *(entry[0] for entry in entries)]))
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}

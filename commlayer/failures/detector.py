@@ -167,6 +167,8 @@ class FailureDetector:
         self.rank, self.ranks = rank, tuple(ranks)
         self.life = ""
         """A text for the default group that this detector was made with, the same on all ranks, another for the next."""
+        self.numbering = ""
+        """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone, by its key."""
         self._members = frozenset(self.ranks)
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}

@@ -151,6 +151,17 @@ def test_another_group_hears_the_signal_when_the_first_is_gone(tmp_path: Path) -
     assert len(other.questions) == 1
 
 
+def test_a_signal_asks_the_ranks_of_a_group_that_stands_alone_too(tmp_path: Path) -> None:
+    """But not twice those of the job, of which two groups may have an inquiry each."""
+    alone = Listening()
+    alone.numbering = "quorum"
+    (_, first), (_, second), (_, third) = asking(tmp_path), asking(tmp_path), asking(tmp_path, alone)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (read,) = first.reading.values()
+    read()
+    assert [len(each.questions) for each in (first, second, third)] == [1, 0, 1]
+
+
 def test_without_descriptors_the_job_starts_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
