@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     stem = dated_stem(options.output, "compressed")
     path = stem.with_suffix(".json")
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part in options.part or PARTS:
         print(f"{part} …", flush=True)
         found[part] = _MEASURES[part]()

@@ -326,7 +326,7 @@ class _Watch:
 
 def _anonymous() -> int:
     """The memory that is neither a file's nor shared."""
-    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(match[1]) * 1024 if match else 0
 
 

@@ -460,7 +460,7 @@ def main() -> None:
                 cluster.close()
     if options.json:
         rows = [{"trial": asdict(trial), "survivors": [asdict(s) for s in survivors]} for trial, survivors in found]
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     sys.exit(0 if found and report(found, console) else 1)
 
 

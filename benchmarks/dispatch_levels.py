@@ -99,7 +99,7 @@ def main() -> None:
     print(_document(about, rows))
     if options.json:
         options.json.write_text(
-            json.dumps({"date": today(), "facts": about, "rows": list(map(asdict, rows))}, indent=1)
+            json.dumps({"date": today(), "facts": about, "rows": list(map(asdict, rows))}, indent=1), encoding="utf-8"
         )
 
 

@@ -126,7 +126,7 @@ def main() -> None:
             print(f"  threads: {its_threads}\n  descriptors: {its_files}")
             result[backend] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

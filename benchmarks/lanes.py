@@ -100,7 +100,7 @@ class Groups:
 
 def sent_bytes() -> int:
     """The bytes that have left this node so far, headers and all: every rank of a node sees the same."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
 

@@ -109,7 +109,7 @@ profile` (default), or by the short probe that a job makes by itself",
         "took": f"{time.perf_counter() - began:.0f} s",
     }
     path = options.json or stem.with_suffix(".json")
-    path.write_text(json.dumps({"date": date, "facts": facts} | asdict(found), indent=1) + "\n")
+    path.write_text(json.dumps({"date": date, "facts": facts} | asdict(found), indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(document(date, facts, found, pictures), encoding="utf-8")
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
     sys.exit(1 if failed else 0)

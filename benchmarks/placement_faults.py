@@ -281,7 +281,7 @@ def main() -> None:
         for cluster in clusters.values():
             cluster.close()
     if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
     sys.exit(0 if found and report(found, console) else 1)
 
 

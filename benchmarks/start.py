@@ -191,7 +191,7 @@ def be_rank(folder: Path, backend: str, rank: int, size: int, port: int, *, is_r
     status = 1
     try:
         found = run_rank(backend, rank, size, port, is_real=is_real)
-        (folder / f"{rank}.tmp").write_text(json.dumps(found))
+        (folder / f"{rank}.tmp").write_text(json.dumps(found), encoding="utf-8")
         (folder / f"{rank}.tmp").rename(folder / f"{rank}.json")
         gate = TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
         if gate.add("gate", 1) == size:
@@ -234,7 +234,7 @@ def run(backend: str, size: int, *, is_real: bool) -> dict[str, Any]:
         os.waitpid(server, 0)
         if failed:
             raise SystemExit(f"{len(failed)} of {size} ranks failed on {backend}, the first is rank {failed[0]}")
-        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+        ranks = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
     found: dict[str, Any] = {key: max(each[key] for each in ranks) for key in ranks[0] if key not in ("init", "groups")}
     for name in ("init", "groups"):
         found[name] = max((each[name] for each in ranks), key=lambda counts: sum(counts.values()))

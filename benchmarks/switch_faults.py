@@ -412,7 +412,7 @@ def host_store(notes: Notes) -> None:
 def job(trial: Trial, cache: str, notes: Notes) -> dict[str, Any]:
     """On every rank: calls, until some time after the fault, or until one raises."""
     torch.set_num_threads(1)
-    with open(os.devnull, "w") as nowhere:  # every rank of every job says what has befallen it
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # every rank of every job says what has befallen it
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     rank = int(os.environ["RANK"])
     os.environ.update(

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations.moe.routing import who
@@ -230,11 +231,29 @@ def _visible(where: torch.Tensor, valid: torch.Tensor, causal: bool) -> torch.Te
 
     Each query attends to itself: a softmax over nothing is NaN in some kernels.
     """
-    if causal and not (valid[1:] & ~valid[:-1]).any():
+    if causal and not _has_padding_before(valid):
         return None
     own, keys = where.unsqueeze(1), torch.arange(len(valid), device=where.device)
     visible = valid.t().unsqueeze(1) | (own == keys)
     return (visible & (keys <= own) if causal else visible).unsqueeze(1)
+
+
+_BEFORE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of masks that layers were given: the version of the mask, and whether padding stands before a valid position."""
+
+
+def _has_padding_before(valid: torch.Tensor) -> bool:
+    """Whether padding stands before a valid position of ``valid`` [S, B].
+
+    The device is asked, and waited for, once for each mask: all layers of a forward pass are given the same one.
+    """
+    version = -1 if valid.is_inference() else valid._version
+    known = _BEFORE.get(valid)
+    if known is not None and known[0] == version >= 0:
+        return bool(known[1])
+    has_any = bool((valid[1:] & ~valid[:-1]).any())
+    _BEFORE[valid] = version, has_any
+    return has_any
 
 
 def _checked_uses(num_heads: int, num_kv_heads: int, uses: Sequence[int] | None) -> Sequence[int]:

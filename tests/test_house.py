@@ -64,7 +64,7 @@ CIRCLED = {
 def test_the_check_of_circles_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "circled").mkdir()
     for name, text in CIRCLED.items():
-        (tmp_path / "circled" / f"{name}.py").write_text(text)
+        (tmp_path / "circled" / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     first = frozenset({"circled.a", "circled.b", "circled.c"})
     assert circles(imports_of("circled", types=False)) == {first}

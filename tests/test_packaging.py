@@ -82,7 +82,9 @@ def test_one_version(project: Any) -> None:
 
 def test_constraints_pin_what_the_project_asks_for(project: Any) -> None:
     """Set-up installs each of our own requirements at one version; their own requirements are theirs."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split("\n") if "==" in line
+    )
     extras = project["project"]["optional-dependencies"]
     asked = project["project"]["dependencies"] + extras["dev"]
     for name in (

@@ -25,7 +25,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from commlayer.agree.appointments import Appointment, Appointments
 from commlayer.failures import detector as detectors
-from commlayer.failures.detector import FailureDetector, Gone, Left
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import Gone, Left
 from commlayer.measure.calibrate import cache_folder
 from commlayer.peer_words import read_words
 from commlayer.profiles.errors import DisagreementError, UsageError

@@ -16,13 +16,14 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.failures.detector import FailureDetector, Report, store_host, told
-from commlayer.failures.waits import within
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import Report, told
+from commlayer.failures.store_answers import asked_store
 from commlayer.profiles.counted import listed
-from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import printable
 
-__all__ = ["CalledLists", "asked_store", "digest_of", "group_key"]
+__all__ = ["CalledLists", "digest_of", "group_key"]
 
 _Answer = TypeVar("_Answer")
 _MOST_NAMED = 32
@@ -42,27 +43,6 @@ def digest_of(ranks: Sequence[int]) -> str:
 def group_key(name: str, generation: str) -> str:
     """The key of a group that is its own in the job."""
     return f"{name}#{generation}"
-
-
-def asked_store(
-    ask: Callable[[], _Answer], timeout_s: float, where: str, detector: FailureDetector | None = None
-) -> _Answer:
-    """``ask()``, of the job's store, within the timeout. ``detector``: may know which rank took the store with it.
-
-    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
-    """
-    try:
-        return within(timeout_s, ask)
-    except TimeoutError as error:
-        reach = "and whether it can be reached from here"
-        raise CollectiveTimeoutError(
-            f"{where}: the job's store did not answer within {timeout_s:g} s: {store_host()}, {reach}"
-        ) from error
-    except NotImplementedError:  # a RuntimeError of Python's, but the store is there: it lacks a verb
-        raise
-    except RuntimeError as error:
-        why = store_host() if detector is None else detector.host_lost()
-        raise PeerError(f"{where}: the job's store is gone: {why} ({error})") from error
 
 
 class CalledLists:
@@ -90,7 +70,7 @@ class CalledLists:
         """Say which list this rank gives.
 
         Where the first list is another one this raises DisagreementError, also on the ranks that wait with the first list.
-        Else raises as :func:`asked_store`.
+        Else raises as :func:`commlayer.failures.store_answers.asked_store`.
         """
         mine = self._told()
         try:
@@ -155,7 +135,7 @@ class CalledLists:
         return f"rank {self._rank}, group {self._name}, which is being made"
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
-        return asked_store(ask, self._timeout_s, self._where(), self._detector)
+        return asked_store(ask, self._timeout_s, self._where(), self._detector.host_lost)
 
 
 def _parts(words: str) -> tuple[str, str, str]:

@@ -105,6 +105,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             global_ranks,
             self._members.describe,
             lambda: group.lane if (group := me()) is not None else "",
+            planned.board.detector.numbering,
         )
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0

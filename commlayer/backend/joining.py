@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer.backend.called_lists import CalledLists, asked_store, digest_of, group_key
+from commlayer.backend.called_lists import CalledLists, digest_of, group_key
 from commlayer.failures.detector import FailureDetector, job_detector
+from commlayer.failures.store_answers import asked_store
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, PeerError
 from commlayer.profiles.files import name_in_files
 
@@ -159,8 +160,11 @@ class _Attending:
         ring = int(settings.ring) if len(request.global_ranks) > 1 else 0
         kind = "init_process_group" if request.is_default else "new_group"
         key = group_key(request.name, self._generation)
-        self._stack.enter_context(making_group(ring, kind, key, request.name, request.global_ranks))
+        numbering = key if request.stands_alone else ""
+        self._stack.enter_context(making_group(ring, kind, key, request.name, request.global_ranks, numbering))
         self._joining.enter_context(stage("joining"))
+        if detector is not None:
+            detector.numbering = numbering
         if detector is not None and ring:
             folder = settings.in_replica(settings.diagnose_dir)
             if settings.diagnose_dir is not None and request.stands_alone:  # its ranks have other numbers in the job
@@ -201,7 +205,7 @@ def own_keys(store: Store, ranks: Sequence[int], timeout_s: float, where: str) -
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
     found there. All ranks come once for each group, so the count of arrivals says which group of the name it is, from 0.
 
-    Raises as :func:`commlayer.backend.called_lists.asked_store`.
+    Raises as :func:`commlayer.failures.store_answers.asked_store`.
     """
     digest = digest_of(ranks)
     arrived = asked_store(lambda: store.add(f"commlayer/arrivals/{digest}", 1), timeout_s, where)

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
 from commlayer.failures.board import FailureBoard, own_client
+from commlayer.failures.store_answers import store_silent
 from commlayer.failures.waits import bounded, is_timeout, wait, within
 from commlayer.peer_words import read_number, read_text
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
@@ -77,10 +78,7 @@ class SignatureCheck:
             noted = partial(self._store.set, f"{self._key}{self._rank}", f"{sequence} {call}")
             bounded(noted, self._board, timeout_s, "the job's store")
         except TimeoutError as error:
-            raise CollectiveTimeoutError(
-                f"{self._me(sequence, call)}: the job's store did not answer within {timeout_s:g} s: look at the process that "
-                "hosts it (rank 0's, or torchrun's)"
-            ) from error
+            raise store_silent(self._me(sequence, call), timeout_s) from error
         except RuntimeError as error:  # the rank that hosts the store is gone
             self._blame(error, sequence, call, timeout_s)
 

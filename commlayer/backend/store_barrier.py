@@ -16,6 +16,7 @@ from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import ring_size
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.polled_store import PolledStore
+from commlayer.failures.store_answers import store_gone
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
 __all__ = ["wait_at_barrier"]
@@ -82,4 +83,4 @@ def _wait(
     except RuntimeError as error:
         if not polled.is_lost:
             raise
-        raise PeerError(f"{where}: the job's store is gone: {detector.host_lost()} ({error})") from error
+        raise store_gone(where, detector.host_lost(), error) from error

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from commlayer.failures.detector import store_host
+from commlayer.failures.store_answers import store_silent
 from commlayer.failures.waits import is_timeout
-from commlayer.profiles.errors import CollectiveTimeoutError
 
 __all__ = ["own_store_waits"]
 
@@ -63,7 +62,5 @@ def _make_store(original: Any, hostname: str, port: int, rank: int, timeout: tim
             if not is_timeout(error):
                 raise
             if left_s < _LAST * limit_s:
-                raise CollectiveTimeoutError(
-                    f"rank {rank}, joining the job: its store at {hostname}:{port} did not answer within {limit_s:g} s: "
-                    f"{store_host()}, and whether that address (MASTER_ADDR, MASTER_PORT) can be reached from here"
-                ) from error
+                where = f"rank {rank}, joining the job"
+                raise store_silent(where, limit_s, f"{hostname}:{port}") from error

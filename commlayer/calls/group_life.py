@@ -34,13 +34,16 @@ _makings = _Makings()
 
 
 @contextmanager
-def making_group(ring: int, kind: str, key: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+def making_group(
+    ring: int, kind: str, key: str, name: str, ranks: Sequence[int], numbering: str = ""
+) -> Iterator[None]:
     """Inside, this rank makes a group with ``ranks`` (global), as the program asked for by ``kind``: "new_group".
 
-    ``ring``: how many calls the ring keeps; ``key``: the group's alone in the job; ``name``: for people.
+    ``ring``: how many calls the ring keeps; ``key``: the group's alone in the job; ``name``: for people; ``numbering``: see
+    :class:`commlayer.calls.ring.Track`.
     """
     described = f"{name} ({listed('rank', ranks, _MOST_LISTED)})"
-    track = open_track(ring, f"{key}{LIFE_KEY}", name, ranks, lambda: described, str)
+    track = open_track(ring, f"{key}{LIFE_KEY}", name, ranks, lambda: described, str, numbering)
     call = track.note(kind, None, -1, -1, None, False)
     _makings.tracks.append(track)
     try:

@@ -198,6 +198,7 @@ _usual: CodeType | None = None
 class Track:
     """One group's calls as this rank made them. ``key``: the group's alone in the job; ``ranks``: its members (global).
 
+    ``numbering``: whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone, by its key.
     ``issued``: how many collectives the program has called; ``done``: how many have ended well; ``messages``: how many messages
     of a kind, with that peer (global) and tag, those that were used last at the end; ``settled``: how many of them somebody has
     waited for. Where a program takes ever new tags, the oldest are forgotten, once all of theirs are settled. ``ended``
@@ -224,6 +225,7 @@ class Track:
         "latest",
         "messages",
         "name",
+        "numbering",
         "predict",
         "ranks",
         "settled",
@@ -239,9 +241,10 @@ class Track:
         ranks: Sequence[int],
         describe: Callable[[], str],
         lane: Callable[[], str],
+        numbering: str = "",
     ) -> None:
         self._append, self.key, self.name, self.ranks = append, key, name, tuple(ranks)
-        self.describe, self.lane = describe, lane
+        self.describe, self.lane, self.numbering = describe, lane, numbering
         self.issued = self.done = 0
         self.ended: Callable[[], int] | None = None
         self.is_broken: Callable[[], bool] = bool
@@ -444,6 +447,7 @@ def open_track(
     ranks: Sequence[int],
     describe: Callable[[], str],
     lane: Callable[[], str],
+    numbering: str = "",
 ) -> Track:
     """The track of a new group, in the ring of this process, which keeps the last ``size`` calls of all groups; 0: none."""
     global _calls
@@ -453,7 +457,7 @@ def open_track(
         _calls = deque(maxlen=size)
     if _main_state is None and threading.current_thread() is threading.main_thread():
         _keep_main_state()
-    track = Track(_calls.append, key, name, ranks, describe, lane)
+    track = Track(_calls.append, key, name, ranks, describe, lane, numbering)
     _tracks.add(track)
     return track
 

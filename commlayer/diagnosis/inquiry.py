@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import os
 import secrets
@@ -39,7 +38,9 @@ from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.failures.aborts import speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
-from commlayer.failures.detector import Asked, FailureDetector, Record
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import PROCESS_ENDED, Asked, Record
+from commlayer.failures.signal_actions import SignalAction
 from commlayer.failures.waits import within
 from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal
@@ -70,8 +71,6 @@ _MOST_LOG_BYTES = 4 << 20
 _MOST_TEXT, _MOST_LINE = 1 << 16, 2000
 """The most characters of a diagnosis, and of the line of it that errors say."""
 _LINGER_S = 2.0
-_ACTION_BYTES = 512
-"""More than the system's struct sigaction has."""
 
 
 class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +105,7 @@ class Inquiry:
         """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
-        self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s)
+        self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s, detector.numbering)
         if long_wait_s:
             detector.call_regularly(self._long_waits.look)
         _inquiries.append(self)
@@ -142,13 +141,22 @@ class Inquiry:
 
     def waited_long(self, wait: LongWait) -> None:
         """A call of this rank has waited for long: ask everybody for whom, and print it, where no rank has. Returns at once."""
-        self._start(self._say_wait, wait)
+        self._start(self._ask_once, wait)
 
-    def _ask(self, *, is_timeout: bool, reason: str = "") -> None:
+    def _ask_once(self, wait: LongWait) -> None:
+        """Ask about ``wait``, unless another rank that waits in the same call has."""
+        store = self._client()
+        if within(_STORE_S, lambda: store.add(f"waits/{wait.claim}", 1)) == 1:
+            self._ask(is_timeout=False, reason="asked", wait=wait)
+
+    def _ask(self, *, is_timeout: bool, reason: str = "", wait: LongWait | None = None) -> None:
+        """Ask everybody, unless somebody just has: what is found then tells of this too. ``wait``: the long wait that is asked
+        about; else all that is found is told."""
         began = time.monotonic()
         with self._lock:
             age_s = began - self._answered_s
             is_same = (age_s < _AGAIN_S and self._was_timeout) if is_timeout else age_s < _SIGNALS_S
+            is_same = is_same and wait is None  # the line that is asked for is its own
             asked = self._round - 1 if is_same else self._round
             if asked != self._asking or not self._result.words:
                 self._asking, self._result = asked, Diagnosed()
@@ -158,7 +166,7 @@ class Inquiry:
             log = self._snapshot(reason or ("timeout" if is_timeout else "signal"))
             self._mark_answered(asked, is_timeout=is_timeout)
             self._detector.tell(Asked(asked, self.rank, is_timeout))
-        self._start(self._lead_or_follow, asked, log, began)
+        self._start(self._lead_or_follow, asked, log, began, wait)
 
     def observe(self, record: Record) -> None:
         """Answer a question; see :class:`commlayer.failures.detector.Observer`."""
@@ -177,8 +185,8 @@ class Inquiry:
 
     def _snapshot(self, reason: str) -> RankLog:
         gone = {rank: left.why for rank, left in list(self._detector.left.items())}
-        gone |= dict.fromkeys(list(self._detector.gone), "its process has ended")
-        return rank_log("", self.rank, self.ranks, reason, gone)
+        gone |= dict.fromkeys(list(self._detector.gone), PROCESS_ENDED)
+        return rank_log("", self.rank, self.ranks, reason, gone, self._detector.numbering)
 
     # On threads of their own
 
@@ -194,7 +202,7 @@ class Inquiry:
             thread.start()
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
-    def _lead_or_follow(self, asked: int, log: RankLog | None, began: float) -> None:
+    def _lead_or_follow(self, asked: int, log: RankLog | None, began: float, wait: LongWait | None = None) -> None:
         """Find out what is wrong, or read what the rank has found that asked first. ``log`` None: of this rank it has one."""
         result = Diagnosed()
         try:
@@ -204,7 +212,7 @@ class Inquiry:
                 store.set("job", secrets.token_hex(8))
             if log is not None:
                 log = self._publish(store, asked, log)
-            found = self._lead(store, asked, log, began) if is_first and log else self._read(store, asked)
+            found = self._lead(store, asked, log, began, wait) if is_first and log else self._read(store, asked)
             result = self._say(asked, found)
         except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
@@ -220,45 +228,28 @@ class Inquiry:
         if log is not None:
             self._write(log)
 
-    def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> _Found:
+    def _lead(self, store: Store, asked: int, log: RankLog, began: float, wait: LongWait | None) -> _Found:
+        """Find out what is wrong, and put it into the store. Of a long wait this rank prints one line."""
         logs, damaged = self._gathered(store, asked, began, log)
         diagnosis = diagnose(logs)
         unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
         where = folder_path(log.job, self.folder)
-        text = (
-            f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
-            f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
-        )
-        line = one_line(diagnosis)
+        if wait is None:
+            text = (
+                f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
+                f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
+                f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
+            )
+        else:
+            text = wait_words(log, wait, diagnosis, where) + unread
         found = _Found(
-            shortened(text, _MOST_TEXT), line, has_cause=diagnosis.has_cause, printer=self._printer(store, asked)
+            shortened(text, _MOST_TEXT),
+            one_line(diagnosis),
+            has_cause=diagnosis.has_cause,
+            printer=self._printer(store, asked) if wait is None else self.rank,
         )
         store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
         return found
-
-    def _say_wait(self, wait: LongWait) -> None:
-        store = self._client()
-        if within(_STORE_S, lambda: store.add(f"waits/{wait.claim}", 1)) != 1:
-            return
-        began = time.monotonic()
-        with self._lock:
-            asked = self._round
-        if within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) != 1:
-            return  # what is asked at this moment tells of all waits
-        log = self._snapshot("asked")
-        self._mark_answered(asked, is_timeout=False)
-        self._detector.tell(Asked(asked, self.rank, is_timeout=False))
-        if not store.check(["job"]):
-            store.set("job", secrets.token_hex(8))
-        log = self._publish(store, asked, log)
-        logs, _ = self._gathered(store, asked, began, log)
-        diagnosis = diagnose(logs)
-        text = wait_words(log, wait, diagnosis, folder_path(log.job, self.folder))
-        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=self.rank)
-        store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
-        self._say(asked, found)
-        self._write(log)
 
     def _printer(self, store: Store, asked: int) -> int:
         """The rank that has offered to print what is found; this one where none has, or what it says is no rank."""
@@ -353,8 +344,9 @@ class Inquiry:
     def linger(self) -> None:
         """Let what has been asked be answered, for two seconds at most, before the process ends."""
         until = time.monotonic() + _LINGER_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
+            for thread in self._threads:
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 def _packed(log: RankLog) -> bytes:
@@ -421,7 +413,7 @@ class _Hearing:
         )  # it may think that it is still registered from before another's handler
         self._mouth = weakref.ref(mouth)
         faulthandler.register(signal.SIGUSR1, file=mouth, all_threads=False)
-        self._action = _action()
+        self._handler = SignalAction(signal.SIGUSR1).handler
 
     def read(self) -> None:
         """Somebody has sent the signal."""
@@ -430,7 +422,8 @@ class _Hearing:
                 pass
         if time.monotonic() - self._heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
             self._heard_s = time.monotonic()
-            for each in list(_inquiries)[:1]:
+            # One of each numbering: the logs of the job's groups and of one that stands alone have other ranks.
+            for each in {each._detector.numbering: each for each in reversed(_inquiries)}.values():
                 each.signalled()
 
     def listen(self) -> bool:
@@ -451,7 +444,7 @@ class _Hearing:
     def end(self) -> None:
         """Give SIGUSR1 its default again, and let go of the pipe; what somebody else has put in its place stays."""
         is_written = self._mouth() is not None
-        if is_written and _action() != self._action:
+        if is_written and SignalAction(signal.SIGUSR1).handler != self._handler:
             return  # whoever has taken the signal since may pass it on, into a pipe that must be no other file then
         if is_written:
             faulthandler.unregister(signal.SIGUSR1)
@@ -460,17 +453,10 @@ class _Hearing:
                 os.close(descriptor)
 
 
-def _action() -> bytes:
-    """The address of the signal's handler, as the system says it: Python does not know of those in C."""
-    found = ctypes.create_string_buffer(_ACTION_BYTES)
-    ctypes.CDLL(None).sigaction(int(signal.SIGUSR1), None, found)
-    return found.raw[: ctypes.sizeof(ctypes.c_void_p)]  # the first field; of others parts are left as they were
-
-
 def _is_taken() -> bool:
     """Whether something takes SIGUSR1, or ignores it: handlers in C, as faulthandler's, too."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
         masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
     except (OSError, ValueError, IndexError):
         masks = []

@@ -13,7 +13,7 @@ from time import monotonic
 from time import perf_counter_ns as now
 from typing import NamedTuple
 
-from commlayer.calls.ring import ANY, MESSAGES, Waiting, opened_tracks, recorded_calls, waiting_threads
+from commlayer.calls.ring import ANY, MESSAGES, Track, Waiting, opened_tracks, recorded_calls, waiting_threads
 
 __all__ = ["LongWait", "LongWaits", "waits_of_this_rank"]
 
@@ -46,11 +46,18 @@ class LongWait(NamedTuple):
         return f"{self.key}/{self.number}"
 
 
-def waits_of_this_rank(rank: int) -> list[LongWait]:
-    """List what threads of this process, which is ``rank``, wait in now: synchronous calls, and waits for earlier ones."""
+def waits_of_this_rank(rank: int, numbering: str = "") -> list[LongWait]:
+    """List what threads of this process wait in now: synchronous calls, and waits for earlier ones.
+
+    This process is ``rank`` in the ``numbering`` of some groups (see :class:`commlayer.calls.ring.Track`): those of others,
+    in which it has another number, are left out.
+    """
+
+    def is_of_it(track: Track) -> bool:
+        return track.numbering == numbering and rank in track.ranks and not track.is_broken()
+
     found = []
-    # A group that stands alone (torchft's quorum) numbers its ranks by itself: this rank's number may not be among them.
-    open_tracks = [track for track in opened_tracks() if rank in track.ranks and not track.is_broken()]
+    open_tracks = [track for track in opened_tracks() if is_of_it(track)]
     if any(track.issued > track.done for track in open_tracks):
         busy = set(open_tracks)
         for call in recorded_calls():
@@ -60,7 +67,7 @@ def waits_of_this_rank(rank: int) -> list[LongWait]:
                 found.append(LongWait(track.key, place, call.collective, call.number, call.issued_ns))
     for wait in waiting_threads().values():
         track = wait.track
-        if rank in track.ranks and not track.is_broken() and not _has_ended(wait):
+        if is_of_it(track) and not _has_ended(wait):
             place = track.ranks.index(rank)
             found.append(LongWait(track.key, place, wait.kind, wait.number, wait.since_ns, wait.peer, wait.tag))
     return found
@@ -73,15 +80,20 @@ def _has_ended(wait: Waiting) -> bool:
 
 
 class LongWaits:
-    """Looks for waits of ``rank`` that are longer than ``limit_s``, and tells ``say`` of each, once.
+    """Looks for waits of ``rank`` (of this ``numbering``) that are longer than ``limit_s``, and tells ``say`` of each, once.
 
     ``answered_s``: when all ranks were asked last, by ``time.monotonic``.
     """
 
     def __init__(
-        self, rank: int, limit_s: float, say: Callable[[LongWait], None], answered_s: Callable[[], float]
+        self,
+        rank: int,
+        limit_s: float,
+        say: Callable[[LongWait], None],
+        answered_s: Callable[[], float],
+        numbering: str = "",
     ) -> None:
-        self.rank, self.limit_s = rank, limit_s
+        self.rank, self.numbering, self.limit_s = rank, numbering, limit_s
         self._say, self._answered_s = weakref.WeakMethod(say), weakref.WeakMethod(answered_s)
         self._told: set[str] = set()
 
@@ -91,7 +103,7 @@ class LongWaits:
         say, answered_s = self._say(), self._answered_s()
         if say is None or answered_s is None:
             return _LOOK_S
-        waits = waits_of_this_rank(self.rank)
+        waits = waits_of_this_rank(self.rank, self.numbering)
         self._told &= {wait.claim for wait in waits}
         again_s = look_s
         for wait in waits:

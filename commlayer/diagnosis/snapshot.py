@@ -45,11 +45,15 @@ def rank_log(
     ranks: Sequence[int],
     reason: str,
     gone: Mapping[int, str],
+    numbering: str = "",
 ) -> RankLog:
-    """The log of this rank. From any thread."""
-    calls = recorded_calls()
+    """The log of this rank, of the groups whose ranks have numbers of this ``numbering`` (see
+    :class:`commlayer.calls.ring.Track`). From any thread.
+    """
+    calls = [call for call in recorded_calls() if call.track.numbering == numbering]
     waiting = waiting_threads()
-    tracks = list(dict.fromkeys([*opened_tracks(), *(call.track for call in calls)]))
+    opened = (track for track in opened_tracks() if track.numbering == numbering)
+    tracks = list(dict.fromkeys([*opened, *(call.track for call in calls)]))
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}

@@ -55,7 +55,7 @@ def node_address(node: int) -> str:
 
 def has_capabilities() -> bool:
     """Tell whether this process may make namespaces and set up networks without a user namespace."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff")), 0)
     return all(effective >> capability & 1 for capability in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN))
 
@@ -65,9 +65,9 @@ def become_root_of_user_namespace() -> None:
     uid, gid = os.geteuid(), os.getegid()
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     syscalls.make_dumpable()
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="utf-8")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="utf-8")
 
 
 def new_network(hostname: str) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def new_network(hostname: str) -> tuple[int, int]:
 def _set_parameter(name: str, value: str) -> None:
     """Set a parameter of this network namespace, where the kernel has it and /proc/sys may be written."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/sys/net/{name}").write_text(value)
+        Path(f"/proc/sys/net/{name}").write_text(value, encoding="utf-8")
 
 
 def private_hosts_file(num_nodes: int) -> int:
@@ -103,7 +103,7 @@ def private_hosts_file(num_nodes: int) -> int:
         lines += [f"{node_address(node)} {node_name(node)}" for node in range(num_nodes)]
         lines += [f"::ffff:{node_address(node)} {node_name(node)}" for node in range(num_nodes)]
         syscalls.mount_tmpfs("/tmp")
-        Path("/tmp/hosts").write_text("\n".join(lines) + "\n")
+        Path("/tmp/hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
         syscalls.bind_mount("/tmp/hosts", str(hosts))
         syscalls.unmount("/tmp")
     return os.open("/proc/self/ns/mnt", os.O_RDONLY)

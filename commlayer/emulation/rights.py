@@ -98,7 +98,7 @@ def _in_child(probe: Callable[[], str]) -> str:
                 os.write(writer, text.encode()[:4096])
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as stream:
+    with os.fdopen(reader, encoding="utf-8") as stream:
         text = stream.read()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)

@@ -24,14 +24,13 @@ import signal
 import weakref
 from typing import Any, Protocol
 
+from commlayer.failures.signal_actions import SignalAction, system_library
 from commlayer.forked_child import in_forked_child
 
 __all__ = ["AbortSpeaker", "speak_before_abort"]
 
 _LONGEST_S = 8
 """After so long the process ends, whatever the speakers do."""
-_ACTION_BYTES = 512
-"""More than the system's struct sigaction has."""
 _DEFAULT = ctypes.c_void_p(0)
 
 
@@ -45,7 +44,7 @@ class AbortSpeaker(Protocol):
 _speakers: weakref.WeakSet[AbortSpeaker] = weakref.WeakSet()
 _alarm: list[Any] = []
 """The system's ``alarm``, looked up ahead of time."""
-_before: Any = None
+_before: SignalAction | None = None
 """The action that ours has replaced, while ours is there."""
 
 
@@ -61,25 +60,15 @@ def _take_signal() -> None:
     global _before
     if signal.getsignal(signal.SIGABRT) is not signal.SIG_DFL:
         return
-    before, system = ctypes.create_string_buffer(_ACTION_BYTES), _system()
+    before, system = SignalAction(signal.SIGABRT), system_library()
     _alarm.append(system.alarm)
-    if system.sigaction(int(signal.SIGABRT), None, before) != 0:
-        return
     system.signal(int(signal.SIGABRT), _handler)
     _before = before
 
 
-def _system() -> Any:
-    """The functions of the system's library: Python's own ``signal`` would put handlers of its own in their place."""
-    system: Any = ctypes.CDLL(None)
-    system.signal.restype = ctypes.c_void_p
-    system.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    return system
-
-
 def _on_abort(number: int) -> None:
     _alarm[0](_LONGEST_S)  # before all else: what comes next may wait for a lock of the allocator's or the loader's
-    system = _system()
+    system = system_library()
     system.signal(int(signal.SIGALRM), _DEFAULT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     try:
@@ -100,7 +89,7 @@ def _give_back() -> None:
     global _before
     before, _before = _before, None
     if before is not None:
-        _system().sigaction(int(signal.SIGABRT), before, None)
+        before.put_back()
 
 
 @in_forked_child

@@ -14,15 +14,16 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.failures.descriptors import CLIENT, require
-from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Left, Record, Report, told
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import Absent, Asked, Left, Record, Report, told
+from commlayer.failures.verdicts import Verdict, named, verdict_of
 from commlayer.failures.waits import is_timeout
-from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 from commlayer.profiles.printable import say
 
@@ -56,7 +57,6 @@ _SETTLE_UNHEARD_S = 1.0
 _MOST_LISTED = 8
 """The most ranks that a report lists as waited for; more are all others of the group."""
 _LONGEST_KEY = 200
-_MOST_NAMED = 32
 _LATE = "did not answer"
 
 
@@ -93,7 +93,7 @@ class FailedStep(FailedWait):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
-            f"step {self.step} of chunk {self.chunk}, waiting for {_named(self.peers)}"
+            f"step {self.step} of chunk {self.chunk}, waiting for {named(self.peers)}"
         )
 
 
@@ -105,7 +105,7 @@ class FailedConnection(FailedWait):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} could not connect to {_named(self.peers).removeprefix('one of ')} (group {self.group}, "
+            f"rank {self.rank} could not connect to {named(self.peers).removeprefix('one of ')} (group {self.group}, "
             f"{self.purpose})"
         )
 
@@ -139,27 +139,6 @@ class Failure:
     @property
     def what(self) -> str:
         return f"{_LATE} within {self.timeout_s:g} s" if self.is_timeout else "died or closed its connection"
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    ranks: tuple[int, ...]
-    what: str
-    seen_by: int
-    is_unheard: bool = False
-    """Whether a rank died that others may have heard."""
-    are_all: bool = False
-    """Whether it is all of these ranks, and not one of them."""
-    leaver: int | None = None
-    """The member that left because of these ranks, which are not in the group."""
-
-    @property
-    def culprit(self) -> str:
-        return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else _named(self.ranks)
-
-    @property
-    def is_late(self) -> bool:
-        return self.are_all or self.what.startswith(_LATE)
 
 
 def own_client(store: Any) -> Store:
@@ -303,17 +282,16 @@ class FailureBoard:
         what was found out about it (:attr:`diagnosed`) is waited for, too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         verdict = self._verdict(wait, failure, settle_s)
-        culprit = verdict.culprit
-        seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
-        seen += "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
-        kind = CollectiveTimeoutError if verdict.is_late else PeerError
+        leaver = "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
+        is_late = verdict.are_all or verdict.what.startswith(_LATE)
+        kind = CollectiveTimeoutError if is_late else PeerError
         found = self.diagnosed() if failure.is_timeout else Diagnosed()
         diagnosed = (
             f"\n{found.words}" if found.words else ""
         )  # on lines of its own: the first one is what programs search
-        remedy = "mend what is found below" if found.is_cause else f"look at the log of {culprit}"
+        remedy = "mend what is found below" if found.is_cause else f"look at the log of {verdict.culprit}"
         return kind(
-            f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: {remedy}, then restart the job"
+            f"{verdict.words(wait.rank)}{leaver}; here: {wait}. Nothing more can be sent here: {remedy}, then restart the job"
             f"{diagnosed}"
         )
 
@@ -321,9 +299,9 @@ class FailureBoard:
         """The rank that failed first and what became of it, for messages; empty where none is known."""
         failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
         verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
-        return f"{verdict.culprit} {verdict.what}" if verdict.ranks else ""
+        return verdict.words(self.rank) if verdict.ranks else ""
 
-    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> _Verdict:
+    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> Verdict:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
         unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
@@ -335,7 +313,7 @@ class FailureBoard:
                     return verdict
                 self.detector.changed.wait(left_s)
 
-    def _follow(self, wait: FailedWait, failure: Failure) -> tuple[_Verdict, bool]:
+    def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Verdict, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
         dead = self._dead()
         if dead is not None:
@@ -360,7 +338,7 @@ class FailureBoard:
             sources = {rank: source for rank, source in sources.items() if rank not in seen}
             if not sources:  # they wait for each other, as ranks do that called different things
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
-                return _Verdict(wait.peers, what, wait.rank), False
+                return Verdict(wait.peers, what, wait.rank), False
 
     def _waited_for(self, reports: Iterable[Report]) -> dict[int, tuple[str, int]]:
         """The ranks that these waited for; what each of them reports, and who."""
@@ -374,34 +352,15 @@ class FailureBoard:
                 found |= dict.fromkeys(self.ranks, (report.what, report.rank))
         return found
 
-    def _dead(self) -> _Verdict | None:
+    def _dead(self) -> Verdict | None:
         """The member that died first, or left by an exception: what came later may be a consequence of it."""
-        return self._first_of(self.ranks)
+        return self.detector.first_failure(self.ranks)
 
-    def _first_of(self, ranks: Container[int]) -> _Verdict | None:
-        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
-        for record in self.detector.ended:
-            if isinstance(record, Absent):
-                absent = tuple(rank for rank in record.ranks if rank in ranks)
-                if absent:
-                    return _Verdict(absent, record.what, record.seen_by, are_all=True)
-                continue
-            if record.rank not in ranks:
-                continue
-            left = self.detector.left.get(record.rank)
-            if left is not None and not left.is_consequence:
-                return _Verdict((record.rank,), _left_words(left), record.rank)
-            if isinstance(record, Gone):
-                is_unheard = record.is_unheard and left is None
-                return _Verdict((record.rank,), "died: its process has ended", record.seen_by, is_unheard)
-        return None
-
-    def _of_leaver(self, record: Report | Left) -> _Verdict:
+    def _of_leaver(self, record: Report | Left) -> Verdict:
         """Who is to blame for it that a member left: itself, or the rank of the job because of which it did."""
-        cause = self._first_of(frozenset(self.detector.ranks)) if record.is_consequence else None
+        cause = self.detector.first_failure(self.detector.ranks) if record.is_consequence else None
         if cause is None:
-            what = record.what if isinstance(record, Report) else record.why
-            return _Verdict((record.rank,), what, record.rank)
+            return Verdict((record.rank,), record.what, record.rank)
         return replace(cause, leaver=None if record.rank in (self.rank, *cause.ranks) else record.rank)
 
     @property
@@ -409,23 +368,11 @@ class FailureBoard:
         """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
         return self.is_broken or any(rank in self.ranks for rank in list(self.detector.left))
 
-    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
+    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Verdict, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
         if left and left[0].is_failure:
             return self._of_leaver(left[0]), True
         if left:
-            return _Verdict((left[0].rank,), _left_words(left[0]), left[0].rank), True
-        return _Verdict(tuple(silent), what, seen_by), False
-
-
-def _left_words(left: Left) -> str:
-    """Say in words how a rank left that has told why."""
-    return left.why if left.is_failure else f"has left the job ({left.why})"
-
-
-def _named(ranks: Iterable[int]) -> str:
-    """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
-    listed = list(ranks)
-    names = ", ".join(map(str, listed[:_MOST_NAMED])) + ("" if len(listed) <= _MOST_NAMED else f", … {listed[-1]}")
-    return f"one of ranks {names}" if len(listed) > 1 else f"rank {names}"
+            return verdict_of(left[0]), True
+        return Verdict(tuple(silent), what, seen_by), False

@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
@@ -46,9 +46,12 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 import msgspec
 
 from commlayer.failures.descriptors import explained, set_aside
+from commlayer.failures.failure_records import Absent, Asked, Ending, Gone, Left, Record, Report, told
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
+from commlayer.failures.store_answers import asked_store, store_host
+from commlayer.failures.verdicts import Verdict, first_failure, verdict_of
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
@@ -59,19 +62,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = [
-    "Absent",
-    "Asked",
     "FailureDetector",
-    "Gone",
-    "Left",
     "Observer",
-    "Record",
-    "Report",
     "job_detector",
     "leave_all",
     "set_job_detector",
-    "store_host",
-    "told",
 ]
 
 _DIAL_S = 2.0
@@ -86,7 +81,6 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
 _LENGTH = struct.Struct("!I")
 _MAX_FRAME_BYTES = 64 << 10
-_MAX_TEXT = 4000
 _READ_BYTES = 64 << 10
 _SECRET_BYTES = 16
 _STORE_GRACE_S = 2.0
@@ -94,75 +88,10 @@ _STORE_GRACE_S = 2.0
 _MOST_NAMED = 8
 _MOST_TOLD = 1024
 """Ranks that have not come and are told of: a frame has room for so many."""
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
-
-
-class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank's process has ended without a word to ``seen_by``, the rank that noticed. ``is_unheard``: which never had a
-    connection with it, so that others may know more."""
-
-    rank: int
-    seen_by: int
-    is_unheard: bool = False
-
-
-class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should wait for it;
-    ``is_consequence``: of another rank's failure, so that it is not to blame."""
-
-    rank: int
-    why: str
-    is_failure: bool
-    is_consequence: bool = False
-
-
-class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of the group (``is_all``).
-
-    Neither: it left on its own account, or (``is_consequence``) because another rank of the job failed. All others are not
-    listed: of a large group every rank would send every rank a list.
-    """
-
-    key: str
-    rank: int
-    peers: tuple[int, ...]
-    what: str
-    is_all: bool = False
-    is_consequence: bool = False
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the rank left on its own account."""
-        return not self.peers and not self.is_all
-
-
-class Asked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank asks all others what they called and what they wait for (:mod:`commlayer.diagnosis.inquiry`). ``round``: a number of
-    its own for each time that ranks ask. ``is_timeout``: because a call took too long."""
-
-    round: int
-    rank: int
-    is_timeout: bool
-
-
-class Absent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Ranks had not come to the job ``within_s`` seconds after ``seen_by`` came, which waits no longer."""
-
-    ranks: tuple[int, ...]
-    within_s: float
-    seen_by: int
-
-    @property
-    def what(self) -> str:
-        """The words for messages: what became of them."""
-        return f"did not come within {self.within_s:g} s"
-
-
-Record = Gone | Left | Report | Asked | Absent
 
 
 class _Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -190,6 +119,10 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Frame = Gone | Left | Report | Asked | Absent | _Hello | _Welcome
+
+
+class _NotComeError(Exception):
+    """The store has waited in vain for what a rank says there."""
 
 
 class Observer(Protocol):
@@ -234,11 +167,13 @@ class FailureDetector:
         self.rank, self.ranks = rank, tuple(ranks)
         self.life = ""
         """A text for the default group that this detector was made with, the same on all ranks, another for the next."""
+        self.numbering = ""
+        """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone, by its key."""
         self._members = frozenset(self.ranks)
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
-        self.ended: list[Gone | Left | Absent] = []
+        self.ended: list[Ending] = []
         """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it acts
         on it."""
         self.reports: dict[tuple[str, int], Report] = {}
@@ -450,20 +385,22 @@ class FailureDetector:
         """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
         PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
         me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"
-        try:
+
+        def asked() -> _Answer:
+            try:
+                return ask()
+            except RuntimeError as error:
+                # The store counts in milliseconds, and gives up a moment before its time.
+                if time.monotonic() < until and "timeout" not in str(error):
+                    raise
+                raise _NotComeError from error
+
+        def waited(ask: Callable[[], _Answer]) -> _Answer:
             return self._answered(ask, max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, me)
-        except PeerError:
-            raise
-        except TimeoutError as error:
-            raise CollectiveTimeoutError(
-                f"{me}: its store did not answer within {timeout_s:g} s: {store_host()}, and whether it can be reached from here"
-            ) from error
-        except RuntimeError as error:
-            is_early = "timeout" in str(
-                error
-            )  # the store counts in milliseconds, and gives up a moment before its time
-            if time.monotonic() < until and not is_early:
-                raise PeerError(f"{me}: its store is gone: {self.host_lost()} ({error})") from error
+
+        try:
+            return asked_store(asked, timeout_s, me, self.host_lost, waited)
+        except _NotComeError as error:
             missing = self._missing(store)
             absent = Absent((missing or peers)[:_MOST_TOLD], timeout_s, self.rank)
             if missing:
@@ -493,19 +430,20 @@ class FailureDetector:
         with self.changed:
             return self._failure()
 
+    def first_failure(self, ranks: Container[int]) -> Verdict | None:
+        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
+        return first_failure(self.ended, self.left, ranks)
+
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
     def _failure(self) -> str:
-        """:meth:`failure`, with the lock held."""
-        for record in sorted(self.ended, key=lambda each: isinstance(each, Left) and each.is_consequence):
-            if isinstance(record, Left):
-                return f"rank {record.rank} {record.why}"
-            if isinstance(record, Absent):
-                return f"{listed('rank', record.ranks, _MOST_NAMED)} {record.what} (seen by rank {record.seen_by})"
-            return f"rank {record.rank} died: its process has ended (seen by rank {record.seen_by})"
-        return ""
+        """:meth:`failure`, with the lock held. Where only consequences are known, the first of them."""
+        verdict = self.first_failure(self.ranks)
+        if verdict is None and self.ended:
+            verdict = verdict_of(self.ended[0])
+        return "" if verdict is None else verdict.words(self.rank)
 
     def host_lost(self) -> str:
         """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
@@ -754,13 +692,10 @@ class FailureDetector:
             return
         if not isinstance(record, Absent) and record.rank == self.rank:
             return
-        if isinstance(record, Gone):
-            self._news.heard(f"rank {record.rank}", f"died: its process has ended (seen by rank {record.seen_by})")
-        elif isinstance(record, Absent):
-            who = listed("rank", record.ranks, _MOST_NAMED)
-            self._news.heard(who, f"{record.what} (seen by rank {record.seen_by})")
-        elif isinstance(record, Left) and record.is_failure:
-            self._news.heard(f"rank {record.rank}", record.why, is_consequence=record.is_consequence)
+        if isinstance(record, (Gone, Absent)) or (isinstance(record, Left) and record.is_failure):
+            verdict = verdict_of(record)
+            is_consequence = isinstance(record, Left) and record.is_consequence
+            self._news.heard(verdict.culprit, verdict.fate(self.rank), is_consequence=is_consequence)
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
@@ -1008,18 +943,6 @@ def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in
         if not is_in_haste:
             detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
-
-
-def store_host() -> str:
-    """Who hosts the job's store, and what to look at where it does not answer."""
-    if os.environ.get(_AGENT_STORE) == str(True):
-        return "torchrun's agent hosts it: look at torchrun's log"
-    return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
-
-
-def told(text: str) -> str:
-    """``text`` as it can be told: not too long, and without halves of characters, as in names of files."""
-    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 atexit.register(leave_all, "its program has ended", is_failure=False)

@@ -157,7 +157,7 @@ def _other_threads() -> Iterator[str]:
     for task in _TASKS.iterdir():
         if task.name != me:
             try:
-                yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+                yield (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
             except OSError:
                 continue  # it has ended
 

@@ -73,12 +73,26 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_DISTRIBUTED_DEBUG": Variable(
         "DETAIL: calls are compared across ranks, as COMMLAYER_DEBUG=detail does", ("detail",)
     ),
+    "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P": Variable(
+        "torch's pipeline schedules make a group of two ranks for each edge (torch 2.15); nothing here has been tried with it",
+        _ON,
+    ),
     "TORCH_DISTRIBUTED_USE_TORCHCOMMS": Variable(
         "torch makes every group by torchcomms, where that is installed, and asks no backend of this name: unset it",
         _ON,
     ),
     "TORCH_DIST_INIT_BARRIER": Variable(
         "1: torch waits for all ranks in the job's store when a group has been made", ("1",)
+    ),
+    "TORCH_DIST_NAN_CHECK": Variable(
+        "torch would look for NaN in what each call sends (torch 2.15): its hook is C++'s, which sees no call of this backend",
+        _ON,
+        choice="overridden",
+    ),
+    "TORCH_DIST_USE_NCCL2": Variable(
+        "which of torch's groups the name nccl stands for (torch 2.14 and later): inner groups of NCCL are ProcessGroupNCCL",
+        _ON,
+        choice="overridden",
     ),
     "TORCHELASTIC_USE_AGENT_STORE": Variable(
         "True: torchrun hosts the job's store, not rank 0, which errors about it say"
@@ -93,6 +107,9 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_NCCL_BLOCKING_WAIT": Variable("wait() blocks the host: stages that are posted after it do not overlap", _ON),
     "TORCH_NCCL_COORD_CHECK_MILSEC": Variable("how often NCCL's watchdog looks for the timeouts of other ranks"),
     "TORCH_NCCL_CUDA_EVENT_CACHE": Variable("torch uses CUDA events of NCCL's calls again"),
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": Variable(
+        "a pipe: who writes into it has torch's flight recorder write its calls of NCCL; commlayer answers SIGUSR1"
+    ),
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": Variable(
         "where torch's flight recorder writes; commlayer's ring is written elsewhere"
     ),
@@ -107,12 +124,18 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_NCCL_NAN_CHECK": Variable(
         "torch looks for NaN in the tensors of NCCL's own calls; planned ones are not looked at", _ON
     ),
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": Variable(
+        "the seconds that NCCL may take to connect where TORCH_NCCL_USE_COMM_NONBLOCKING is 1"
+    ),
     "TORCH_NCCL_PROPAGATE_ERROR": Variable(
         "ranks tell each other of errors of NCCL's; commlayer's detector does so anyway"
     ),
     "TORCH_NCCL_RANKS_PER_ROOT": Variable("how many ranks find each other by one root of NCCL's"),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": Variable("torch raises CUDA errors of NCCL's watchdog", OFF),
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": Variable("what torch warns of"),
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": Variable(
+        "torch ends the process at a timeout of NCCL's, also where TORCH_NCCL_RETHROW_CUDA_ERRORS is 0 (torch 2.15)"
+    ),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": Variable("the older name of TORCH_FR_BUFFER_SIZE"),
     "TORCH_NCCL_TRACE_CPP_STACK": Variable("the older name of TORCH_FR_CPP_STACK"),
     "TORCH_NCCL_USE_COMM_NONBLOCKING": Variable(
@@ -126,8 +149,10 @@ VARIABLES: dict[str, Variable] = {
         "how many calls of NCCL torch's flight recorder keeps; commlayer's is COMMLAYER_RING"
     ),
     "TORCH_FR_CPP_STACK": Variable("torch's flight recorder keeps stacks of C++"),
+    "TORCH_FR_DUMP_ON_TIMEOUT": Variable("the newer name of TORCH_NCCL_DUMP_ON_TIMEOUT"),
     "TORCH_FR_DUMP_DYNAMIC_FILE_NAME": Variable("how torch's flight recorder names its files"),
     "TORCH_FR_DUMP_TEMP_FILE": Variable("where torch's flight recorder writes; commlayer's ring is written elsewhere"),
+    "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": Variable("the newer name of TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"),
     "NCCL_ASYNC_ERROR_HANDLING": Variable("the older name of TORCH_NCCL_ASYNC_ERROR_HANDLING", OFF),
     "NCCL_BLOCKING_WAIT": Variable("the older name of TORCH_NCCL_BLOCKING_WAIT", _ON),
     "NCCL_DESYNC_DEBUG": Variable("the older name of TORCH_NCCL_DESYNC_DEBUG"),

@@ -120,7 +120,7 @@ def test_a_child_writes_and_prints_nothing(tmp_path: Path, capfd: Any) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: Any) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     open_ = report(tmp_path / "file")
     open_.write()
     open_.close()

@@ -112,9 +112,9 @@ def test_what_is_written_is_read(folder: Path) -> None:
 def changed(folder: Path, change: Callable[[Any], None]) -> str:
     """The error that reading gives of rank 1's file after ``change``."""
     path = folder / audit_name(1)
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(UsageError) as caught:
         read_audits(folder)
     assert str(caught.value).startswith(str(path))
@@ -367,7 +367,7 @@ def test_migrations_of_experts_are_promised_and_measured(tmp_path: Path) -> None
 def test_wrong_usage_and_bad_files_are_status_2(folder: Path, tmp_path: Path) -> None:
     assert "choose one" in call("audit", str(folder), "--json", "--prometheus", status=2).stderr
     assert "does not exist" in call("audit", str(tmp_path / "nothing"), status=2).stderr
-    (folder / audit_name(1)).write_text("{")
+    (folder / audit_name(1)).write_text("{", encoding="utf-8")
     result = call("audit", str(folder), status=2)
     assert f"error: {folder / audit_name(1)}: line 1" in result.stderr
     assert "3 of 4 ranks" in result.stdout, "one damaged file hides no other"

@@ -129,7 +129,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
     first, second = cluster.run(job), cluster.run(job)
     assert len({*first, *second}) == 1
     (kept,) = (tmp_path / "new").glob("*.json")
-    kept.write_text("damaged")
+    kept.write_text("damaged", encoding="utf-8")
     third = cluster.run(job)
     assert len(set(third)) == 1
     assert third[0] != first[0]

@@ -28,17 +28,17 @@ def messages() -> OwnMessages:
 
 def test_messages_of_one_tag_keep_their_order_whichever_end_comes_first() -> None:
     own = messages()
-    came = [torch.zeros(3) for _ in range(4)]
-    first = own.recv(came[0], 7)
-    other = own.recv(came[3], 8)
-    for value in (1.0, 2.0):
+    came = [torch.zeros(3) for _ in range(6)]
+    early = [own.recv(each, 7) for each in came[:2]]
+    other = own.recv(came[5], 8)
+    for value in (1.0, 2.0, 3.0, 4.0, 5.0):
         sent = torch.full((3,), value)
         assert own.send(sent, 7).wait(A_MINUTE)
         sent.fill_(9.0)  # it may change after its wait
-    assert first.wait(A_MINUTE)
-    assert own.recv(came[1], 7).wait(A_MINUTE)
+    late = [own.recv(each, 7) for each in came[2:5]]
+    assert all(each.wait(A_MINUTE) for each in (*early, *late))
     assert not other.is_completed()
-    assert [float(x[0]) for x in came] == [1.0, 2.0, 0.0, 0.0]
+    assert [float(x[0]) for x in came] == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 
 def test_a_receive_waits_for_a_send_of_another_thread() -> None:

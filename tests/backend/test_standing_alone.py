@@ -126,7 +126,7 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
 def held() -> tuple[int, int, int]:
     """The open files, the threads and the mapped memory files of this process."""
     gc.collect()
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), threading.active_count() + len(os.listdir("/proc/self/task")), shared
 

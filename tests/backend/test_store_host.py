@@ -34,7 +34,7 @@ def test_a_store_that_never_answers(families: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(store_host, "time", clock)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(
-        CollectiveTimeoutError, match=r"^rank 3, joining the job: its store at node0:29500 did not"
+        CollectiveTimeoutError, match=r"^rank 3, joining the job: the job's store at node0:29500 did not"
     ) as caught:
         _make_store(clock.fail, "node0", 29500, 3, timedelta(seconds=16), True)
     assert "within 16 s: rank 0 hosts it" in str(caught.value)

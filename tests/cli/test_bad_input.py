@@ -42,7 +42,7 @@ def refused(*arguments: str) -> str:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
-    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     return tmp_path
 

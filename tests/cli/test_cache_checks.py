@@ -64,7 +64,7 @@ def test_an_empty_or_missing_folder_says_that_nothing_is_there(tmp_path: Path) -
 def test_others_are_counted_and_damaged_ones_named(tmp_path: Path) -> None:
     path = kept(tmp_path)
     (tmp_path / "2x4-0123456789abcdef.json").write_bytes(path.read_bytes())
-    (tmp_path / "2x4-damaged.json").write_text("{")
+    (tmp_path / "2x4-damaged.json").write_text("{", encoding="utf-8")
     (tmp_path / "2x4-folder.json").mkdir()
     lines = cache_lines(Settings(cache=str(tmp_path), profile="some.json"))
     assert [(mark, name) for mark, name, _, _ in lines] == [

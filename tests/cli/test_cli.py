@@ -606,7 +606,7 @@ def test_format_us(time_us: float, text: str) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_full_disk_behind_stdout_is_said_without_a_traceback(more: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "commlayer", "profiles", "list", *more]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1

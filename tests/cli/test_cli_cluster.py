@@ -91,14 +91,14 @@ def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
     }
     assert profile.environment["emulated"] == "netns"
     assert "on an emulated cluster: 2x2, inter 4gbit a node, intra unshaped. " in profile.source
-    table = json.loads(files["t.json"].read_text())
+    table = json.loads(files["t.json"].read_text(encoding="utf-8"))
     assert all(row["half_width_percent"] is None for row in table)  # three times have no interval, JSON no infinity
     assert all(row["num_outliers"] in (0, 1) for row in table)
     steps = [(row["link"], row["group_size"]) for row in table if row["collective"] == "all_to_all"]
     assert steps.count(("inter", 2)) == 2  # of these two sizes
     assert {row["size_bytes"] for row in table if row["collective"] == "all_to_all_single"} == {16384, 65536}
     assert all(row["num_wrong"] == 0 for row in table)
-    assert "<svg" in files["p.svg"].read_text()
+    assert "<svg" in files["p.svg"].read_text(encoding="utf-8")
 
 
 def test_profile_prints_nccl_tests_columns() -> None:
@@ -117,7 +117,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1")
     monkeypatch.setattr("commlayer.measure.benchmark.run_environment", lambda: {"date": "the run's"})
     result = json.loads(here(*common, *SMALL, "--all-forms", *outputs, "--json"))
-    assert result == json.loads((tmp_path / "r.json").read_text())
+    assert result == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert (result["topology"], result["is_emulated"], result["inter"]) == ("2x2", True, "4gbit")
     assert [point["logical_bytes"] for point in result["points"]] == [16384, 65536]
     rates = {"emulated": "netns", "inter": "4gbit", "intra": "unshaped", "delay_us": "0"}
@@ -129,7 +129,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
         assert names >= WAYS | {"hierarchical whole"}
         assert sum(row["is_chosen"] for row in point["rows"]) == 1
         assert all(row["num_wrong"] == 0 and row["p50_us"] > 0 for row in point["rows"])
-    assert "predicted" in (tmp_path / "r.html").read_text()
+    assert "predicted" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_bench_without_namespaces_claims_no_speed(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> No
     bench = ("bench", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
     output = shell(*cluster, *PROGRAM, *bench, "-o", tmp_path / "r.json").stdout
     assert "ratio" not in output
-    result = json.loads((tmp_path / "r.json").read_text())
+    result = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert (result["is_emulated"], result["inter"]) == (True, None)
     assert result["environment"]["emulated"] == "netns"
     assert [point["wire_limit_us"] for point in result["points"]] == [None]
@@ -241,7 +241,7 @@ def test_demo_measures_proves_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert "4 KiB a rank: " in output
     assert "16 KiB a rank on 2x2, inter 4gbit" in output
     assert "bit-equal" in output
-    written: dict[str, Any] = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    written: dict[str, Any] = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
     assert set(written) == {"profile.json", "result.json", "report.html", "trace.json"}
     assert read_profile(tmp_path / "out" / "profile.json").topology == "2x2"
     assert json.loads(written["trace.json"])["traceEvents"]

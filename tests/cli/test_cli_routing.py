@@ -46,7 +46,7 @@ def test_show_says_who_is_popular(file: str, tmp_path: Path) -> None:
         assert layer["popular"][0][0] == loads.counts[:, place].sum(0).argmax()
         rows = loads.counts[:, place].reshape(20, 4, 2).sum(-1)
         assert layer["busiest"] == pytest.approx((rows.max(1) / rows.mean(1)).mean(), abs=1e-3)
-    assert "<svg" in (tmp_path / "load.svg").read_text()
+    assert "<svg" in (tmp_path / "load.svg").read_text(encoding="utf-8")
     text = call("routing", "show", file, "--ranks", "4").stdout
     assert "20 steps of 1 call, 8 experts, top-2" in text
     assert "layer 1" in text
@@ -59,7 +59,7 @@ def test_replay_predicts_four_ways(file: str, tmp_path: Path) -> None:
     assert (static["of_static"], static["migrations"]) == (1.0, 0)
     assert ours["of_static"] < min(1.0, eplb["of_static"])
     assert (llep["migrations"], llep["busiest"] < static["busiest"]) == (0, True)
-    assert "ranks, place" in picture.read_text()
+    assert "ranks, place" in picture.read_text(encoding="utf-8")
     told = call("routing", "replay", file, *PLACE)
     assert "predicted, nothing was run" in told.stdout
     assert f"note: deepseekmoe-16b has 64 experts, and {file} 8: the model says no more" in told.stderr
@@ -84,7 +84,7 @@ def test_misuse_is_told(file: str, arguments: tuple[str, ...], match: str) -> No
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text("{}")
+    (tmp_path / "r.json").write_text("{}", encoding="utf-8")
     assert "this is no routing file" in call("routing", "show", str(tmp_path / "r.json"), status=2).stderr
 
 

@@ -62,7 +62,9 @@ def test_no_rank_may_report() -> None:
 @pytest.mark.cluster
 def test_a_program_is_told_of_before_and_after(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import torch\nassert (torch.ones(100, 100) @ torch.ones(100, 100)).sum().item() == 1e6\n")
+    program.write_text(
+        "import torch\nassert (torch.ones(100, 100) @ torch.ones(100, 100)).sum().item() == 1e6\n", encoding="utf-8"
+    )
     options = ["--mode=loopback", "--nodes=1", "--ranks-per-node=2", "--compute=4gflops", "--scale=100"]
     command = [sys.executable, "-m", "commlayer", "emulate", *options, "--", sys.executable, str(program)]
     done = subprocess.run(

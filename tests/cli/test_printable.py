@@ -67,7 +67,7 @@ def evil_files(tmp_path: Path) -> dict[str, str]:
     paths = {name: str(tmp_path / f"{name}.json") for name in ("profile", "cluster", "model", "damaged")}
     profile.save(paths["profile"])
     cluster = {"name": EVIL, "gpu": "h100", "domain": 8, "peaks": {"inter_gbps": 50, "intra_gbps": 450}, "source": EVIL}
-    Path(paths["cluster"]).write_text(json.dumps(cluster))
+    Path(paths["cluster"]).write_text(json.dumps(cluster), encoding="utf-8")
     model = {
         "layers": 4,
         "hidden": 1024,
@@ -78,8 +78,12 @@ def evil_files(tmp_path: Path) -> dict[str, str]:
         "vocabulary": 1000,
     }
     model |= {"experts": 8, "top_k": 2}
-    Path(paths["model"]).write_text(json.dumps({"format": "commlayer-model", "name": EVIL, **model, "source": EVIL}))
-    Path(paths["damaged"]).write_text(json.dumps({**json.loads(Path(paths["profile"]).read_text()), EVIL: 1}))
+    Path(paths["model"]).write_text(
+        json.dumps({"format": "commlayer-model", "name": EVIL, **model, "source": EVIL}), encoding="utf-8"
+    )
+    Path(paths["damaged"]).write_text(
+        json.dumps({**json.loads(Path(paths["profile"]).read_text(encoding="utf-8")), EVIL: 1}), encoding="utf-8"
+    )
     folder = tmp_path / "trace"
     folder.mkdir()
     trace = RankTrace(

@@ -199,7 +199,7 @@ def refused(arguments: list[str]) -> str:
 def test_a_nested_file_is_refused_by_its_name(name: str, kind: str, files: dict[str, Path], tmp_path: Path) -> None:
     command, file = READS[name]
     bad = tmp_path / file
-    bad.write_text(NESTED[kind])
+    bad.write_text(NESTED[kind], encoding="utf-8")
     assert file in refused(words(command, files, bad=bad))
 
 
@@ -218,14 +218,16 @@ def test_a_long_value_is_not_quoted_whole(name: str, value: str, files: dict[str
     command, file = READS[name]
     bad = tmp_path / file
     for content in ({"format": value}, {value: 1}, {"model_type": value}, {"commlayer": {"format": 1, "job": value}}):
-        bad.write_text(json.dumps(content))
+        bad.write_text(json.dumps(content), encoding="utf-8")
         assert file in refused(words(command, files, bad=bad))
 
 
 @pytest.mark.parametrize("field", ["name", "kind", "source", "topology", "gather", "fingerprint", "created"])
 def test_a_long_field_of_a_profile_is_not_quoted_whole(field: str, files: dict[str, Path], tmp_path: Path) -> None:
     bad = tmp_path / "p.json"
-    bad.write_text(json.dumps({**json.loads(files["profile"].read_text(encoding="utf-8")), field: "x" * 200_000}))
+    bad.write_text(
+        json.dumps({**json.loads(files["profile"].read_text(encoding="utf-8")), field: "x" * 200_000}), encoding="utf-8"
+    )
     assert "p.json" in refused(["profiles", "show", str(bad)])
 
 

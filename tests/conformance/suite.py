@@ -216,5 +216,7 @@ def _judge(outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
 
 
 def _logs(folder: Path) -> str:
-    texts = ((path.name, path.read_text(errors="replace").strip()) for path in sorted(folder.glob("*.log")))
+    texts = (
+        (path.name, path.read_text(errors="replace", encoding="utf-8").strip()) for path in sorted(folder.glob("*.log"))
+    )
     return "\n".join(f"--- {name}\n{text[-_TAIL_CHARS:]}" for name, text in texts if text)

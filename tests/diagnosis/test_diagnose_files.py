@@ -108,7 +108,7 @@ def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:
     folder = written(tmp_path, hanging())
     (folder / log_name(1)).write_bytes(b'{"format": 1')
     (folder / log_name(7)).write_bytes((folder / log_name(2)).read_bytes())
-    (folder / log_name(8)).write_text('{"format": 99, "job": "", "rank": 8}')
+    (folder / log_name(8)).write_text('{"format": 99, "job": "", "rank": 8}', encoding="utf-8")
     done = CliRunner().invoke(main, ["diagnose", str(folder)])
     assert done.exit_code == 2
     for words in ("calls-00001.json", "damaged", "rename it to calls-00002.json", "got format 99"):
@@ -121,7 +121,7 @@ def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:
 )
 def test_a_nested_log_hides_no_other(tmp_path: Path, text: str) -> None:
     folder = written(tmp_path, hanging())
-    (folder / log_name(2)).write_text(text)
+    (folder / log_name(2)).write_text(text, encoding="utf-8")
     done = CliRunner().invoke(main, ["diagnose", str(folder)])
     assert done.exit_code == 2, done.output
     assert "ranks 0 and 1 wait for each other" in done.stdout

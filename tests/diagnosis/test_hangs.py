@@ -74,9 +74,9 @@ def texts(
 def printed(path: Path) -> Iterator[list[str]]:
     """The lines that Python writes to stderr inside, in the forked ranks too, once it ends."""
     lines: list[str] = []
-    with path.open("w") as file, contextlib.redirect_stderr(file):
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         yield lines
-    lines += path.read_text().splitlines(keepends=True)
+    lines += path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
@@ -206,6 +206,32 @@ def test_splits_that_do_not_match(emulated_cluster: ClusterFactory, tmp_path: Pa
     (mismatch,) = (each for each in found if isinstance(each, Mismatch))
     assert mismatch.words == "splits differ: rank 1 sends 12 bytes to rank 2, which expects 1200000"
     assert {call.rank for call in mismatch.calls} >= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("odd", "sent", "received", "going", "expected"),
+    [(1, [3, 3, 300, 3], [3, 3, 3, 3], 1200, 12), (2, [3, 3, 3, 3], [3, 1, 3, 3], 12, 4)],
+    ids=["one sends more", "one expects less"],
+)
+def test_wrong_splits_that_end_a_rank_are_printed_as_the_cause(
+    emulated_cluster: ClusterFactory,
+    tmp_path: Path,
+    odd: int,
+    sent: list[int],
+    received: list[int],
+    going: int,
+    expected: int,
+) -> None:
+    """Gloo aborts the rank that is sent more than it expects, which asks all others before."""
+
+    def program(rank: int) -> None:
+        aborts._LONGEST_S = 60
+        send, receive = (sent, received) if rank == odd else ([3] * 4, [3] * 4)
+        dist.all_to_all_single(torch.empty(sum(receive)), torch.ones(sum(send)), receive, send)
+
+    text = texts(emulated_cluster, tmp_path, program)
+    words = f"splits differ: rank 1 sends {going} bytes to rank 2, which expects {expected}:"
+    assert f"\nranks 1 and 2 differ in call #1 of group default_pg: {words}" in text, text
 
 
 def test_a_message_against_a_collective(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

@@ -11,16 +11,19 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import msgspec
 import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.diagnosis import inquiry
+from commlayer.diagnosis import inquiry, ring
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.inquiry import Inquiry
-from commlayer.failures.detector import Asked, FailureDetector
+from commlayer.diagnosis.long_waits import LongWait
+from commlayer.failures.detector import FailureDetector
+from commlayer.failures.failure_records import Asked
 
 
 class Listening(FailureDetector):
@@ -82,14 +85,14 @@ def test_the_signal_is_taken_and_given_back(tmp_path: Path) -> None:
 
 def test_the_programs_own_faulthandler_keeps_the_signal(tmp_path: Path) -> None:
     """Python's own getsignal does not know of it."""
-    with (tmp_path / "dump").open("w") as file:
+    with (tmp_path / "dump").open("w", encoding="utf-8") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         first, detector = asking(tmp_path)
         os.kill(os.getpid(), signal.SIGUSR1)
         first.close()
         assert is_handled()
         assert not detector.reading
-    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text(encoding="utf-8")
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
@@ -129,11 +132,11 @@ def test_a_handler_in_c_that_came_later_stays(tmp_path: Path) -> None:
 
 def test_a_faulthandler_of_the_program_that_came_later_stays(tmp_path: Path) -> None:
     first, _ = asking(tmp_path)
-    with (tmp_path / "dump").open("w") as file:
+    with (tmp_path / "dump").open("w", encoding="utf-8") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         first.close()
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text(encoding="utf-8")
 
 
 def test_another_group_hears_the_signal_when_the_first_is_gone(tmp_path: Path) -> None:
@@ -146,6 +149,17 @@ def test_another_group_hears_the_signal_when_the_first_is_gone(tmp_path: Path) -
     (read,) = other.reading.values()
     read()
     assert len(other.questions) == 1
+
+
+def test_a_signal_asks_the_ranks_of_a_group_that_stands_alone_too(tmp_path: Path) -> None:
+    """But not twice those of the job, of which two groups may have an inquiry each."""
+    alone = Listening()
+    alone.numbering = "quorum"
+    (_, first), (_, second), (_, third) = asking(tmp_path), asking(tmp_path), asking(tmp_path, alone)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (read,) = first.reading.values()
+    read()
+    assert [len(each.questions) for each in (first, second, third)] == [1, 0, 1]
 
 
 def test_without_descriptors_the_job_starts_all_the_same(
@@ -177,7 +191,7 @@ def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = asking(tmp_path)
     monkeypatch.setattr(
-        first, "_lead", lambda store, asked, log, began: inquiry._Found("", f"found in {asked}", False, 1)
+        first, "_lead", lambda store, asked, log, began, wait: inquiry._Found("", f"found in {asked}", False, 1)
     )
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
     first.timed_out()
@@ -272,6 +286,21 @@ def test_a_damaged_log_of_one_rank_is_named_and_ends_nothing(
     assert "the log of rank 1 cannot be read: what rank 1 says cannot be read: " in said
     assert "the job's store does not answer" not in said
     assert "\x1b" not in said
+
+
+@pytest.mark.usefixtures("shared_store")
+def test_a_damaged_log_is_named_behind_a_long_wait_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, detector = asking(tmp_path)
+    track = ring.open_track(16, "long", "long", (0, 1, 2), str, str)
+    number = track.note("all_reduce", None, 4, 4, None, False, depth=1)
+    first._store.set("0/log/1", HOSTILE["garbage"])  # type: ignore[arg-type]  # it takes bytes too
+    for _ in range(2):
+        first.waited_long(LongWait("long", 0, "all_reduce", number, perf_counter_ns()))
+        first.linger()
+    assert [(each.round, each.is_timeout) for each in detector.questions] == [(0, False)], "one call is told of once"
+    said = capsys.readouterr().err
+    assert said.count("rank 0 has waited for 0 s in all_reduce #1") == 1
+    assert "the log of rank 1 cannot be read: what rank 1 says cannot be read: " in said
 
 
 @pytest.mark.usefixtures("shared_store")

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, group_with, start_with
 from test_hangs import printed
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 
 from commlayer import GroupOptions
+from commlayer.backend.create import make_group
 from commlayer.calls import ring
 from commlayer.calls.group_life import making_group
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.diagnosis import long_waits
 from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
+from commlayer.diagnosis.snapshot import rank_log
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -77,12 +81,20 @@ def test_a_message_is_a_wait_when_somebody_waits_for_it(track: Track) -> None:
 
 
 def test_a_group_that_numbers_its_ranks_by_itself_is_left_alone(track: Track) -> None:
-    """torchft's quorum has ranks 0 and 1, whatever this rank is called in the job: the look at other groups goes on."""
-    own = open_track(16, "quorum", "quorum", [0, 1], str, str)
+    """A quorum of torchft's has ranks from 0, whatever this rank is called in the job, also where the job has such ranks too."""
+    own = open_track(16, "quorum", "quorum", range(8), str, str, "quorum")
     call = note(own)
-    note(track)
+    note(own)
     own.wait(call)
+    assert kinds() == []
+    assert waits_of_this_rank(3) == []
+    assert [(wait.key, wait.place) for wait in waits_of_this_rank(3, "quorum")] == [("quorum", 3)] * 3
+    note(track)
     assert kinds() == [("all_reduce", 1, 1)]
+    assert [group.key for group in rank_log("", 7, [5, 7], "asked", {}).groups] == ["key"]
+    log = rank_log("", 3, range(8), "asked", {}, "quorum")
+    assert [group.key for group in log.groups] == ["quorum"]
+    assert [call.number for call in log.calls] == [1, 2]
 
 
 @pytest.mark.parametrize("error", [CollectiveTimeoutError("late"), PeerError("died"), UsageError("wrong")], ids=repr)
@@ -190,7 +202,7 @@ def test_a_line_says_for_whom_a_call_waits(emulated_cluster: ClusterFactory, tmp
         for name, options, program, late, _ in CASES:
             group = group_with(HALF_AN_HOUR, pg_options=GroupOptions(**options), group_desc=name)
             until = time.monotonic() + 60.0
-            while dist.get_rank() == late and f"of group {name}, called" not in path.read_text():
+            while dist.get_rank() == late and f"of group {name}, called" not in path.read_text(encoding="utf-8"):
                 assert time.monotonic() < until, f"nothing is said of {name}"
                 time.sleep(0.05)
             program(group)
@@ -208,3 +220,49 @@ def test_a_line_says_for_whom_a_call_waits(emulated_cluster: ClusterFactory, tmp
         assert f"rank {late} has not come to" in line, line
         assert re.search(rf"kill -USR1 \d+ on \S+, or commlayer diagnose {tmp_path} there", line), line
     assert len(said) == len(CASES), said
+
+
+@pytest.mark.cluster
+def test_a_wait_in_a_group_that_stands_alone_is_told_by_its_own_numbers(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    """Two replicas of two ranks, whose first and second ranks have a group each, as torchft makes them: this rank is number 0 of
+    its group, and 0 or 1 of its job."""
+    path = tmp_path / "stderr"
+
+    def job() -> None:
+        torch.set_num_threads(1)
+        os.environ |= {"COMMLAYER_LONG_WAIT_S": "1", "COMMLAYER_PROFILE": "none"}
+        long_waits._COVERED_S = 0.0
+        limit, (replica, place) = timedelta(seconds=300), divmod(int(os.environ["RANK"]), 2)
+        is_host = os.environ["RANK"] == "0"
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
+        own = PrefixStore(f"job {replica}/", store)
+        dist.init_process_group("commlayer", store=own, rank=place, world_size=2, timeout=limit)
+        group = make_group(
+            name=f"sites {place}",
+            rank=replica,
+            global_ranks=range(2),
+            store=PrefixStore(f"sites {place}/", store),
+            timeout=limit,
+            options=GroupOptions(plan="flat_direct"),
+            stands_alone=True,
+        )
+        until = time.monotonic() + 60.0
+        while replica == 1 and f"of group sites {place}, called" not in path.read_text(encoding="utf-8"):
+            assert time.monotonic() < until, "nothing is said"
+            time.sleep(0.05)
+        group.allreduce([torch.ones(4)], AllreduceOptions()).wait()
+        group.leave(5.0)
+        store.add("done", 1)
+        while is_host and store.add("done", 0) < 4:
+            time.sleep(0.01)
+
+    with printed(path) as lines:
+        emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+    said = sorted(re.sub(r"for \d+ s", "for 1 s", line) for line in lines if " of group sites " in line)
+    assert len(said) == 2, "\n".join(said)
+    for place, line in enumerate(said):
+        assert f"rank 0 has waited for 1 s in all_reduce #1 (float32, 16 B, SUM) of group sites {place}, called" in line
+        assert f"rank 1 has not come to all_reduce #1 of group sites {place}, for which rank 0 waits" in line

@@ -412,7 +412,8 @@ def test_a_program_finds_its_device_when_it_loads_torch(emulated_cluster: Cluste
         "begin = time.perf_counter()\n"
         "assert (x @ x).sum().item() == 1e6\n"
         "assert time.perf_counter() - begin >= 0.2\n"
-        "assert torch.__spec__.loader.__class__.__module__.startswith('importlib') or 'frozen' in str(torch.__spec__.loader)\n"
+        "assert torch.__spec__.loader.__class__.__module__.startswith('importlib') or 'frozen' in str(torch.__spec__.loader)\n",
+        encoding="utf-8",
     )
     with emulated_cluster(1, 2, mode="loopback", compute="10mflops", scale=1) as cluster:
         assert cluster.command([sys.executable, str(program)], timeout_s=120) == 0

@@ -147,7 +147,7 @@ def test_nodes_have_their_own_network_host_name_and_address(netns_cluster: Clust
     assert set(reverse) == {"node1"}
     assert interfaces == (["eth0", "lo"],) * 4
     assert set(directories) == {os.getcwd()}
-    assert "node0" not in Path("/etc/hosts").read_text()
+    assert "node0" not in Path("/etc/hosts").read_text(encoding="utf-8")
 
 
 @cluster_test
@@ -170,7 +170,7 @@ def network_after_a_moment() -> str:
 
 def test_a_port_on_loopback_is_free_and_none_that_the_kernel_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ClusterLayout(1, 2, "loopback")
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     assert max(pick_port(layout, 0) for _ in range(100)) < lowest
     with socket.create_server(("127.0.0.1", pick_port(layout, 0))) as taken:
         port = taken.getsockname()[1]
@@ -210,7 +210,8 @@ def test_the_parents_buffered_output_appears_once(tmp_path: Path) -> None:
         "sys.stdout.write('before ')\n"
         "with EmulatedCluster(1, 2) as cluster:\n"
         "    cluster.run(lambda: sys.stdout.write('rank' + os.environ['RANK'] + ' '))\n"
-        "sys.stdout.write('after')\n"
+        "sys.stdout.write('after')\n",
+        encoding="utf-8",
     )
     output = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
     assert sorted(output.split()) == sorted(["before", "rank0", "rank1", "after"])
@@ -334,7 +335,9 @@ def no_children_but_fabrics(*clusters: EmulatedCluster) -> bool:
 
 
 def children() -> list[int]:
-    listed = (Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task"))
+    listed = (
+        Path(f"/proc/self/task/{task}/children").read_text(encoding="utf-8") for task in os.listdir("/proc/self/task")
+    )
     return [int(word) for text in listed for word in text.split()]
 
 
@@ -413,7 +416,7 @@ def test_a_killed_parent_leaves_nothing(netns_cluster: ClusterFactory) -> None:
 
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     return False
 
 

@@ -214,7 +214,7 @@ def test_a_second_default_group_is_a_second_job(emulated_cluster: ClusterFactory
     assert result.exit_code == 2
     assert "choose one with --job" in result.output
     for name, count in (("rank-00000.json", 1), ("rank-00000-2.json", 2)):
-        job_name = json.loads((tmp_path / name).read_text())["commlayer"]["job"]
+        job_name = json.loads((tmp_path / name).read_text(encoding="utf-8"))["commlayer"]["job"]
         result = CliRunner().invoke(main, ["trace", str(tmp_path), "--job", job_name, "--json"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["together"]["calls"] == 2 * count
@@ -286,7 +286,7 @@ def test_only_the_group_that_opened_a_recorder_ends_it(emulated_cluster: Cluster
     assert emulated_cluster(1, 2).run(job) == [[True, False, True]] * 2
     assert names(tmp_path) == ["rank-00000-2.json", "rank-00000.json", "rank-00001-2.json", "rank-00001.json"]
     for path in tmp_path.iterdir():
-        readings = json.loads(path.read_text())["commlayer"]["readings"]
+        readings = json.loads(path.read_text(encoding="utf-8"))["commlayer"]["readings"]
         assert len(readings) == 1  # nobody was asked at the end
 
 

@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
-from commlayer.failures.detector import Absent, Asked, FailureDetector, Gone, Left, Report, _framed, _frames
+from commlayer.failures.detector import FailureDetector, _framed, _frames
+from commlayer.failures.failure_records import Absent, Asked, Gone, Left, Report
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -65,6 +66,37 @@ def test_the_first_death_is_blamed_and_not_what_followed_from_it() -> None:
         "rank 2 left with ValueError: no more data; here"
     )
     assert board(detector).culprit() == "rank 2 left with ValueError: no more data"
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (
+            [Gone(2, 3), Left(2, "left with ValueError", is_failure=True)],
+            "rank 2 left with ValueError",
+        ),
+        (
+            [
+                Gone(2, 3),
+                Left(2, "left with PeerError", is_failure=True, is_consequence=True),
+                Left(1, "left with ValueError", is_failure=True),
+            ],
+            "rank 1 left with ValueError",
+        ),
+        ([Gone(2, 3)], "rank 2 died: its process has ended (seen by rank 3)"),
+        ([Gone(2, 0)], "rank 2 died: its process has ended"),
+        ([Absent((1, 2), 6.0, 3)], "ranks 1, 2 did not come within 6 s (seen by rank 3)"),
+    ],
+    ids=["found gone, then heard", "found gone, and a consequence", "gone", "gone, seen here", "absent"],
+)
+def test_the_detector_and_a_groups_board_blame_the_same_rank_in_the_same_words(
+    records: list[Gone | Left | Absent], words: str
+) -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    for record in records:
+        detector.tell(record)
+    assert detector.failure() == words
+    assert board(detector).culprit() == words
 
 
 def test_who_waits_for_whom_leads_to_the_silent_rank() -> None:

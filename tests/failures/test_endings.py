@@ -155,7 +155,7 @@ def held() -> tuple[int, int]:
 
 
 def resident_kib() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 

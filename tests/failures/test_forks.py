@@ -107,7 +107,7 @@ def test_a_child_that_leaves_while_a_call_is_under_way_changes_nothing(
     files = sorted(tmp_path.iterdir())
     assert len(files) == 2
     for file in files:
-        json.loads(file.read_text())
+        json.loads(file.read_text(encoding="utf-8"))
 
 
 def in_child(task: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -124,7 +124,7 @@ def in_child(task: Callable[[], Any], seconds: float = 60.0) -> Any:
         os.write(write, answer.encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as answers:
+    with os.fdopen(read, encoding="utf-8") as answers:
         text = answers.read()
     _, status = os.waitpid(pid, 0)
     return json.loads(text) if text else f"ended with status {status}"

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
+from commlayer.backend import store_barrier
 from commlayer.failures import detector as detectors
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
+from commlayer.failures.polled_store import PolledStore
 from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -267,7 +269,7 @@ def test_a_store_that_is_not_up_is_named_with_its_host() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "commlayer.profiles.errors.CollectiveTimeoutError: rank 1, joining the job: its store at 127."
+        "commlayer.profiles.errors.CollectiveTimeoutError: rank 1, joining the job: the job's store at 127."
     ), last
     assert "did not answer within 0.5 s: rank 0 hosts it" in last
 
@@ -308,6 +310,42 @@ def test_torchs_barrier_behind_a_new_group_names_who_does_not_come(
         else:
             assert kind == "CollectiveTimeoutError", text
             assert "rank 3 has not come to new_group of group 1 (ranks 0, 1, 2, 3), for which" in text, text
+
+
+@pytest.mark.cluster
+def test_the_stores_host_that_dies_in_torchs_barrier_is_named(emulated_cluster: ClusterFactory) -> None:
+    """Rank 0, which takes the store with it that the others ask in the barrier."""
+
+    def job() -> tuple[str, str]:
+        os.environ |= {"TORCH_DIST_INIT_BARRIER": "1", "COMMLAYER_PROFILE": "none"}
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
+        check, torchs = PolledStore.check, store_barrier._wait
+
+        def tell_and_check(store: PolledStore, keys: list[str]) -> bool:
+            PolledStore.check = check  # type: ignore[method-assign]
+            tell("waits in the barrier")
+            return check(store, keys)
+
+        def wait(*arguments: Any) -> None:
+            if dist.get_rank() == 0:
+                wait_until("waits in the barrier", 3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            PolledStore.check = tell_and_check  # type: ignore[method-assign, assignment]
+            torchs(*arguments)
+
+        store_barrier._wait = wait  # type: ignore[assignment]
+        try:
+            dist.new_group([0, 1], timeout=timedelta(seconds=HALF_AN_HOUR))
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        return "nothing", ""
+
+    for each in emulated_cluster(2, 2).run(job, check=False, grace_s=60.0)[1:]:
+        assert each.value is not None, each.failure
+        kind, text = each.value
+        assert kind == "PeerError", text
+        assert text.startswith(f"rank {each.rank}, group 1, which has been made: waiting for 4 ranks"), text
+        assert "rank 0 died: its process has ended" in text, text
 
 
 @pytest.mark.cluster

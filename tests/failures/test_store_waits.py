@@ -59,13 +59,17 @@ def test_all_ranks_that_do_not_join_are_named() -> None:
 
 def test_a_silent_store_ends_joining(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.failures.detector._STORE_GRACE_S", 0.1)
-    with pytest.raises(CollectiveTimeoutError, match=r"^rank 1, joining the job of 2 ranks: its store did not answer"):
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"^rank 1, joining the job of 2 ranks: the job's store did not answer"
+    ):
         FailureDetector(silent, 1, range(2), 0.1)
 
 
 def test_a_store_that_is_gone_ends_joining() -> None:
     gone: Any = Gone()
-    with pytest.raises(PeerError, match=r"^rank 0, joining the job of 2 ranks: its store is gone: .*Connection reset"):
+    with pytest.raises(
+        PeerError, match=r"^rank 0, joining the job of 2 ranks: the job's store is gone: .*Connection reset"
+    ):
         FailureDetector(gone, 0, range(2), 30.0)
 
 
@@ -106,7 +110,7 @@ def test_whoever_hosts_a_store_that_is_gone_is_named(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_agents)
     monkeypatch.setattr("commlayer.failures.detector._HOST_NEWS_S", 0.01)
     gone: Any = Gone()
-    with pytest.raises(PeerError, match=f"its store is gone: {host}"):
+    with pytest.raises(PeerError, match=f"the job's store is gone: {host}"):
         FailureDetector(gone, 1, range(2), 30.0)
 
 

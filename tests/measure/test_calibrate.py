@@ -173,7 +173,7 @@ def test_a_damaged_entry_is_measured_again_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], content: str
 ) -> None:
     path = entry_of(monkeypatch, tmp_path)
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     assert plan_without(monkeypatch, Settings(cache=str(tmp_path))).profile.name == "mine"
     assert read_profile(path).name == "mine"
     said = capfd.readouterr().err
@@ -193,7 +193,7 @@ def test_of_jobs_that_measure_at_once_the_first_one_s_is_kept(
     def measure(*_: Any, **__: Any) -> Profile:
         synthetic_profile().replace(name="theirs").save(path)  # while this one still measures
         if theirs == "damaged":
-            path.write_text("{")
+            path.write_text("{", encoding="utf-8")
         return synthetic_profile().replace(name="mine")
 
     monkeypatch.setattr(calibrate, "measure_cluster", measure)
@@ -325,7 +325,7 @@ def test_of_two_profiles_that_hold_in_turn_neither_is_measured_again(
     assert [starts(took_us) for took_us in (1e5, 1e3, 1e5, 9e3)] == ["100000", "1000", "100000", "9000"]
     assert measured == [1e3, 9e3, 1e5, 9e3]
     (path,) = tmp_path.glob("*.json")
-    path.with_suffix(calibrate.EARLIER).write_text("{")
+    path.with_suffix(calibrate.EARLIER).write_text("{", encoding="utf-8")
     assert (starts(1e5), measured[4:]) == ("100000", [1e5]), "a damaged one is as none"
 
 
@@ -439,7 +439,7 @@ def test_an_entry_of_an_earlier_version_is_left_alone(
 ) -> None:
     """Its name is another: nothing is said of it."""
     old = tmp_path / "2x4-0123456789abcdef.json"
-    old.write_text('{"format": "commlayer-profile", "version": 0}')
+    old.write_text('{"format": "commlayer-profile", "version": 0}', encoding="utf-8")
     assert plan_without(monkeypatch, Settings(cache=str(tmp_path))).profile.name == "mine"
     assert old.exists()
     assert len(capfd.readouterr().err.splitlines()) == 1

@@ -136,7 +136,7 @@ def test_a_slow_pair_of_the_command_is_said_and_holds(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "between nodes 0 and 1 100mbit, from node 2 to 1 1gbit" in result.output
-    assert "0>1 100mbit, 1>0 100mbit, 2>1 1gbit" in (tmp_path / "links").read_text()
+    assert "0>1 100mbit, 1>0 100mbit, 2>1 1gbit" in (tmp_path / "links").read_text(encoding="utf-8")
     result = CliRunner().invoke(main, ["emulate", "--slow-pair", "0,5=100mbit", "--", "true"])
     assert result.exit_code == 2
     assert "--slow-pair 0,5=100mbit: expected two different ones of 0 to 1, got 0 and 5" in result.output

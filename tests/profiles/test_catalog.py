@@ -117,7 +117,7 @@ def test_a_profile_is_found_by_name_or_by_path(tmp_path: Path, monkeypatch: pyte
 def test_a_file_of_a_shipped_name_does_not_hide_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monta: Profile
 ) -> None:
-    (tmp_path / "monta-a800-2x8").write_text("not a profile")
+    (tmp_path / "monta-a800-2x8").write_text("not a profile", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert catalog.load_profile("monta-a800-2x8") is monta
     with pytest.raises(ProfileError, match="expected JSON"):
@@ -135,7 +135,7 @@ def test_an_unknown_profile_is_answered_with_close_ones() -> None:
 
 def test_the_generator_writes_its_own_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
-    (tmp_path / "emulated-2x4.json").write_text("measured")
+    (tmp_path / "emulated-2x4.json").write_text("measured", encoding="utf-8")
     build.main()
-    assert (tmp_path / "emulated-2x4.json").read_text() == "measured"
+    assert (tmp_path / "emulated-2x4.json").read_text(encoding="utf-8") == "measured"
     assert len(list(tmp_path.iterdir())) == 1 + len(build.build_catalog())

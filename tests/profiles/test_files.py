@@ -144,21 +144,21 @@ def test_what_is_written_has_the_mode_that_the_umask_says(tmp_path: Path) -> Non
 def test_a_draft_is_a_file_that_nobody_else_has_made(tmp_path: Path) -> None:
     """Under a name that can be guessed, another user's link would be followed."""
     victim, path = tmp_path / "victim", tmp_path / "out.json"
-    victim.write_text("mine")
+    victim.write_text("mine", encoding="utf-8")
     guesses = [f".out.json.{os.getpid()}.tmp", f".out.json.{os.getpid()}"]
     for guess in guesses:
         (tmp_path / guess).symlink_to(victim)
     synthetic_profile().save(path)
-    assert victim.read_text() == "mine"
+    assert victim.read_text(encoding="utf-8") == "mine"
     path.unlink()
     write_trace(path, [])
-    assert victim.read_text() == "mine"
+    assert victim.read_text(encoding="utf-8") == "mine"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["victim", "out.json", *guesses])
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
 
     def interrupted() -> None:
         with replacing(path) as file:
@@ -167,7 +167,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
     assert os.listdir(tmp_path) == ["out.json"]
     with pytest.raises(FileNotFoundError) as caught:
         write_file(tmp_path / "no" / "out.json", "x")
@@ -181,10 +181,10 @@ def test_a_name_as_long_as_a_name_may_be_can_be_written(tmp_path: Path) -> None:
 
 def test_a_link_is_followed_and_a_device_stays_one(tmp_path: Path) -> None:
     target, link, null = tmp_path / "target", tmp_path / "link", tmp_path / "null"
-    target.write_text("old")
+    target.write_text("old", encoding="utf-8")
     link.symlink_to(target)
     write_file(link, "new")
-    assert (target.read_text(), link.is_symlink()) == ("new", True)
+    assert (target.read_text(encoding="utf-8"), link.is_symlink()) == ("new", True)
     null.symlink_to("/dev/null")
     write_file(null, "gone")
     assert null.is_char_device()
@@ -209,7 +209,7 @@ def test_the_first_one_wins_where_that_is_asked_for(tmp_path: Path) -> None:
     write_file(path, "first", new_only=True)
     with pytest.raises(FileExistsError):
         write_file(path, "second", new_only=True)
-    assert path.read_text() == "first"
+    assert path.read_text(encoding="utf-8") == "first"
     assert os.listdir(tmp_path) == ["out.json"]
 
 
@@ -264,6 +264,6 @@ def test_a_profile_with_half_a_character_is_refused(tmp_path: Path) -> None:
     """It could be read, and neither printed nor written again."""
     content = json.loads(synthetic_profile().to_json()) | {"source": "\ud800"}
     path = tmp_path / "cluster.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ProfileError, match=r"expected Unicode text, got \\ud800"):
         read_profile(path)

@@ -125,7 +125,7 @@ def test_whole_numbers_may_be_spelled_either_way() -> None:
 
 def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
     make().save(path)
     assert read_profile(path) == make()
     assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.json"]
@@ -133,7 +133,7 @@ def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cluster.json"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -141,7 +141,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monk
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         make().save(path)
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.json"]
 
 
@@ -279,7 +279,7 @@ def test_a_damaged_profile_is_refused_with_file_field_and_reason(case: str, tmp_
     content = json.loads(make().to_json())
     edit(content)
     path = tmp_path / "cluster.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ProfileError, match=message) as caught:
         read_profile(path)
     assert str(caught.value).startswith(f"{path}: field ")

@@ -283,7 +283,7 @@ def _without(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _write(folder: Path, content: Any) -> Path:
     file = folder / "config.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return file
 
 
@@ -501,7 +501,7 @@ def _own(model: ModelShape) -> dict[str, Any]:
 def test_our_own_files_give_the_model_back(name: str, tmp_path: Path) -> None:
     model = catalog.load(name)
     file = tmp_path / "anything.json"
-    file.write_text(json.dumps(_own(model)))
+    file.write_text(json.dumps(_own(model)), encoding="utf-8")
     assert resolve(str(file)) == model
 
 
@@ -519,7 +519,7 @@ def test_our_own_files_give_the_model_back(name: str, tmp_path: Path) -> None:
 )
 def test_our_own_files_are_strict(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "own.json"
-    file.write_text(json.dumps(_own(catalog.load("mixtral-8x7b")) | change))
+    file.write_text(json.dumps(_own(catalog.load("mixtral-8x7b")) | change), encoding="utf-8")
     with pytest.raises(UsageError, match=message) as refused:
         read_model(file)
     assert str(file) in str(refused.value)

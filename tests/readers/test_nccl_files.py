@@ -96,7 +96,7 @@ def inspected(
 
 def test_text_of_nccl_tests(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
-    path.write_text(TEXT.format(program="all_reduce_perf"))
+    path.write_text(TEXT.format(program="all_reduce_perf"), encoding="utf-8")
     (run,), left_out = read_nccl_runs(path)
     assert (run.collective, run.nodes, left_out) == ("all_reduce", (2, 2), [])
     assert run.times_us == {1024: 22.5, 65536: 21.9, 4194304: 120.0}
@@ -111,7 +111,9 @@ def test_text_of_nccl_tests(tmp_path: Path) -> None:
 
 def test_a_text_that_does_not_say_of_what_takes_it_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "old.txt"
-    path.write_text("\n".join(line for line in TEXT.splitlines() if "starting" not in line and "Rank" not in line))
+    path.write_text(
+        "\n".join(line for line in TEXT.splitlines() if "starting" not in line and "Rank" not in line), encoding="utf-8"
+    )
     with pytest.raises(ProfileError, match="name it with --collective"):
         read_nccl_runs(path)
     with pytest.raises(ProfileError, match="name them with --topology"):
@@ -124,7 +126,7 @@ def test_a_text_that_does_not_say_of_what_takes_it_from_the_command_line(tmp_pat
 def test_json_of_nccl_tests(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     in_place = result(1 << 28, 0.0, out_of_place=None, in_place={"time": 3500.0})
-    path.write_text(json.dumps(document(results=[*document()["results"], result(0, 1.0), in_place])))
+    path.write_text(json.dumps(document(results=[*document()["results"], result(0, 1.0), in_place])), encoding="utf-8")
     (run,), _ = read_nccl_runs(path)
     assert (run.collective, run.nodes, run.algorithm, run.protocol) == ("all_gather", (8, 8), "ring", "ll128")
     assert run.times_us == {1 << 20: 80.5, 1 << 26: 900.25, 1 << 28: 3500.0}
@@ -136,7 +138,7 @@ def test_inspector_counts_ranks_and_takes_who_came_last(tmp_path: Path) -> None:
     lines = [inspected(1, 0, 90), inspected(1, 1, 70), inspected(2, 0, 60), inspected(3, 0, 65)]
     lines += [inspected(4, 0, 40, "AllReduce"), inspected(5, 0, 1, "Reduce"), inspected(6, 0, 9, n_ranks=7)]
     lines += [json.dumps({"header": {}, "metadata": {}, "p2p_perf": {"p2p": "Send"}}), '{"header": {"id": "0x']
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
     runs, left_out = read_nccl_runs(path)
     found = {run.collective: run for run in runs}
     assert found["all_gather"].times_us == {8 << 20: 65}  # of 70 (not 90), 60 and 65
@@ -162,7 +164,7 @@ def test_inspector_counts_ranks_and_takes_who_came_last(tmp_path: Path) -> None:
 )
 def test_what_is_none_of_them_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "bad"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ProfileError, match=reason):
         read_nccl_runs(path)
 
@@ -170,7 +172,9 @@ def test_what_is_none_of_them_is_refused(tmp_path: Path, text: str, reason: str)
 def test_the_fastest_of_several_runs_counts_and_larger_groups_than_the_base_are_refused(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path, time_us in zip(paths, (50.0, 40.0), strict=True):
-        path.write_text(json.dumps(document(results=[result(1 << 20, time_us), result(1 << int(time_us), 9e3)])))
+        path.write_text(
+            json.dumps(document(results=[result(1 << 20, time_us), result(1 << int(time_us), 9e3)])), encoding="utf-8"
+        )
     runs = [run for path in paths for run in read_nccl_runs(path)[0]]
     profile = nccl_profile(runs, name="x")
     assert dict(zip(profile.curves[0].bytes, profile.curves[0].time_us, strict=True))[1 << 20] == 40.0
@@ -198,7 +202,7 @@ def test_there_and_back_gives_the_same_decisions(tmp_path: Path, name: str) -> N
     """A profile is written as nccl-tests' JSON and read on a base whose own times are all wrong."""
     profile = catalog.load(name)
     for file, text in nccl_tests_json(profile).items():
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, encoding="utf-8")
     wrong = [type(each)(each.collective, each.link, each.group_size, (1, 2), (1.0, 1.0)) for each in profile.curves]
     base = profile.replace(curves=wrong)
     runs = [run for path in sorted(tmp_path.iterdir()) for run in read_nccl_runs(path)[0]]
@@ -222,7 +226,7 @@ def test_there_and_back_gives_the_same_decisions(tmp_path: Path, name: str) -> N
 def test_there_and_back_gives_the_same_mappings(tmp_path: Path, model: str) -> None:
     profile = catalog.load("emulated-2x8")
     for file, text in nccl_tests_json(profile).items():
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, encoding="utf-8")
     runs = [run for path in sorted(tmp_path.iterdir()) for run in read_nccl_runs(path)[0]]
     again = nccl_profile(runs, name="again", base=profile)
     job = Job(model=models.load(model), gpus=16, global_batch=32, sequence=4096)
@@ -237,7 +241,7 @@ def test_there_and_back_gives_the_same_mappings(tmp_path: Path, model: str) -> N
 
 def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     text, output = tmp_path / "a.txt", tmp_path / "cluster.json"
-    text.write_text(TEXT.format(program="all_reduce_perf"))
+    text.write_text(TEXT.format(program="all_reduce_perf"), encoding="utf-8")
     call = ["profiles", "import", str(text), "--output", str(output)]
     found = CliRunner().invoke(main, call)
     assert found.exit_code == 0, found.output
@@ -259,7 +263,7 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     assert "of a profile's decisions" in CliRunner().invoke(main, ["profiles", "tuner", *files, "--end", "1MiB"]).output
     assert "--force" in CliRunner().invoke(main, written).output
     bad = tmp_path / "bad.json"
-    bad.write_text("{}")
+    bad.write_text("{}", encoding="utf-8")
     refused = CliRunner().invoke(main, ["profiles", "import", str(bad), "--output", str(output), "--force"])
     assert refused.exit_code == 2
     assert "Traceback" not in refused.output
@@ -297,6 +301,6 @@ def test_what_is_written_says_which_ranks_formed_groups(key: str, groups: list[i
 )
 def test_a_damaged_field_is_named(tmp_path: Path, damage: dict[str, Any], says: str) -> None:
     path = tmp_path / "bad.json"
-    path.write_text(json.dumps(document(**damage)))
+    path.write_text(json.dumps(document(**damage)), encoding="utf-8")
     with pytest.raises(ProfileError, match=says):
         read_nccl_runs(path)

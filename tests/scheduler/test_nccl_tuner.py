@@ -168,11 +168,11 @@ def test_the_command_takes_a_profile_or_runs_of_nccl_tests(tmp_path: Path) -> No
             "results": [{"size": 4096, "out_of_place": {"time": time_us}}],
         }
         files.append(tmp_path / f"{algorithm}.json")
-        files[-1].write_text(json.dumps(content))
+        files[-1].write_text(json.dumps(content), encoding="utf-8")
     output = tmp_path / "table.csv"
     call = ["profiles", "tuner", *map(str, files), "--format", "ncclx", "--output", str(output)]
     assert CliRunner().invoke(main, call).exit_code == 0
-    assert read_by_ncclx(output.read_text(), 2, 8) == [Parsed("allreduce", 256, 257, "tree", "ll")]
+    assert read_by_ncclx(output.read_text(encoding="utf-8"), 2, 8) == [Parsed("allreduce", 256, 257, "tree", "ll")]
     for sizes in (("-b", "0"), ("-b", "8KiB", "-e", "4KiB")):
         assert CliRunner().invoke(main, ["profiles", "tuner", "emulated-2x8", *sizes]).exit_code == 2
     refused = CliRunner().invoke(main, ["profiles", "tuner", "h100-eos-2x8"])

@@ -171,7 +171,7 @@ def test_exchanges_of_tokens_are_all_to_alls_and_times_add_up(
 ) -> None:
     paths = write_chakra(tmp_path / "traces", graphs)
     assert [path.name for path in paths] == ["rank.0.et", "rank.8.et", "rank.16.et", "rank.24.et", "comm_groups.json"]
-    groups = json.loads(paths[-1].read_text())
+    groups = json.loads(paths[-1].read_text(encoding="utf-8"))
     classes = _classes(_own_schema())
     for path, nodes in zip(paths, graphs.values(), strict=False):
         header, *written = messages(path.read_bytes())
@@ -198,7 +198,7 @@ def test_the_schema_is_that_of_mlcommons(graphs: dict[int, list[RankNode]]) -> N
     path = os.environ.get(SCHEMA)
     if not path:
         pytest.skip(f"no schema of mlcommons/chakra here: set {SCHEMA} to its schema/protobuf/et_def.proto")
-    schema, enumerations = _read_schema(Path(path).read_text())
+    schema, enumerations = _read_schema(Path(path).read_text(encoding="utf-8"))
     for message, fields in FIELDS.items():
         for number, name, kind in fields:
             theirs = schema[message][name]

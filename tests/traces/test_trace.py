@@ -502,7 +502,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
     assert trace.marks == (Mark("step 0", 5, 10),)
     assert (trace.rank, trace.world_size, trace.num_dropped, trace.error_ns) == (0, 1, 0, 0)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rank-00000.json"]
-    content = json.loads((tmp_path / "new" / "rank-00000.json").read_text())
+    content = json.loads((tmp_path / "new" / "rank-00000.json").read_text(encoding="utf-8"))
     assert next(iter(content)) == "traceEvents"
     assert len(slices(content["traceEvents"], "call")) == 6
     assert {event["pid"] for event in content["traceEvents"]} == {0}
@@ -731,14 +731,14 @@ def test_a_thread_that_cannot_start_lets_the_others_go(monkeypatch: pytest.Monke
 def test_merging_puts_ranks_on_one_clock(tmp_path: Path) -> None:
     folder = put(tmp_path / "t", job())
     result = invoke(folder)
-    merged = json.loads((folder / "merged.json").read_text())
+    merged = json.loads((folder / "merged.json").read_text(encoding="utf-8"))
     came = {event["pid"]: event["ts"] for event in slices(merged["traceEvents"], "call") if "#0 flat" in event["name"]
             and event["args"]["group"] == "experts"}  # fmt: skip
     assert came == {0: 11e3, 1: 11e3, 2: 14e3, 3: 11e3}
     assert merged["otherData"]["clock_error_us"] == {"0": 0, "1": 0, "2": 50, "3": 50}
     assert "merged.json" in result.stderr
     invoke(folder, "--output", tmp_path / "other.json")  # the merged trace is not taken for a rank's
-    assert json.loads((tmp_path / "other.json").read_text()) == merged
+    assert json.loads((tmp_path / "other.json").read_text(encoding="utf-8")) == merged
 
 
 def test_the_tables(tmp_path: Path) -> None:
@@ -814,20 +814,20 @@ def test_bad_folders(tmp_path: Path) -> None:
     assert "does not exist" in invoke(tmp_path / "nowhere", status=2).stderr
     assert "expected files such as rank-00000.json, got none" in invoke(tmp_path, status=2).stderr
     put(tmp_path, job())
-    (tmp_path / "rank-00001.json").write_text('{"traceEvents": [')
+    (tmp_path / "rank-00001.json").write_text('{"traceEvents": [', encoding="utf-8")
     assert (
         "rank-00001.json: expected the trace of a rank, got a damaged or foreign file"
         in invoke(tmp_path, status=2).stderr
     )
-    (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 1, "x": ' + "[" * 100_000)
+    (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 1, "x": ' + "[" * 100_000, encoding="utf-8")
     nested = invoke(tmp_path, status=2)
     assert "rank-00001.json: expected the trace of a rank, got a damaged or foreign file" in nested.stderr
     assert "3 of 4 ranks" in nested.stdout, "one damaged file hides no other"
-    (tmp_path / "rank-00001.json").write_text('{"traceEvents": []}')
+    (tmp_path / "rank-00001.json").write_text('{"traceEvents": []}', encoding="utf-8")
     assert (
         "got a damaged or foreign file: Object missing required field `commlayer`" in invoke(tmp_path, status=2).stderr
     )
-    (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 2, "novel": 1}}')
+    (tmp_path / "rank-00001.json").write_text('{"commlayer": {"format": 2, "novel": 1}}', encoding="utf-8")
     assert "expected a trace of format 1, got format 2" in invoke(tmp_path, status=2).stderr
     (tmp_path / "rank-00001.json").write_bytes((tmp_path / "rank-00002.json").read_bytes())
     assert "rename it to rank-00002.json" in invoke(tmp_path, status=2).stderr
@@ -867,12 +867,12 @@ def test_many_ranks_are_shortened(tmp_path: Path) -> None:
 def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "p.svg"
     assert "picture:" in invoke(put(tmp_path, job()), "--picture", path, "--step", "1").stderr
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for word in ("rank 0", "rank 3", "program blocked", "time (ms)", "step 1"):
         assert word in text
     many = [Selected(trace, trace.calls, trace.job_clock()) for trace in job()] * 5
     save_figure(lanes_figure(many), path)
-    assert "the first 16 of 20 ranks" in path.read_text()
+    assert "the first 16 of 20 ranks" in path.read_text(encoding="utf-8")
 
 
 def test_a_long_trace_is_no_longer_picture(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_breaking_connections_wakes_up_near_and_far_ranks(emulated_cluster: Clus
 
 def mapped_files() -> set[str]:
     """The names of what is mapped into this process. What others have in /dev/shm meanwhile does not count."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if len(line.split()) > 5}
 
 

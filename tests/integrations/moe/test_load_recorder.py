@@ -106,7 +106,7 @@ def test_a_long_run_is_kept_in_longer_steps() -> None:
 
 
 def test_a_full_disk_is_told_and_fails_no_run(folder: Path) -> None:
-    folder.write_text("a file in its place")
+    folder.write_text("a file in its place", encoding="utf-8")
     MoELayer(8, 16, RouterConfig(num_experts=4, top_k=2))(torch.randn(4, 8))
     with pytest.warns(UserWarning, match="was not written"):
         load_recorder._recorders[str(folder)].write()

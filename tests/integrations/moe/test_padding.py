@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from synthetic_profiles import synthetic_profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
@@ -423,6 +424,33 @@ def test_the_output_of_padding_is_finite(causal: bool) -> None:
     visible = _visible(torch.arange(5), valid, causal)  # torch's CPU kernel forgives it, others do not
     assert visible is not None
     assert bool(visible.any(-1).all())
+
+
+class Questions(TorchDispatchMode):
+    """Counts how often somebody waits for a number of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mask_is_asked_for_padding_once_by_all_layers() -> None:
+    x = torch.randn(13, 1, HIDDEN, dtype=torch.float64)
+    layers = [attention_of(kind, True, alone("tp"), alone("cp")) for kind in ("ulysses", "tensor", "ulysses")]
+    valid = LAID["at the end"].clone().unsqueeze(1)
+    for laid in ("at the end", "at both ends"):
+        valid.copy_(LAID[laid].unsqueeze(1))
+        with Questions() as questions:
+            found = [layer(x, valid=valid) for layer in layers]
+        assert questions.count == 1, laid
+        again = [layer(x, valid=valid.clone()) for layer in layers]
+        assert all(torch.equal(*pair) for pair in zip(found, again, strict=True)), (
+            "what was known of the mask has changed"
+        )
 
 
 def test_masks_of_another_sequence() -> None:

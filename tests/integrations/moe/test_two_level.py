@@ -174,7 +174,7 @@ def scattered_ranks(traces: str) -> list[str]:
 
 def test_ranks_may_lie_on_nodes_in_any_order(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
     assert emulated_cluster(2, 2).run(scattered_ranks, str(tmp_path), timeout_s=120) == [[]] * 4
-    text = "".join(path.read_text(errors="replace") for path in tmp_path.iterdir())
+    text = "".join(path.read_text(errors="replace", encoding="utf-8") for path in tmp_path.iterdir())
     assert '"plan":"hierarchical"' in text
     assert '"steps":[{"op":"all_to_all","resource":"inter"' in text  # over the rails
     assert '"steps":[{"op":"all_to_all","resource":"intra"' in text

@@ -131,7 +131,7 @@ def edited(content: dict[str, Any], **changes: Any) -> str:
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_routing(path, loads_of([1, 2], [3, 4]))
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     content = json.loads(text)
     bomb = [{"name": "only", "counts": base64.b64encode(zlib.compress(bytes(1 << 20))).decode()}]
     for written, match in {
@@ -145,7 +145,7 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
         edited(content, source="edited"): "field checksum",
         edited(content, layers=bomb): "field checksum",
     }.items():
-        path.write_text(written)
+        path.write_text(written, encoding="utf-8")
         with pytest.raises(UsageError, match=match) as caught:
             read_routing(path)
         assert str(path) in str(caught.value)
@@ -158,7 +158,7 @@ def test_counts_of_another_size_are_refused_unpacked_no_further(tmp_path: Path) 
 
     path = tmp_path / "r.json"
     write_routing(path, loads_of([1, 2], [3, 4]))
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     del content["checksum"]
     for counts, match in {
         base64.b64encode(zlib.compress(bytes(1 << 20))).decode(): "expected 16 bytes.*got more",
@@ -166,6 +166,6 @@ def test_counts_of_another_size_are_refused_unpacked_no_further(tmp_path: Path) 
         "no base64!": "damaged text",
     }.items():
         content["layers"] = [{"name": "only", "counts": counts}]
-        path.write_text(json.dumps({**content, "checksum": _checksum(content)}))
+        path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
         with pytest.raises(UsageError, match=match):
             read_routing(path)
