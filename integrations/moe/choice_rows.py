@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from commlayer.integrations.moe.dispatch_kinds import AllToAll
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
-from commlayer.integrations.moe.handle import Chunk, DispatchHandle
+from commlayer.integrations.moe.handle import DispatchHandle
 
 __all__ = ["experts_of_rows", "moves_choices", "return_choices", "send_choices"]
 
@@ -52,6 +53,7 @@ def return_choices(
     return dispatcher.token_combine(rows, chunk).wait()
 
 
-def _only(handle: DispatchHandle) -> Chunk:
+def _only(handle: DispatchHandle) -> AllToAll:
     (chunk,) = handle.chunks
+    assert isinstance(chunk, AllToAll)  # as moves_choices tells
     return chunk

@@ -31,10 +31,9 @@ from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "puts_off", "slices_of"]
+__all__ = ["DispatchDecision", "DispatchPlanner", "is_sharded", "puts_off", "slices_of"]
 
 RowsOf = tuple[int, torch.dtype]
-DISPATCH_KINDS = ("all_to_all", "all_gather", "two_level")
 _WHOLE = (FINEST,)
 _MOST_KEPT = 256
 
