@@ -51,6 +51,7 @@ from commlayer.integrations.moe.row_maps import (
     regroup,
     weights_of_rows,
 )
+from commlayer.scheduler.dispatch_price import packed_index_bytes
 from commlayer.scheduler.plan import Span
 
 __all__ = ["KINDS", "AllGather", "AllToAll", "TwoLevel"]
@@ -373,7 +374,7 @@ KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather
 
 def _gather_indices(grid: ExpertGrid, indices_TK: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """The indices of all ranks, [G, K] int64: they travel in as few bytes as the number of experts needs."""
-    narrow = torch.int16 if grid.num_experts <= torch.iinfo(torch.int16).max else torch.int32
+    narrow = torch.int16 if packed_index_bytes(grid.num_experts) == 2 else torch.int32
     small_TK = indices_TK.to(narrow)
     if not indices_TK.shape[1]:
         return small_TK.new_zeros(sum(tokens), 0, dtype=torch.int64)

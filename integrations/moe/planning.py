@@ -25,10 +25,16 @@ from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.dispatch_price import (
+    INDEX_BYTES,
+    WEIGHT_BYTES,
+    dispatch_us,
+    is_worth_it,
+    packed_index_bytes,
+)
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import ExpertTimes, choose_slices
 from commlayer.scheduler.plan import Span
-from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["DispatchDecision", "DispatchPlanner", "is_sharded", "puts_off", "slices_of"]
@@ -199,7 +205,7 @@ class DispatchPlanner:
                 "all_gather": each["all_to_all"],
                 "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
             }
-            faster = [kind for kind in each if each[kind] * (1 + LEAST_GAIN_OF_LEVELS) < to_beat.get(kind, 0.0)]
+            faster = [kind for kind, flat_us in to_beat.items() if kind in each and is_worth_it(each[kind], flat_us)]
             kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
             others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
             return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, {others}"
@@ -210,7 +216,8 @@ class DispatchPlanner:
         return kind, {}, why
 
     def _kinds_us(self, layout: ChoiceCounts, like: torch.Tensor) -> dict[str, float] | None:
-        """Out and back, with the rows that are moved in memory; where there is a gradient, its way too."""
+        """The price of each kind (:mod:`commlayer.scheduler.dispatch_price`) that can go this way, µs; None without a
+        profile."""
         grid, ways = self._grid, self._ways
         rows_of, row_bytes, tokens = _rows_of(like), _row_bytes(like), sum(layout.tokens)
         most = max(layout.gathered_rows) * row_bytes
@@ -226,20 +233,40 @@ class DispatchPlanner:
         if times is None:
             return None
         all_gather, reduce_scatter, exchange, gather_inside, scatter_inside = times
-        moves = self._measured.moves(like, tokens, MoveShape.of(grid, layout.indices.shape[1], layout.needs_gradient))
         passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
-        # Indices go to all ranks with the handle, weights with the tokens.
-        small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
+        moves = self._measured.moves(like, tokens, MoveShape.of(grid, top_k, layout.needs_gradient))
+
+        def told_us(each_bytes: int) -> float:
+            """A number for each choice of all tokens, to all ranks."""
+            return grid.all.predicted_us("all_gather", tokens * top_k * each_bytes) or 0.0
+
         each = {
-            "all_to_all": passes * (2 * exchange + gather_inside + scatter_inside) + layout.most_rows * moves.row_us,
-            "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
+            "all_to_all": dispatch_us(
+                passes,
+                out_us=exchange + gather_inside,
+                home_us=exchange + scatter_inside,
+                moves_us=layout.most_rows * moves.row_us,
+            ),
+            "all_gather": dispatch_us(
+                passes,
+                out_us=all_gather,
+                home_us=reduce_scatter,
+                weights_us=told_us(WEIGHT_BYTES),
+                choices_us=told_us(INDEX_BYTES),
+                moves_us=tokens * moves.token_us,
+            ),
         }
         levels_us = None if layout.on_levels is None else self._levels_us(layout.on_levels, like)
         if levels_us is not None and layout.on_levels is not None:
             rails, inside = layout.on_levels
-            moved = rails.whole + inside.whole + layout.most_expert_rows
-            indices = grid.all.predicted_us("all_gather", tokens * top_k * 2) or 0.0
-            each["two_level"] = passes * (2 * levels_us + small[1]) + indices + moved * moves.level_us
+            each["two_level"] = dispatch_us(
+                passes,
+                out_us=levels_us,
+                home_us=levels_us,
+                weights_us=told_us(WEIGHT_BYTES),
+                choices_us=told_us(packed_index_bytes(grid.num_experts)),
+                moves_us=(rails.whole + inside.whole + layout.most_expert_rows) * moves.level_us,
+            )
         return each
 
     def _least_flat_us(self, layout: ChoiceCounts, like: torch.Tensor, flat_us: float) -> float:
