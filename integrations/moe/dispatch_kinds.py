@@ -1,14 +1,19 @@
-"""The kinds of dispatch. A class is one kind; an object of it is the way of one chunk of a rank's tokens, out and back.
+"""The kinds of dispatch. A class is one kind. An object of it is the way of one chunk of a rank's tokens,
+out and back.
 
-- :class:`AllToAll` sends a row for each choice of a token, to the rank that holds the chosen expert.
-- :class:`AllGather` sends all tokens to all ranks; each takes what its experts need (MegaScale-MoE, section 3.2).
+- :class:`AllToAll` sends a row for each choice of a token to the rank that holds the chosen expert.
+- :class:`AllGather` sends all tokens to all ranks. Each takes what its experts need (MegaScale-MoE,
+  section 3.2).
 - :class:`TwoLevel` sends a token once to each node that holds any of its experts, and on from there
   (:mod:`commlayer.integrations.moe.levels`).
 
-Each reads from top to bottom in the order in which tokens go: what is known before they leave, the way out (reorder, exchange,
-reorder), the way back as its mirror, and the gating weights. Their contract is
-:class:`~commlayer.integrations.moe.handle.Chunk`. A new kind is one more class here, its name in :data:`KINDS`; what it costs is
-a function of :mod:`commlayer.scheduler.dispatch_price`.
+Each class reads from top to bottom in the order in which tokens go: what the exchanged counts say of
+the chunk, the way out (reorder, exchange, reorder), the way back as its mirror, the gating weights.
+The contract of all three is :class:`~commlayer.integrations.moe.handle.Chunk`.
+
+A new kind is one more class here and its name in :data:`KINDS`. What it costs is priced by
+:func:`commlayer.scheduler.dispatch_price.dispatch_us`, of its terms in
+:meth:`commlayer.integrations.moe.planning.DispatchPlanner.decide`.
 
 A name ends with the shape of its tensor: ``x_TH`` is [T, H].
 
@@ -59,21 +64,25 @@ __all__ = ["KINDS", "AllGather", "AllToAll", "TwoLevel"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """Each choice is a row of its own: rows go over EP, and where ETP has several ranks each of them gets all of their rows.
+    """Each choice is a row of its own. Rows go over EP; where ETP has several ranks, each of them then
+    gets the rows of all.
 
     Attributes:
         sent: the row that each choice is, of the S rows, which are sorted by expert.
         send_rows, receive_rows: for each EP rank, and from each.
         etp_rows: what each ETP rank brings to the all_gather of arrived rows.
-        by_expert: sorts what was gathered by expert, then ETP rank, then source; None: it lies so already.
+        by_expert: sorts what was gathered by expert, then ETP rank, then source; None: it lies so.
         most_rows: the most that any rank sends or receives over EP, which all ranks know.
-        everyones_rows: the rows from each EP rank to each other, for tokens on a device: no exchange asks for them again.
+        everyones_rows: the rows from each EP rank to each other, where tokens are on a device: then no
+            exchange asks for them again.
     """
 
     takes_chunks: ClassVar[bool] = True
 
     grid: ExpertGrid
+    """The groups: EP, ETP, and both together."""
     ways: WireGroups
+    """The same in the wire formats of the way out and of the way home."""
     num_tokens: int
     expert_rows: tuple[int, ...]
     sent: RowMap
@@ -110,7 +119,7 @@ class AllToAll:
         """``counts`` [EP, ETP, E]: rows that each rank sends to each expert."""
         grid = layout.grid
         sent_E = counts[grid.ep.rank, grid.etp.rank]
-        # Padded rows are not choices: how many choices were dropped these counts do not say.
+        # Padded rows are not choices, so these counts do not say how many choices were dropped.
         num_dropped = None if layout.capacity is not None else indices_TK.numel() - int(sent_E.sum())
         arriving = counts.narrow(2, grid.first_local_expert, grid.num_local_experts)  # [source, ETP, local expert]
         by_expert = regroup(arriving.transpose(0, 1), (2, 0, 1))  # after the all_gather: [ETP, source, expert]
@@ -184,12 +193,13 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllGather:
-    """All tokens go to all ranks of EP × ETP, and partial sums are scattered back.
+    """All tokens go to all ranks of EP × ETP. Each rank sums over its experts, and the sums are
+    scattered back.
 
     Attributes:
-        tokens: how many each rank has, of all G.
-        taken: the R rows of local experts, by the choices that lie here.
-        local_choices: of each token the choices of local experts come first: their places among its K, [G, K'].
+        tokens: how many of the G tokens each rank has.
+        taken: the R rows of local experts, among the G tokens.
+        local_choices: [G, K']: which of a token's K choices are local experts, those first.
     """
 
     takes_chunks: ClassVar[bool] = False
@@ -213,7 +223,7 @@ class AllGather:
         local_GK = grid.all.all_gather(layout.indices, layout.tokens) - grid.first_local_expert
         is_local = (local_GK >= 0) & (local_GK < grid.num_local_experts)
         counts = torch.bincount(local_GK[is_local], minlength=grid.num_local_experts)
-        # Few of a token's choices are here: the combine is to look at no more columns than that.
+        # Few of a token's choices are here. The combine is to look at no more columns than that.
         local_GK, choices_GK = torch.where(is_local, local_GK, -1).sort(dim=1, descending=True, stable=True)
         most = int(is_local.sum(1).max()) if is_local.numel() else 0
         chunk = cls(
@@ -264,14 +274,15 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TwoLevel:
-    """A token goes over the rail to each node that holds any of its experts, and there to the ranks that hold them.
+    """A token goes over the rail to each node that holds any of its experts, and there to the ranks that
+    hold them. On the way back sums are made at each stop.
 
-    On the way back sums are made at each stop. Rows take the wire formats on the rails; inside nodes they go as they are.
+    Rows take the dispatcher's wire formats on the rails. Inside nodes they go as they are.
 
     Attributes:
-        tokens: how many each rank has, of all G.
+        tokens: how many of the G tokens each rank has.
         way: which rows go where on both levels.
-        taken: the R rows of local experts, of the A tokens that arrive.
+        taken: the R rows of local experts, among the A tokens that arrive.
     """
 
     takes_chunks: ClassVar[bool] = False
@@ -373,7 +384,7 @@ KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather
 
 
 def _gather_indices(grid: ExpertGrid, indices_TK: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """The indices of all ranks, [G, K] int64: they travel in as few bytes as the number of experts needs."""
+    """The indices of all ranks, [G, K] int64. They travel in as few bytes as the number of experts needs."""
     narrow = torch.int16 if packed_index_bytes(grid.num_experts) == 2 else torch.int32
     small_TK = indices_TK.to(narrow)
     if not indices_TK.shape[1]:

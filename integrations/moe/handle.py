@@ -1,4 +1,5 @@
-"""The handle of a dispatch: the way of every token, found by one exchange of counts, for combine, backward and recompute.
+"""The handle of a dispatch: the way of every token, found by one exchange of counts, for combine,
+backward and recompute; and :class:`Chunk`, what a kind of dispatch does.
 
 Shapes: T tokens of this rank, K choices of each, E experts, R rows that this rank's experts receive.
 """
@@ -25,7 +26,8 @@ from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 __all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts", "sums_of_ranks"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
-"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
+"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or
+None → [R, H]."""
 
 
 class Chunk(Protocol):
@@ -51,36 +53,41 @@ class Chunk(Protocol):
 
     @classmethod
     def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int], /) -> tuple[Chunk, ...]:
-        """Divide a call's tokens: each chunk gets so many of the FINEST slices. Collective where the choices travel."""
+        """Divide a call's tokens: each chunk gets so many of the FINEST slices. Collective where the
+        choices travel."""
 
     def dispatch_preprocess(self, x: torch.Tensor, /) -> torch.Tensor:
         """Permute tokens [T, H] into the rows to send [S, H]."""
 
     def hold(self, rows: torch.Tensor, /) -> Held:
-        """Hold these rows for a later :meth:`token_dispatch`: the backward pass waits for their gradient here."""
+        """Hold these rows for a later :meth:`token_dispatch`. The backward pass waits for their gradient
+        here."""
 
     def token_dispatch(self, rows: torch.Tensor | Held, /) -> Pending:
         """Start their exchange."""
 
     def dispatch_postprocess(self, rows: torch.Tensor, /) -> torch.Tensor:
-        """Make of what arrived the rows of the local experts [R, H], sorted by expert. Collective."""
+        """Make the rows of the local experts [R, H], sorted by expert, of what arrived. Collective."""
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, /) -> torch.Tensor:
-        """Mirror :meth:`dispatch_postprocess`; ``weights`` [T, K] are applied where partial sums are made. Collective."""
+        """Mirror :meth:`dispatch_postprocess`. Partial sums are made with ``weights`` [T, K]; None: they
+        are plain. Collective."""
 
     def token_combine(self, rows: torch.Tensor, /) -> Pending:
         """Start the way back."""
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, /) -> torch.Tensor:
-        """Mirror :meth:`dispatch_preprocess`: sum what came back to tokens [T, H], by ``weights`` that are not applied yet."""
+        """Mirror :meth:`dispatch_preprocess`: sum what came back to tokens [T, H], with ``weights`` where
+        no partial sum was made with them."""
 
     def fetch_weights(self, weights: torch.Tensor, /) -> torch.Tensor:
-        """Bring the gating weights [T, K] of all ranks' tokens to the rows of the local experts: [R, 1]. Collective."""
+        """Bring the gating weights [T, K] of all ranks' tokens to the rows of the local experts: [R, 1].
+        Collective."""
 
 
 @dataclass(slots=True)
 class Use:
-    """The use of a handle: how often its tokens went out and came back, and what they were: [T, H] of which dtype."""
+    """The use of a handle: how often its tokens went out and came back, their H and their dtype."""
 
     dispatched: int = 0
     combined: int = 0
@@ -90,50 +97,58 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
-    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: one of ``DISPATCH_KINDS``.
-    ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
-    ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
-    finite. ``placement``: where experts lay, if they can be placed anew. ``lent``: whose weights go along, where some rank's do.
-    """
+    """The handle of a dispatch, with all that combine, backward and recompute need."""
 
     kind: str
+    """A name of :data:`commlayer.integrations.moe.dispatch_kinds.KINDS`."""
     num_tokens: int
+    """T of this rank."""
     top_k: int
+    """K."""
     chunks: tuple[Chunk, ...]
     owner: object
+    """The dispatcher that prepared it: no other takes it."""
     needs_gradient: bool = False
+    """Whether any rank's tokens, weights or experts need one: the backward pass is collective."""
     sound_weights: weakref.ref[torch.Tensor] | None = None
+    """Weights that were found finite, and need not be looked at again."""
     placement: ExpertPlacement | None = None
+    """Where experts lay, if they can be placed anew: the handle is no good once they have moved."""
     lent: LentExperts | None = None
+    """The experts whose weights go along for this call, where some rank's do."""
     use: Use = field(default_factory=Use)
 
 
 @dataclass(frozen=True, eq=False)
 class ChoiceCounts:
-    """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert.
-    ``on_levels``: rows on rails and inside nodes, where tokens may go in two levels. ``neighbours``, of each of those ranks: how
-    many groups share a node with its EP group, and with its ETP group; empty: nobody said.
-    """
+    """The counts of all ranks, and the choices of this one."""
 
     grid: ExpertGrid
     indices: torch.Tensor
+    """[T, K] int64: the expert of each choice of this rank, −1 where dropped."""
     capacity: int | None
+    """The rows to which each rank pads what it sends to an expert; None: they are not padded."""
     tokens: tuple[int, ...]
+    """How many each rank of EP × ETP has."""
     counts: torch.Tensor
+    """[EP, ETP, FINEST, E]: rows of each slice of a rank's tokens for each expert."""
     needs_gradient: bool = False
     on_levels: tuple[RowsOnLevel, RowsOnLevel] | None = None
+    """Rows on rails and inside nodes, where tokens may go in two levels."""
     neighbours: tuple[tuple[int, int], ...] = ()
+    """How many groups share a node with each rank's EP group, and with its ETP group; empty: nobody
+    said."""
 
     @classmethod
     def exchange(cls, grid: ExpertGrid, offer: Offer) -> ChoiceCounts:
         """Exchange the counts of all ranks. Collective over EP × ETP.
 
-        Raises what this rank refuses; DisagreementError where another one does, or where ranks offer different things;
-        GroupError for groups that are no grid.
+        Raises what this rank refuses; DisagreementError where another one does, or where ranks offer
+        different things; GroupError for groups that are no grid.
         """
         try:
             message = offer.message(grid)
-        except Exception as error:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
+        except Exception as error:  # noqa: BLE001  others hear of it before it is raised, or they wait
             offer = Offer(offer.indices, error=error)
             message = offer.message(grid)
         everyone = grid.all.all_gather(message.unsqueeze(0))
@@ -165,8 +180,8 @@ class ChoiceCounts:
 
     @cached_property
     def most_rows_of_nodes(self) -> int:
-        """The same number, if what crosses the links of the fullest node were its ranks' in equal shares: where one rank is
-        hot, its node's link is not so full. Of groups with two levels.
+        """The same number, if what crosses the links of the fullest node were its ranks' in equal shares:
+        where one rank is hot, its node's link is not so full. Of groups with two levels.
         """
         assert self.grid.levels is not None
         nodes = self.grid.levels.nodes
