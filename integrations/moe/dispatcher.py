@@ -1,14 +1,14 @@
 """The token dispatcher: it sends tokens to the experts that they chose, and brings the results back.
 
-The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess (permute),
-token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by expert), and their mirror:
-combine_preprocess (unsort, reduce_scatter over ETP), token_combine (all_to_all over EP), combine_postprocess (the weighted
-sum). The backward pass of each is the other's. Where it moves less, or runs faster, tokens go to all ranks instead:
-all_gather, then each rank takes what its experts need; partial sums, then reduce_scatter (MegaScale-MoE, section 3.2). Or, over
-nodes, in two levels: once to each node, then to the ranks there (:mod:`commlayer.integrations.moe.levels`).
+The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess
+(permute), token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by
+expert), and their mirror: combine_preprocess (unsort, reduce_scatter over ETP), token_combine
+(all_to_all over EP), combine_postprocess (the weighted sum). The backward pass of each goes the way of
+its mirror. Where it moves less, or runs faster, tokens go to all ranks instead, or, over nodes, in two
+levels: what a phase does is told by the kind (:mod:`commlayer.integrations.moe.dispatch_kinds`).
 
-One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in a frozen handle, so
-that combine, backward and recompute exchange no counts.
+One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in
+a frozen handle, so that combine, backward and recompute exchange no counts.
 
 Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
 """
@@ -258,15 +258,15 @@ class TokenDispatcher:
         return chunk.hold(rows)
 
     def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
-        """Start the exchange: over EP; or (two_level) over the rails; or (all_gather) to all ranks."""
+        """Start their exchange."""
         return chunk.token_dispatch(rows)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Gather all ETP ranks' rows and sort them by expert: [R, H]. Two_level: pass rows on inside the node first."""
+        """Make the rows of the local experts, sorted by expert, of what arrived: [R, H]."""
         return chunk.dispatch_postprocess(rows)
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-        """Mirror :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
+        """Mirror :meth:`dispatch_postprocess`: [R, H] → rows, or partial sums, to send back."""
         return chunk.combine_preprocess(rows, weights)
 
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
