@@ -17,12 +17,9 @@ from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, fill
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.traffic import SlowPair, Traffic
 
-__all__ = ["LEAST_GAIN_OF_LEVELS", "SplitRows", "distinct_nodes", "exchange_over", "is_one_of_two"]
+__all__ = ["SplitRows", "distinct_nodes", "exchange_over", "is_one_of_two"]
 
 _MOST_KEPT = 256
-LEAST_GAIN_OF_LEVELS = 0.1
-"""Another kind of dispatch than all_to_all is taken where it is predicted faster by more than this: it also computes maps of all
-ranks' tokens."""
 
 
 @lru_cache(maxsize=_MOST_KEPT)

@@ -1,14 +1,14 @@
 """The token dispatcher: it sends tokens to the experts that they chose, and brings the results back.
 
-The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess (permute),
-token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by expert), and their mirror:
-combine_preprocess (unsort, reduce_scatter over ETP), token_combine (all_to_all over EP), combine_postprocess (the weighted
-sum). The backward pass of each is the other's. Where it moves less, or runs faster, tokens go to all ranks instead:
-all_gather, then each rank takes what its experts need; partial sums, then reduce_scatter (MegaScale-MoE, section 3.2). Or, over
-nodes, in two levels: once to each node, then to the ranks there (:mod:`commlayer.integrations.moe.levels`).
+The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess
+(permute), token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by
+expert), and their mirror: combine_preprocess (unsort, reduce_scatter over ETP), token_combine
+(all_to_all over EP), combine_postprocess (the weighted sum). The backward pass of each goes the way of
+its mirror. Where it moves less, or runs faster, tokens go to all ranks instead, or, over nodes, in two
+levels: what a phase does is told by the kind (:mod:`commlayer.integrations.moe.dispatch_kinds`).
 
-One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in a frozen handle, so
-that combine, backward and recompute exchange no counts.
+One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in
+a frozen handle, so that combine, backward and recompute exchange no counts.
 
 Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
 """
@@ -32,16 +32,14 @@ from commlayer.integrations.moe.agreement import (
     weights_error,
 )
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.dispatch_kinds import KINDS, AllToAll
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.lent_experts import LentExperts
-from commlayer.integrations.moe.level_exchanges import LevelExchanges
-from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.moe.load_recorder import layer_record
 from commlayer.integrations.moe.planning import (
-    DISPATCH_KINDS,
     DispatchDecision,
     DispatchPlanner,
     is_sharded,
@@ -49,7 +47,6 @@ from commlayer.integrations.moe.planning import (
     slices_of,
 )
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.remat import recomputable_from
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
@@ -59,7 +56,6 @@ from commlayer.statistics import count_dispatch, count_spill
 
 __all__ = ["TokenDispatcher"]
 
-_WHOLE_KINDS = ("all_gather", "two_level")
 _Beside = TypeVar("_Beside")
 _NO_INDICES = torch.zeros(0, 1, dtype=torch.int64)
 
@@ -115,13 +111,13 @@ class TokenDispatcher:
         _check_slots(slots, num_experts, ep)
         self.slots = slots
         self.grid = ExpertGrid.of(num_experts if slots is None else slots.num_slots, ep, etp, etp_ep)
-        if kind not in ("auto", *DISPATCH_KINDS):
-            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
+        if kind not in ("auto", *KINDS):
+            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
-        if kind in _WHOLE_KINDS and slices is not None and len(slices) > 1:
-            raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
-        if kind == "two_level":
-            Levels.require(ep, self.grid.etp)
+        if kind != "auto":
+            if slices is not None and len(slices) > 1 and not KINDS[kind].takes_chunks:
+                raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
+            KINDS[kind].require(self.grid)
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
@@ -133,12 +129,11 @@ class TokenDispatcher:
         self._setup = (
             0 if self.spiller is None else self.spiller.number,
             number_of_wire(self.ways.wire),
-            ("auto", *DISPATCH_KINDS).index(kind),
+            ("auto", *KINDS).index(kind),
             weights_travel,
             *(slices or ()),
         )
         self.weights_travel = weights_travel
-        self._levels = LevelExchanges(self.grid, self.ways)
         self.record = layer_record(self.grid, num_experts)
         self._watching: list[Callable[[ChoiceCounts, ExpertSlots | None], None]] = []
         if self.record is not None:
@@ -190,13 +185,11 @@ class TokenDispatcher:
             layout, lent = self._spill(layout, experts)
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
-        ways = {"all_gather": layout.gathered, "two_level": layout.two_level}
-        chunks = ways[decision.kind]() if decision.kind in ways else layout.chunks(decision.slices)
         return DispatchHandle(
             decision.kind,
             indices.shape[0],
             indices.shape[1],
-            chunks,
+            KINDS[decision.kind].chunks(layout, self.ways, decision.slices),
             self,
             needs_gradient=layout.needs_gradient,
             sound_weights=None if weights is None else weakref.ref(weights),
@@ -257,75 +250,32 @@ class TokenDispatcher:
     # The six phases, of one chunk
 
     def dispatch_preprocess(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Permute: the chunk's tokens [t, H] → rows to send, by expert [Σ send_rows, H]."""
-        if chunk.two_level is not None:
-            return gather_rows(x, chunk.two_level.rails)
-        return x if chunk.is_gathered else gather_rows(x, chunk.rows)
-
-    def row_weights(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The weights [t, K] of the rows that :meth:`dispatch_preprocess` makes, for experts that apply them: [rows, 1]."""
-        if chunk.is_whole:
-            raise UsageError("weights go with their rows by all_to_all only: by the other kinds they go apart")
-        return weights_of_rows(weights, chunk.rows)
+        """Permute: the chunk's tokens [T, H] → rows to send, by expert [S, H]."""
+        return chunk.dispatch_preprocess(x)
 
     def hold(self, rows: torch.Tensor, chunk: Chunk) -> Held:
         """Hold rows for a later :meth:`token_dispatch`: the backward pass waits for their gradient here."""
-        return (self.grid.all if chunk.is_gathered else self.grid.ep).hold(rows)
+        return chunk.hold(rows)
 
     def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
-        """Start the exchange: over EP; or (two_level) over the rails; or (all_gather) to all ranks."""
-        if chunk.two_level is not None:
-            return self._levels.start_out(rows, chunk.two_level)
-        if chunk.is_gathered:
-            return self.ways.all_out.start_all_gather(rows, chunk.gather_rows)
-        return self.ways.out.start_all_to_all(
-            rows, chunk.send_rows, chunk.receive_rows, most_rows=chunk.most_rows, everyones=chunk.everyones
-        )
-
-    def weights_dispatch(self, weights: torch.Tensor | Held, chunk: Chunk) -> Pending:
-        """Start the exchange of gating weights that travel with their rows: as they are."""
-        return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows, everyones=chunk.everyones)
+        """Start their exchange."""
+        return chunk.token_dispatch(rows)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Gather all ETP ranks' rows and sort them by expert: [R, H]. Two_level: pass rows on inside the node first."""
-        if chunk.two_level is not None:
-            return gather_rows(self._levels.pass_on(rows, chunk.two_level), chunk.rows)
-        if chunk.is_gathered:
-            return gather_rows(rows, chunk.rows)
-        return permute_rows(self.grid.etp.all_gather(rows, chunk.gather_rows), chunk.by_expert)
+        """Make the rows of the local experts, sorted by expert, of what arrived: [R, H]."""
+        return chunk.dispatch_postprocess(rows)
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-        """Mirror :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
-        if chunk.is_whole:
-            if weights is not None:
-                weights = self.weights_here(weights, chunk)
-            sums = combine_rows(rows, weights, chunk.rows)
-            return sums if chunk.two_level is None else self._levels.pass_back(sums, chunk.two_level)
-        rows = permute_rows(rows, chunk.by_expert and chunk.by_expert.reversed())
-        return self.grid.etp.reduce_scatter(rows, chunk.gather_rows)
-
-    def weights_here(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Gather the weights of all ranks' tokens, and take those of what is here: of a chunk that brings all tokens at once."""
-        if chunk.two_level is not None:
-            return self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level)
-        assert chunk.choices is not None  # as in every chunk that is gathered
-        return self.grid.all.all_gather(weights, chunk.gather_rows).gather(1, chunk.choices)
+        """Mirror :meth:`dispatch_postprocess`: [R, H] → rows, or partial sums, to send back."""
+        return chunk.combine_preprocess(rows, weights)
 
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
         """Start the way back."""
-        if chunk.two_level is not None:
-            return self._levels.start_home(rows, chunk.two_level)
-        if chunk.is_gathered:
-            return self.ways.all_home.start_reduce_scatter(rows, chunk.gather_rows)
-        return self.ways.home.start_all_to_all(
-            rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows, everyones=chunk.home
-        )
+        return chunk.token_combine(rows)
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-        """Sum over choices, ``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
-        if chunk.two_level is not None:
-            return combine_rows(rows, None, chunk.two_level.rails)
-        return rows if chunk.is_gathered else combine_rows(rows, weights, chunk.rows)
+        """Sum over choices, ``Σ_k weights[t, k] · row of choice k``: [T, H]; ``weights`` None: the plain sum."""
+        return chunk.combine_postprocess(rows, weights)
 
     # Whole
 
@@ -357,11 +307,7 @@ class TokenDispatcher:
         """
         self._check_handle(handle)
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
-        chunk, weights = self._only(handle), _for_backward(weights, handle)
-        if chunk.is_whole:
-            return weights_of_rows(self.weights_here(weights, chunk), chunk.rows)
-        sent = self.weights_dispatch(self.row_weights(weights, chunk), chunk)
-        return self.dispatch_postprocess(sent.wait(), chunk)
+        return self._only(handle).fetch_weights(_for_backward(weights, handle))
 
     def combine(
         self,
@@ -603,7 +549,7 @@ class _ChunkStage:
         self._sizes, self._place = [chunk.num_tokens for chunk in handle.chunks], place
         self._weights: torch.Tensor | None = None
         """The weights that have not been sent: for the combine, or, where they travel apart from the rows, for the experts."""
-        self._packed: list[Held] = []
+        self._packed: list[tuple[Callable[[Held], Pending], Held]] = []
         self._going: list[Pending] = []
         self._returning: Pending | None = None
 
@@ -613,15 +559,16 @@ class _ChunkStage:
         of all chunks together as much as of one."""
         dispatcher, chunk = self.dispatcher, self.chunk
         rows = [dispatcher.dispatch_preprocess(x, chunk)]
-        if weights is not None and weights_travel and not chunk.is_whole:
-            rows.append(dispatcher.row_weights(weights, chunk))
+        starts: list[Callable[[Held], Pending]] = [lambda held: dispatcher.token_dispatch(held, chunk)]
+        if weights is not None and weights_travel and isinstance(chunk, AllToAll):
+            rows.append(chunk.weights_preprocess(weights))
+            starts.append(chunk.weights_dispatch)
         else:
             self._weights = weights
-        self._packed = [dispatcher.hold(each, chunk) for each in rows]
+        self._packed = [(start, dispatcher.hold(each, chunk)) for start, each in zip(starts, rows, strict=True)]
 
     def send(self) -> None:
-        ways = (self.dispatcher.token_dispatch, self.dispatcher.weights_dispatch)
-        self._going = [way(held, self.chunk) for way, held in zip(ways, self._packed, strict=False)]
+        self._going = [start(held) for start, held in self._packed]
         self._packed = []
 
     def compute(self, experts: Experts, x: torch.Tensor) -> None:
@@ -631,7 +578,7 @@ class _ChunkStage:
         self._going = []
         promise = recomputable_from(x, arrived[0], lambda tokens: _Arriving(self, tokens))
         if self._weights is not None and dispatcher.weights_travel:
-            arrived.append(weights_of_rows(dispatcher.weights_here(self._weights, chunk), chunk.rows))
+            arrived.append(chunk.fetch_weights(self._weights))
             self._weights = None
         computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
         computed = _returned(computed, arrived[0].shape, arrived[0].dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from commlayer.scheduler.dispatch_price import WEIGHT_BYTES, packed_index_bytes
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
@@ -17,10 +18,6 @@ from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import distinct_nodes
 
 __all__ = ["DispatchLevels", "parts_of_token"]
-
-_NARROW, _WIDE = 2, 4
-_MOST_NARROW = (1 << 15) - 1
-_WEIGHT_BYTES = 4
 
 
 def parts_of_token(job: Job, parts: int) -> float:
@@ -82,10 +79,10 @@ class DispatchLevels:
             found.reverse()
         if name == "combine":
             collective = "reduce_scatter" if is_back else "all_gather"
-            weights = self._of_all(flat, "weights", _WEIGHT_BYTES, collective)
+            weights = self._of_all(flat, "weights", WEIGHT_BYTES, collective)
             found = [*found, weights] if is_back else [weights, *found]
         elif suffix == "" or (suffix == "again" and self.setup.recompute != "selective"):
-            index_bytes = _NARROW if self.job.model.experts <= _MOST_NARROW else _WIDE
+            index_bytes = packed_index_bytes(self.job.model.experts)
             found.insert(0, self._of_all(flat, "choices", index_bytes, "all_gather"))
         return tuple(found)
 

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
+from commlayer.scheduler.dispatch_price import row_maps_us
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import (
     MOST_TAKEN,
@@ -54,7 +55,6 @@ from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
-from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
@@ -520,7 +520,7 @@ class LayerBuilder:
         """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher
         takes for a part of the exchanges' time."""
         moved = self.compute.memory_us(levels.moved_elements * self.software.activation_bytes)
-        return _moved(moved + LEAST_GAIN_OF_LEVELS * sum(call.us for call in calls))
+        return _moved(moved + row_maps_us(sum(call.us for call in calls)))
 
     def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""

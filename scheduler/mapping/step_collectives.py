@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.dispatch_price import INDEX_BYTES, WEIGHT_BYTES
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import head_sizes, kv_heads_needed
@@ -50,8 +51,7 @@ SEND_RECV = "send_recv"
 """The collective of messages between two ranks: the stages of a pipeline, the neighbours in a ring."""
 _DEGREES = frozenset({"tp", "cp", "dp", "pp", "etp", "ep", "edp"})
 _MIRRORS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-_INDEX_BYTES = 8  # int64
-_WEIGHT_BYTES = 4  # gating weights are FP32
+_COUNT_BYTES = 8  # int64
 _STATISTIC_BYTES = 8  # FP64
 _AGAIN = {
     "tensor": ("sequence", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
@@ -289,7 +289,7 @@ def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool
     model = job.model
     rows = dispatched_rows(job, setup)
     out, home = (rows * software.row_bytes(model.hidden, to_experts=way is not of_gradients) for way in (True, False))
-    weights = rows * _WEIGHT_BYTES * software.sends_weights
+    weights = rows * WEIGHT_BYTES * software.sends_weights
     return _kept(
         setup,
         *_counts(job, setup, software),
@@ -310,9 +310,9 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollectiv
     return _kept(
         setup,
         *_counts(job, setup, software),
-        StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * _INDEX_BYTES, "counts"),
+        StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * INDEX_BYTES, "counts"),
         StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch"),
-        StepCollective("weights", axis, "ep", "all_gather", tokens * model.top_k * _WEIGHT_BYTES, "combine"),
+        StepCollective("weights", axis, "ep", "all_gather", tokens * model.top_k * WEIGHT_BYTES, "combine"),
         StepCollective("tokens_sum", axis, "ep", "reduce_scatter", size, "combine"),
     )
 
@@ -323,7 +323,7 @@ def _counts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective,
     if job.capacity_factor is not None and not fixed:
         return ()
     words = fixed + each * job.model.experts + (reached * setup.ep if setup.etp == 1 else 0)
-    size = words * _INDEX_BYTES * setup.ep * setup.etp
+    size = words * _COUNT_BYTES * setup.ep * setup.etp
     return (StepCollective("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
 
 

@@ -25,15 +25,17 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.dispatch_price import dispatch_us, is_worth_it
 from commlayer.scheduler.placement.exchange_times import exchange_times
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
 from commlayer.scheduler.placement.spilled_rows import Spilled, rows_on_the_way
 from commlayer.scheduler.placement.step_timeline import MicroBatch
-from commlayer.scheduler.rails import LEAST_GAIN_OF_LEVELS
 
 __all__ = ["Exchanges", "ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
 
-_EXCHANGES = 4
+_PASSES = 2
+"""Forward and backward: a step trains."""
+_EXCHANGES = 2 * _PASSES
 """Dispatch, combine, and the same of their gradients."""
 _BACKWARD = 2.0
 _OPTIMIZER_BYTES = 12
@@ -269,14 +271,15 @@ class PlacementPrices:
         work, batches = self.work, self.work.micro_batches
         size = work.row_bytes / batches
         beside_flat = self._times.flat(most_rows * size) * batches
-        flat = _EXCHANGES * beside_flat + most_rows * work.move_us
+        flat = dispatch_us(_PASSES, out_us=beside_flat, home_us=beside_flat, moves_us=most_rows * work.move_us)
         if not self.has_levels:
             return Exchanges(flat, beside_flat, np.zeros_like(flat, dtype=bool))
         on_rails, in_nodes = load.tokens * node_reach / self.per_node, load.tokens * rank_reach
         rails = self._times.rails(on_rails * size) * batches
-        both = _EXCHANGES * (rails + self._times.inside(in_nodes * size) * batches)
-        both = both + (on_rails + in_nodes + most_rows) * work.level_move_us
-        levels = both * (1 + LEAST_GAIN_OF_LEVELS) < flat  # as the dispatcher chooses
+        way = rails + self._times.inside(in_nodes * size) * batches
+        moves_us = (on_rails + in_nodes + most_rows) * work.level_move_us
+        both = dispatch_us(_PASSES, out_us=way, home_us=way, moves_us=moves_us)
+        levels = is_worth_it(both, flat)
         return Exchanges(np.where(levels, both, flat), np.where(levels, rails, beside_flat), levels)
 
     def compute_us(self, most_rows: Array) -> Array:
