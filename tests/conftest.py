@@ -17,8 +17,8 @@ import unsteady
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
 os.environ.setdefault("COMMLAYER_TRIALS", "off")
 os.environ.setdefault("COMMLAYER_REPLAN", "off")
-# Images of containers switch bytecode files off. Each of the many processes that tests start would then compile this package again,
-# and pytest would rewrite the asserts of all test files in each of its workers.
+# Images of containers switch bytecode files off. Each process that tests start would then compile this package again, and each of
+# pytest's workers would rewrite the asserts of all test files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Tables are as wide as a pipe's, also where a user exports the width of his terminal; pytest-xdist does so for its workers.
