@@ -3,6 +3,7 @@ default, and in which order; with --every-variant all of them run, and none may 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -39,8 +40,23 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "emulated_cluster" in request.fixturenames or request.node.get_closest_marker("cluster"):
         from commlayer.measure import calibrate
 
+        _load_for_ranks()
         for name in ("PROBE", "DEVICE_PROBE"):
             monkeypatch.setattr(calibrate, name, replace(getattr(calibrate, name), deadline_s=math.inf))
+
+
+@functools.cache
+def _load_for_ranks() -> None:
+    """Do once, before ranks are forked, what each of them would do when it makes its first group."""
+    from commlayer.backend import create, dynamo, patches
+
+    assert create.create_group  # all that it imports is loaded
+    dynamo.skip_methods()
+    patches.teach_monitored_barrier()
+    patches.teach_timeouts()
+    patches.teach_batches()
+    patches.teach_lists()
+    patches.teach_barrier()
 
 
 _SWITCH = "--every-variant"
