@@ -3,8 +3,10 @@ default, and in which order; with --every-variant all of them run, and none may 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import sys
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,10 @@ import unsteady
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
 os.environ.setdefault("COMMLAYER_TRIALS", "off")
 os.environ.setdefault("COMMLAYER_REPLAN", "off")
+# Images of containers switch bytecode files off. Each process that tests start would then compile this package again, and each of
+# pytest's workers would rewrite the asserts of all test files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tables are as wide as a pipe's, also where a user exports the width of his terminal; pytest-xdist does so for its workers.
 os.environ.pop("COLUMNS", None)
 
@@ -34,8 +40,23 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "emulated_cluster" in request.fixturenames or request.node.get_closest_marker("cluster"):
         from commlayer.measure import calibrate
 
+        _load_for_ranks()
         for name in ("PROBE", "DEVICE_PROBE"):
             monkeypatch.setattr(calibrate, name, replace(getattr(calibrate, name), deadline_s=math.inf))
+
+
+@functools.cache
+def _load_for_ranks() -> None:
+    """Do once, before ranks are forked, what each of them would do when it makes its first group."""
+    from commlayer.backend import create, dynamo, patches
+
+    assert create.create_group  # all that it imports is loaded
+    dynamo.skip_methods()
+    patches.teach_monitored_barrier()
+    patches.teach_timeouts()
+    patches.teach_batches()
+    patches.teach_lists()
+    patches.teach_barrier()
 
 
 _SWITCH = "--every-variant"

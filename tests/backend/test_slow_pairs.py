@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from linear_profiles import linear_profile
 
+from commlayer.engine.group_plans import Choices
+from commlayer.profiles.links import SlowLink
 from commlayer.scheduler import Strategy
+from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.slow_pairs import is_avoided, ring_order
+from commlayer.scheduler.traffic import SlowPair
+from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -84,22 +91,40 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
     assert found[groups[0][0]] == {"ring×3"}
 
 
+def planned_round(slow: Iterable[SlowLink], pairs: tuple[SlowPair, ...]) -> list[str]:
+    """What is decided of each collective, with reasons, on links that are slow in these places and of known times elsewhere.
+
+    Of what a busy machine measures, all times are its processors', and no plan is better than another.
+    """
+    slowest = min(link.rate for link in slow)
+    profile = linear_profile("4x2", direct=max(1.0, 1 / slowest / 3), ring=1 / slowest, slow=tuple(slow))
+    choices = Choices((2,) * 4, Planner(profile), Settings(), slow_pairs=pairs)
+    decisions = [choices.planner.decide(choices._traffic(name, 8 << 20)) for name in COLLECTIVES]
+    assert [each.plan.strategy for each in decisions] == [Strategy.RING] * 3
+    return [each.reason() for each in decisions]
+
+
 def test_a_slow_pair_is_found_and_gone_round(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    def job() -> tuple[str, tuple[int, ...], list[str], list[str]]:
+    def job() -> tuple[str, tuple[int, ...], list[str]]:
         group = start(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path))
         choices = group._planned.choices
-        links = ", ".join(map(str, choices.job_planner.profile.slow_links))
-        plans, reasons = [], []
+        slow = choices.job_planner.profile.slow_links
+        links = ", ".join(map(str, slow))
+        orders = []
         for name in COLLECTIVES:
             traffic = choices._traffic(name, 8 << 20)
             assert is_avoided(traffic, (0, 1))
-            plans.append(choices.plan(name, 8 << 20).strategy)
-            reasons.append(choices.planner.decide(traffic).reason())
+            orders.append(ring_order(traffic))
+        reasons = planned_round(slow, choices.slow_pairs)
+        check(group, 100_003, torch.float32)  # by whatever plan seemed best
+        choices._forced = parse_plan("ring")
+        choices._plans.clear()
         check(group, 10_007, torch.float32)
-        check(group, 100_003, torch.float32)
+        assert choices.plan("all_reduce", 8 << 20).strategy is Strategy.RING
         near: Any = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])][dist.get_rank() // 4]
         assert (near._planned.choices.slow_pairs != ()) == (dist.get_rank() < 4 or "2 and 3" in links)
-        return links, ring_order(traffic), plans, reasons
+        (order,) = set(orders)
+        return links, order, reasons
 
     cluster = emulated_cluster(4, 2, inter="400mbit")
     if not cluster.shaped:
@@ -107,8 +132,7 @@ def test_a_slow_pair_is_found_and_gone_round(emulated_cluster: ClusterFactory, t
     cluster.shape_pair(0, 1, "20mbit")
     found = cluster.run(job, timeout_s=120.0)
     assert len({each[:2] for each in found}) == 1
-    for links, order, plans, reasons in found:
+    for links, order, reasons in found:
         assert "nodes 0 and 1 have" in links
-        assert plans == [Strategy.RING] * 3
         for reason in reasons:
             assert f"node order {'-'.join(map(str, order))} avoids the slow pair 0-1" in reason

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_loaded
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has them too, but not for type checkers
 
 from commlayer.failures import descriptors
@@ -73,8 +72,9 @@ def test_no_connection_to_the_store_is_begun_that_cannot_be_had(few: None) -> No
 
 
 PROGRAM = """
-import resource, sys
+import os, resource, sys
 rank, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+os.environ["COMMLAYER_PROFILE"], os.environ["COMMLAYER_CACHE"] = sys.argv[5:]
 import torch.distributed as dist
 import commlayer.measure.calibrate
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
@@ -83,57 +83,41 @@ dist.init_process_group(backend, store=store, rank=rank, world_size=4)
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "commlayer") -> list[tuple[int, str]]:
-    """Four ranks with these limits, whose store is served here, as torchrun's is by its agent: status and stderr of each."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("COMMLAYER_")}
-    environment |= {"COMMLAYER_CACHE": str(cache), "COMMLAYER_PROFILE": profile, "OMP_NUM_THREADS": "1"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(server.port), str(limit), backend],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank, limit in enumerate(limits)
-    ]
-    try:
-        ends = [rank.communicate(timeout=90)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, end) for rank, end in zip(ranks, ends, strict=True)]
+LACKING = [
+    ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
+    (
+        [1024, 38, 1024, 1024],
+        "auto",
+        "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
+    ),
+    ([1024, 36, 1024, 1024], "auto", "a group of 4 ranks needs 7 more open files, and this process may "),
+    ([1024, 42, 1024, 1024], "auto", "more open files, and this process may open "),
+]
+"""What each rank may open, the profile, and what all ranks say."""
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("limits", "profile", "words"),
-    [
-        ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
-        (
-            [1024, 38, 1024, 1024],
-            "auto",
-            "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
-        ),
-        (
-            [1024, 36, 1024, 1024],
-            "auto",
-            "a group of 4 ranks needs 7 more open files, and this process may ",
-        ),
-        ([1024, 42, 1024, 1024], "auto", "more open files, and this process may open "),
-    ],
-)
-def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(
-    tmp_path: Path, limits: list[int], profile: str, words: str
-) -> None:
-    for status, said in run_programs(limits, profile, tmp_path):
-        assert status == 1, said  # not −6, SIGABRT
-        assert "ClusterError: " in said or "PeerError: rank " in said, said
-        assert words in said
-        assert f"Its limit is {min(limits)}: raise it with `ulimit -n 1024` before the job starts" in said
+def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """The ranks' store is served here, as torchrun's is by its agent."""
+    servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in LACKING]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COMMLAYER_")}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    jobs = [
+        [
+            [str(rank), str(server.port), str(limit), "commlayer", profile, str(tmp_path / f"cache-{place}")]
+            for rank, limit in enumerate(limits)
+        ]
+        for place, (server, (limits, profile, _)) in enumerate(zip(servers, LACKING, strict=True))
+    ]
+    modules = ["torch.distributed", "commlayer.measure.calibrate", "commlayer.backend.create"]
+    ends = run_loaded(PROGRAM, modules, jobs, environment=environment, folder=tmp_path, timeout_s=240)
+    for (limits, profile, words), ranks in zip(LACKING, ends, strict=True):
+        for rank, (status, said) in enumerate(ranks):
+            case = f"limits {limits}, profile {profile}, rank {rank} of 4: {said}"
+            assert status == 1, case  # not −6, SIGABRT
+            assert "ClusterError: " in said or "PeerError: rank " in said, case
+            assert words in said, case
+            assert f"Its limit is {min(limits)}: raise it with `ulimit -n 1024` before the job starts" in said, case
 
 
 class Opening:

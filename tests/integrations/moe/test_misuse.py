@@ -101,9 +101,11 @@ def test_inference_mode(emulated_cluster: ClusterFactory, dispatch: str) -> None
 
 
 def compiled() -> bool:
+    """On rank 0, which takes a processor for half a minute. The other calls the layer as it is, and decides the same."""
     mesh, _ = start()
     layer, x = MoELayer(HIDDEN, 12, ROUTER, mesh=mesh), tokens()
-    return torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    called = torch.compile(layer, backend="eager") if dist.get_rank() == 0 else layer
+    return torch.equal(called(x), layer(x))
 
 
 def test_compile_leaves_the_decision_alone(
