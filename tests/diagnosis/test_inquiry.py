@@ -18,7 +18,8 @@ import msgspec
 import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.diagnosis import inquiry, ring
+from commlayer.calls import ring
+from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.diagnosis.long_waits import LongWait
@@ -292,7 +293,7 @@ def test_a_damaged_log_of_one_rank_is_named_and_ends_nothing(
 def test_a_damaged_log_is_named_behind_a_long_wait_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, detector = asking(tmp_path)
     track = ring.open_track(16, "long", "long", (0, 1, 2), str, str)
-    number = track.note("all_reduce", None, 4, 4, None, False, depth=1)
+    number = track.note("all_reduce", None, 4, 4, None, False, depth=1).number
     first._store.set("0/log/1", HOSTILE["garbage"])  # type: ignore[arg-type]  # it takes bytes too
     for _ in range(2):
         first.waited_long(LongWait("long", 0, "all_reduce", number, perf_counter_ns()))
