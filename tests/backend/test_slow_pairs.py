@@ -92,7 +92,7 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
 
 
 def planned_round(slow: Iterable[SlowLink], pairs: tuple[SlowPair, ...]) -> list[str]:
-    """What is decided of each collective, with reasons, on links that are slow in these places and of known times elsewhere.
+    """Decide about each collective, on links that are slow in these places and of known times elsewhere; return the reasons.
 
     Of what a busy machine measures, all times are its processors', and no plan is better than another.
     """
