@@ -99,6 +99,7 @@ def planned_round(slow: Iterable[SlowLink], pairs: tuple[SlowPair, ...]) -> list
     slowest = min(link.rate for link in slow)
     profile = linear_profile("4x2", direct=max(1.0, 1 / slowest / 3), ring=1 / slowest, slow=tuple(slow))
     choices = Choices((2,) * 4, Planner(profile), Settings(), slow_pairs=pairs)
+    assert choices.planner is not None
     decisions = [choices.planner.decide(choices._traffic(name, 8 << 20)) for name in COLLECTIVES]
     assert [each.plan.strategy for each in decisions] == [Strategy.RING] * 3
     return [each.reason() for each in decisions]
