@@ -92,16 +92,15 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
 
 
 def planned_round(slow: Iterable[SlowLink], pairs: tuple[SlowPair, ...]) -> list[str]:
-    """What is decided of each collective, with reasons, on links that are slow in these places and of known times elsewhere.
+    """Decide about each collective, on links that are slow in these places and of known times elsewhere; return the reasons.
 
     Of what a busy machine measures, all times are its processors', and no plan is better than another.
     """
     slowest = min(link.rate for link in slow)
     profile = linear_profile("4x2", direct=max(1.0, 1 / slowest / 3), ring=1 / slowest, slow=tuple(slow))
     choices = Choices((2,) * 4, Planner(profile), Settings(), slow_pairs=pairs)
-    planner = choices.planner
-    assert planner is not None
-    decisions = [planner.decide(choices._traffic(name, 8 << 20)) for name in COLLECTIVES]
+    assert choices.planner is not None
+    decisions = [choices.planner.decide(choices._traffic(name, 8 << 20)) for name in COLLECTIVES]
     assert [each.plan.strategy for each in decisions] == [Strategy.RING] * 3
     return [each.reason() for each in decisions]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_loaded
+from loaded_programs import run_loaded
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has them too, but not for type checkers
 
 from commlayer.failures import descriptors
@@ -93,7 +93,7 @@ LACKING = [
     ([1024, 36, 1024, 1024], "auto", "a group of 4 ranks needs 7 more open files, and this process may "),
     ([1024, 42, 1024, 1024], "auto", "more open files, and this process may open "),
 ]
-"""What each rank may open, the profile, and what all ranks say."""
+"""Cases: the files that each rank may open, the profile, and the words of all ranks."""
 
 
 @pytest.mark.cluster
