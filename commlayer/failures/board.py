@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commlayer.failures.blame import Blame, blame_of, rank_or_one_of
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Absent, Asked, Left, Record, Report, told
-from commlayer.failures.verdicts import Verdict, named, verdict_of
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 from commlayer.profiles.printable import say
@@ -93,7 +93,7 @@ class FailedStep(FailedWait):
     def __str__(self) -> str:
         return (
             f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
-            f"step {self.step} of chunk {self.chunk}, waiting for {named(self.peers)}"
+            f"step {self.step} of chunk {self.chunk}, waiting for {rank_or_one_of(self.peers)}"
         )
 
 
@@ -105,7 +105,7 @@ class FailedConnection(FailedWait):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} could not connect to {named(self.peers).removeprefix('one of ')} (group {self.group}, "
+            f"rank {self.rank} could not connect to {rank_or_one_of(self.peers).removeprefix('one of ')} (group {self.group}, "
             f"{self.purpose})"
         )
 
@@ -301,7 +301,7 @@ class FailureBoard:
         verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
         return verdict.words(self.rank) if verdict.ranks else ""
 
-    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> Verdict:
+    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> Blame:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
         unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
@@ -313,7 +313,7 @@ class FailureBoard:
                     return verdict
                 self.detector.changed.wait(left_s)
 
-    def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Verdict, bool]:
+    def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Blame, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
         dead = self._dead()
         if dead is not None:
@@ -338,7 +338,7 @@ class FailureBoard:
             sources = {rank: source for rank, source in sources.items() if rank not in seen}
             if not sources:  # they wait for each other, as ranks do that called different things
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
-                return Verdict(wait.peers, what, wait.rank), False
+                return Blame(wait.peers, what, wait.rank), False
 
     def _waited_for(self, reports: Iterable[Report]) -> dict[int, tuple[str, int]]:
         """The ranks that these waited for; what each of them reports, and who."""
@@ -352,15 +352,15 @@ class FailureBoard:
                 found |= dict.fromkeys(self.ranks, (report.what, report.rank))
         return found
 
-    def _dead(self) -> Verdict | None:
+    def _dead(self) -> Blame | None:
         """The member that died first, or left by an exception: what came later may be a consequence of it."""
         return self.detector.first_failure(self.ranks)
 
-    def _of_leaver(self, record: Report | Left) -> Verdict:
+    def _of_leaver(self, record: Report | Left) -> Blame:
         """Who is to blame for it that a member left: itself, or the rank of the job because of which it did."""
         cause = self.detector.first_failure(self.detector.ranks) if record.is_consequence else None
         if cause is None:
-            return Verdict((record.rank,), record.what, record.rank)
+            return Blame((record.rank,), record.what, record.rank)
         return replace(cause, leaver=None if record.rank in (self.rank, *cause.ranks) else record.rank)
 
     @property
@@ -368,11 +368,11 @@ class FailureBoard:
         """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
         return self.is_broken or any(rank in self.ranks for rank in list(self.detector.left))
 
-    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Verdict, bool]:
+    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
         if left and left[0].is_failure:
             return self._of_leaver(left[0]), True
         if left:
-            return verdict_of(left[0]), True
-        return Verdict(tuple(silent), what, seen_by), False
+            return blame_of(left[0]), True
+        return Blame(tuple(silent), what, seen_by), False

@@ -45,13 +45,13 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from commlayer.failures.blame import Blame, blame_of, first_failure
 from commlayer.failures.descriptors import explained, set_aside
-from commlayer.failures.failure_records import Absent, Asked, Ending, Gone, Left, Record, Report, told
+from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report, told
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
 from commlayer.failures.store_answers import asked_store, store_host
-from commlayer.failures.verdicts import Verdict, first_failure, verdict_of
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
@@ -173,7 +173,7 @@ class FailureDetector:
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
-        self.ended: list[Ending] = []
+        self.ended: list[Ended] = []
         """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it acts
         on it."""
         self.reports: dict[tuple[str, int], Report] = {}
@@ -430,7 +430,7 @@ class FailureDetector:
         with self.changed:
             return self._failure()
 
-    def first_failure(self, ranks: Container[int]) -> Verdict | None:
+    def first_failure(self, ranks: Container[int]) -> Blame | None:
         """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
         return first_failure(self.ended, self.left, ranks)
 
@@ -442,7 +442,7 @@ class FailureDetector:
         """:meth:`failure`, with the lock held. Where only consequences are known, the first of them."""
         verdict = self.first_failure(self.ranks)
         if verdict is None and self.ended:
-            verdict = verdict_of(self.ended[0])
+            verdict = blame_of(self.ended[0])
         return "" if verdict is None else verdict.words(self.rank)
 
     def host_lost(self) -> str:
@@ -693,7 +693,7 @@ class FailureDetector:
         if not isinstance(record, Absent) and record.rank == self.rank:
             return
         if isinstance(record, (Gone, Absent)) or (isinstance(record, Left) and record.is_failure):
-            verdict = verdict_of(record)
+            verdict = blame_of(record)
             is_consequence = isinstance(record, Left) and record.is_consequence
             self._news.heard(verdict.culprit, verdict.fate(self.rank), is_consequence=is_consequence)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PROCESS_ENDED", "Absent", "Asked", "Ending", "Gone", "Left", "Record", "Report", "told"]
+__all__ = ["PROCESS_ENDED", "Absent", "Asked", "Ended", "Gone", "Left", "Record", "Report", "told"]
 
 PROCESS_ENDED = "its process has ended"
 """The words for a rank that ended without a word."""
@@ -82,9 +82,9 @@ class Absent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return f"did not come within {self.within_s:g} s"
 
 
-Ending = Gone | Left | Absent
+Ended = Gone | Left | Absent
 """Tells of ranks that take no further part in the job."""
-Record = Ending | Report | Asked
+Record = Ended | Report | Asked
 
 
 def told(text: str) -> str:

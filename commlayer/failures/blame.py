@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from commlayer.failures.failure_records import Absent, Ending, Gone, Left
+from commlayer.failures.failure_records import Absent, Ended, Gone, Left
 from commlayer.profiles.counted import listed
 
-__all__ = ["Verdict", "first_failure", "named", "verdict_of"]
+__all__ = ["Blame", "blame_of", "first_failure", "rank_or_one_of"]
 
 _MOST_NAMED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Blame:
     """The ranks that are to blame, and ``what`` became of them, as ``seen_by`` tells."""
 
     ranks: tuple[int, ...]
@@ -30,7 +30,7 @@ class Verdict:
     @property
     def culprit(self) -> str:
         """The ranks in words."""
-        return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else named(self.ranks)
+        return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else rank_or_one_of(self.ranks)
 
     def fate(self, reader: int) -> str:
         """Say what became of them, and who has seen it: not where that is the rank ``reader``, which is told, or one of them."""
@@ -41,16 +41,16 @@ class Verdict:
         return f"{self.culprit} {self.fate(reader)}"
 
 
-def verdict_of(record: Ending) -> Verdict:
-    """The verdict where nothing but ``record`` is known."""
+def blame_of(record: Ended) -> Blame:
+    """Blame the ranks of ``record``, where nothing else is known."""
     if isinstance(record, Absent):
-        return Verdict(record.ranks, record.what, record.seen_by, are_all=True)
+        return Blame(record.ranks, record.what, record.seen_by, are_all=True)
     if isinstance(record, Gone):
-        return Verdict((record.rank,), record.what, record.seen_by, record.is_unheard)
-    return Verdict((record.rank,), record.what, record.rank)
+        return Blame((record.rank,), record.what, record.seen_by, record.is_unheard)
+    return Blame((record.rank,), record.what, record.rank)
 
 
-def first_failure(ended: Iterable[Ending], left: Mapping[int, Left], ranks: Container[int]) -> Verdict | None:
+def first_failure(ended: Iterable[Ended], left: Mapping[int, Left], ranks: Container[int]) -> Blame | None:
     """Find the ones of ``ranks`` that failed first, and not because of other ranks. None where none has failed.
 
     ``ended``: what is known, in the order of cause and effect; ``left``: what ranks that left have said themselves, which counts
@@ -60,15 +60,15 @@ def first_failure(ended: Iterable[Ending], left: Mapping[int, Left], ranks: Cont
         if isinstance(record, Absent):
             absent = tuple(rank for rank in record.ranks if rank in ranks)
             if absent:
-                return Verdict(absent, record.what, record.seen_by, are_all=True)
+                return Blame(absent, record.what, record.seen_by, are_all=True)
         elif record.rank in ranks:
             said = left.get(record.rank)
             if said is None or not said.is_consequence:
-                return verdict_of(record if said is None else said)
+                return blame_of(record if said is None else said)
     return None
 
 
-def named(ranks: Iterable[int]) -> str:
+def rank_or_one_of(ranks: Iterable[int]) -> str:
     """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
     listed = list(ranks)
     names = ", ".join(map(str, listed[:_MOST_NAMED])) + ("" if len(listed) <= _MOST_NAMED else f", … {listed[-1]}")
