@@ -29,9 +29,9 @@ import torch.distributed as dist
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
 from commlayer.integrations.moe.agreement import weights_error
+from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
-from commlayer.integrations.moe.planning import DISPATCH_KINDS
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.run_as_main import run_as_main
