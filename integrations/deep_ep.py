@@ -29,7 +29,7 @@ import torch.distributed as dist
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
 from commlayer.integrations.moe.agreement import weights_error
-from commlayer.integrations.moe.dispatch_kinds import KINDS
+from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.routing import who
@@ -50,8 +50,8 @@ def install_deep_ep(*, kind: str = "auto", replace: bool = False) -> None:
 
     Raises UsageError where the real one is installed, or Megatron-Core has looked for it already, and for another ``kind``.
     """
-    if kind not in ("auto", *KINDS):
-        raise UsageError(f"install_deep_ep: kind must be auto, {' or '.join(KINDS)}, got {kind!r}")
+    if kind not in ("auto", *DISPATCH_KINDS):
+        raise UsageError(f"install_deep_ep: kind must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
     if "is_commlayers" in vars(sys.modules.get("deep_ep", object)):
         DeepEPBuffer.kind = kind
         return

@@ -66,5 +66,5 @@ def is_worth_it(us: Micros, flat_us: Micros) -> Any:
 
 
 def row_maps_us(exchanges_us: float) -> float:
-    """What the row maps of all ranks' tokens are taken to cost, for exchanges of ``exchanges_us``."""
+    """The time that row maps of all ranks' tokens are taken to cost, beside exchanges of so many µs."""
     return _LEAST_GAIN * exchanges_us

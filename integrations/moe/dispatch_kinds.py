@@ -4,14 +4,14 @@ out and back.
 - :class:`AllToAll` sends a row for each choice of a token to the rank that holds the chosen expert.
 - :class:`AllGather` sends all tokens to all ranks. Each takes what its experts need (MegaScale-MoE,
   section 3.2).
-- :class:`TwoLevel` sends a token once to each node that holds any of its experts, and on from there
+- :class:`TwoLevels` sends a token once to each node that holds any of its experts, and on from there
   (:mod:`commlayer.integrations.moe.levels`).
 
 Each class reads from top to bottom in the order in which tokens go: what the exchanged counts say of
 the chunk, the way out (reorder, exchange, reorder), the way back as its mirror, the gating weights.
 The contract of all three is :class:`~commlayer.integrations.moe.handle.Chunk`.
 
-A new kind is one more class here and its name in :data:`KINDS`. What it costs is priced by
+A new kind is one more class here and its name in :data:`DISPATCH_KINDS`. What it costs is priced by
 :func:`commlayer.scheduler.dispatch_price.dispatch_us`, of its terms in
 :meth:`commlayer.integrations.moe.planning.DispatchPlanner.decide`.
 
@@ -59,7 +59,7 @@ from commlayer.integrations.moe.row_maps import (
 from commlayer.scheduler.dispatch_price import packed_index_bytes
 from commlayer.scheduler.plan import Span
 
-__all__ = ["KINDS", "AllGather", "AllToAll", "TwoLevel"]
+__all__ = ["DISPATCH_KINDS", "AllGather", "AllToAll", "TwoLevels"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +273,7 @@ class AllGather:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TwoLevel:
+class TwoLevels:
     """A token goes over the rail to each node that holds any of its experts, and there to the ranks that
     hold them. On the way back sums are made at each stop.
 
@@ -301,7 +301,7 @@ class TwoLevel:
         Levels.require(grid.ep, grid.etp)
 
     @classmethod
-    def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int]) -> tuple[TwoLevel, ...]:
+    def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int]) -> tuple[TwoLevels, ...]:
         """Make the one chunk, with the rows that a flat one brings. Collective: the indices travel."""
         grid = layout.grid
         assert grid.levels is not None  # the decision, or the user, was told where there are none
@@ -379,7 +379,7 @@ class TwoLevel:
         return weights_of_rows(self._arriving_weights(weights_TK), self.taken)
 
 
-KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather, "two_level": TwoLevel}
+DISPATCH_KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather, "two_level": TwoLevels}
 """The kinds by the names that users give them."""
 
 

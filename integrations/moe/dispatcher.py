@@ -32,7 +32,7 @@ from commlayer.integrations.moe.agreement import (
     weights_error,
 )
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
-from commlayer.integrations.moe.dispatch_kinds import KINDS, AllToAll
+from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS, AllToAll
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -111,13 +111,13 @@ class TokenDispatcher:
         _check_slots(slots, num_experts, ep)
         self.slots = slots
         self.grid = ExpertGrid.of(num_experts if slots is None else slots.num_slots, ep, etp, etp_ep)
-        if kind not in ("auto", *KINDS):
-            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(KINDS)}, got {kind!r}")
+        if kind not in ("auto", *DISPATCH_KINDS):
+            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
         if kind != "auto":
-            if slices is not None and len(slices) > 1 and not KINDS[kind].takes_chunks:
+            if slices is not None and len(slices) > 1 and not DISPATCH_KINDS[kind].takes_chunks:
                 raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
-            KINDS[kind].require(self.grid)
+            DISPATCH_KINDS[kind].require(self.grid)
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
@@ -129,7 +129,7 @@ class TokenDispatcher:
         self._setup = (
             0 if self.spiller is None else self.spiller.number,
             number_of_wire(self.ways.wire),
-            ("auto", *KINDS).index(kind),
+            ("auto", *DISPATCH_KINDS).index(kind),
             weights_travel,
             *(slices or ()),
         )
@@ -189,7 +189,7 @@ class TokenDispatcher:
             decision.kind,
             indices.shape[0],
             indices.shape[1],
-            KINDS[decision.kind].chunks(layout, self.ways, decision.slices),
+            DISPATCH_KINDS[decision.kind].chunks(layout, self.ways, decision.slices),
             self,
             needs_gradient=layout.needs_gradient,
             sound_weights=None if weights is None else weakref.ref(weights),

@@ -100,7 +100,7 @@ class DispatchHandle:
     """The handle of a dispatch, with all that combine, backward and recompute need."""
 
     kind: str
-    """A name of :data:`commlayer.integrations.moe.dispatch_kinds.KINDS`."""
+    """A name of :data:`commlayer.integrations.moe.dispatch_kinds.DISPATCH_KINDS`."""
     num_tokens: int
     """T of this rank."""
     top_k: int

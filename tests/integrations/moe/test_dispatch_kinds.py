@@ -11,7 +11,7 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import measuring
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
-from commlayer.integrations.moe.dispatch_kinds import KINDS, TwoLevel
+from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS, TwoLevels
 from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.levels import RowsOnLevel
 from commlayer.integrations.moe.planning import DispatchPlanner
@@ -54,7 +54,7 @@ def test_every_kind_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "measure_moves", lambda *_: (1.0, 1.0, 1.0))
     found = layout(Alone(), 8)
     decision = DispatchPlanner(found.grid, "auto", (8,)).decide(found, torch.zeros(6, 4), None)
-    assert list(decision.kinds_us) == list(KINDS)
+    assert list(decision.kinds_us) == list(DISPATCH_KINDS)
 
 
 @pytest.mark.parametrize("num_experts", [8, 32_767, 32_768])
@@ -62,17 +62,17 @@ def test_choices_travel_in_as_many_bytes_as_are_priced(num_experts: int) -> None
     ep = Alone()
     found = layout(ep, num_experts)
     ep.gathered_bytes = 0
-    (chunk,) = TwoLevel.chunks(found, WireGroups(ep, ep, DispatchWire()), (8,))
+    (chunk,) = TwoLevels.chunks(found, WireGroups(ep, ep, DispatchWire()), (8,))
     assert ep.gathered_bytes == 4 * 6 * 2 * packed_index_bytes(num_experts)
     assert sum(chunk.expert_rows) == int(found.counts[..., : found.grid.num_local_experts].sum())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DISPATCH_KINDS)
 def test_the_fields_of_a_kind_are_all_its_own(kind: str) -> None:
     """No field is empty because it means nothing for this kind."""
     found = layout(Alone(), 8, 32)
     ways = WireGroups(found.grid.ep, found.grid.all, DispatchWire())
-    (chunk,) = KINDS[kind].chunks(found, ways, (8,))
+    (chunk,) = DISPATCH_KINDS[kind].chunks(found, ways, (8,))
     empty = [each.name for each in fields(chunk) if getattr(chunk, each.name) in (None, ())]  # type: ignore[arg-type]
     assert empty in ([], ["everyones_rows"])  # which are for tokens on a device
     assert chunk.num_tokens == 32
