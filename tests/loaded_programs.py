@@ -71,6 +71,6 @@ def run_loaded(
             os.killpg(launcher.pid, 9)
             launcher.communicate()
     return [
-        [(status, Path(path).read_text()) for status, path in zip(of_job, paths, strict=True)]
+        [(status, Path(path).read_text(encoding="utf-8")) for status, path in zip(of_job, paths, strict=True)]
         for of_job, paths in zip(statuses, said, strict=True)
     ]

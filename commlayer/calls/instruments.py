@@ -44,7 +44,7 @@ _Kind = TypeVar("_Kind", bound="Instrument")
 
 @dataclass(frozen=True)
 class Movement:
-    """What a plan is about to move, for an instrument that looks at tensors; it must not keep them longer than the call.
+    """The tensors that a plan is about to move, for an instrument that looks at them; it must not keep them longer than the call.
 
     Attributes:
         plan, source, target: what moves which tensor into which.

@@ -63,7 +63,7 @@ def _renew(section: str, reason: str) -> None:
         print(each)
     print(f"{section}: {len(new)} cases in {size} bytes, {moved} moved")
     if moved:
-        with _REASONS.open("a") as file:
+        with _REASONS.open("a", encoding="utf-8") as file:
             file.write(f"{section}: {moved} of {len(new)} cases: {reason}\n")
 
 

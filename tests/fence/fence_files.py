@@ -71,7 +71,7 @@ def _run(folder: Path, settings: dict[str, str]) -> None:
 
 def _masked(path: Path) -> Facts:
     """The content of a file, and a hash of its bytes, which also tells how it is laid out."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for pattern, replacement in _MASKS:
         text = re.sub(pattern, replacement, text)
     return {"content": json.loads(text), "bytes": hashlib.sha256(text.encode()).hexdigest()[:24]}

@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
     assert log is not None, "the ring of calls is there by default"
     write_log(folder, log)
     rank = dist.get_rank()
-    (folder / f"stats-{rank}.json").write_text(json.dumps(commlayer.stats(), indent=1, default=str))
+    (folder / f"stats-{rank}.json").write_text(json.dumps(commlayer.stats(), indent=1, default=str), encoding="utf-8")
     dist.destroy_process_group()
 
 
