@@ -46,7 +46,10 @@ def use_device_time(time: DeviceTime | None) -> None:
 
 
 class _BehindDevice(Instrument):
-    """Has calls begin when the device has done what their caller has launched, as NCCL's do."""
+    """Has calls begin when the device has done what their caller has launched, as NCCL's do.
+
+    A synchronous call waits here; whoever runs an asynchronous one waits then.
+    """
 
     def issued(self, call: Call) -> None:
         until = device_busy_until()
@@ -56,10 +59,6 @@ class _BehindDevice(Instrument):
             call.begins_after_s = until
         else:
             await_device(until)
-
-    def began(self, call: Call) -> None:
-        if call.begins_after_s is not None:
-            await_device(call.begins_after_s)
 
 
 _behind_device = _BehindDevice()

@@ -17,6 +17,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PUBLIC = {"commlayer", "commlayer.integrations", "commlayer.scheduler"}
 DOCUMENTED = {
     "commlayer.emulation": "a tool of its own: docs/emulation.md",
+    "commlayer.calls.instruments": "for who listens to calls himself: docs/tracing.md",
+    "commlayer.calls.ring": "the call that he hears of: docs/tracing.md",
     "commlayer.integrations.examples.text": "the corpus of the example: docs/moe_training.md",
     "commlayer.integrations.transformers": "for one trainer: docs/trainers/transformers.md",
     "commlayer.scheduler.conflicts": "the words of a simulated program, Call, Issue and Wait: docs/conflicts.md",

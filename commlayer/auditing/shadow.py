@@ -74,6 +74,11 @@ class Shadow(Instrument):
         if sample is not None:
             sample.check()
 
+    def ended(self, call: Call) -> None:
+        """Let go of what a call that failed has left."""
+        del call
+        self._sample = None
+
     def before(self, call: Movement) -> _Sample | None:
         """Count a planned call; for one that is to be compared, keep what goes into it."""
         number, self.count = self.count, self.count + 1
@@ -303,7 +308,7 @@ def _shape(order: Any, call: Movement) -> CallShape:
         call.kind,  # type: ignore[arg-type]  # one of CallShape's own
         call.plan,
         order.inner.planned.nodes,
-        call.source.dtype,
+        call.source.dtype if call.dtype is None else call.dtype,
         op=call.op,
         root=call.root,
         blocks=call.blocks,

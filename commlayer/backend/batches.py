@@ -30,6 +30,7 @@ from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call
+from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT
@@ -177,7 +178,7 @@ class Batches:
     def _show(self, batch: Batch, sends: Sequence[Parcel]) -> None:
         """Show the batch as one call to those who listen to the group's calls. It is none of the ring's: its messages are."""
         instruments = self._order.instruments
-        if not instruments.issued:
+        if not (instruments.issued or instruments.ended or instruments.waited):
             return
         num_bytes = sum(x.nbytes for x, _ in sends)
         inter = sum(x.nbytes for x, peer in sends if peer in self._members.far)
@@ -213,8 +214,8 @@ class Batches:
         return self._order.lane.enter([each for each, _, _ in pieces]) if self._order.lane.is_on else None
 
     def _post_later(self, call: Call, batch: Batch, pieces: list[_Pieces]) -> None:
-        for hear in self._order.instruments.began:
-            hear(call)
+        assert call.begins_after_s is not None
+        await_device(call.begins_after_s)
         self._post_in_order(batch, pieces, self._enter_lane(pieces))
 
     def _post_in_order(self, batch: Batch, pieces: list[_Pieces], issued: Issued | None) -> None:

@@ -165,10 +165,10 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         group.counters.rank = _rank_in_job()  # statistics are a rank's of its job, not of this group
     if options.lane is not None:
         group.use_lane(options.lane)
-    if is_default:
-        world.remember(jobs, group)
     is_of_job = is_default or (not request.stands_alone and world.current() is None)  # else the default group has told
     _attach(group, connect, request, job, is_of_job=is_of_job and jobs.planner is not None)
+    if is_default:
+        world.remember(jobs, group)
     return group
 
 

@@ -195,6 +195,7 @@ class Encodings:
             signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
         call = calls.begin_plan(plan)
         if calls.instead is not None:  # the plan was looked up when the call was made
+            call.plan = None
             calls.instead(movement)
             return
         if calls.instruments.moving:

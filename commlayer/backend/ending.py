@@ -47,13 +47,13 @@ class Ending:
     def _let_go(self, *, drain: bool) -> None:
         self._counters.close()
         self._order.track.close()
-        self._order.instruments.closed()
         if self.inquiry is not None:
             self.inquiry.close()
         if self.detector is not None:
             if job_detector(self._members.global_ranks) is self.detector:
                 set_job_detector(None)
             self.detector.close("it destroyed its process group" if drain else "it aborted its process group")
+        self._order.instruments.closed()  # late: a job's files may take a while, and others are told by now
         self._free_inner()
 
     def is_over_within(self, patience_s: float) -> bool:

@@ -85,7 +85,7 @@ def _by_plan(
         given = [count * item for count in _elements(input, sent, size)]
         wanted = [count * item for count in _elements(output, received, size)]
         if calls.instruments.moving:
-            calls.show(call, Movement(plan, source, target, "split", splits=(given, wanted)))
+            calls.show(call, Movement(plan, source, target, "split", splits=(given, wanted), dtype=input.dtype))
         started = now()
         with _record(f"commlayer:all_to_all {plan.name}"):
             going = planned.run_all_to_all(

@@ -185,6 +185,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         num_far = len(members.far)
         counters.shares = num_far / members.size, (members.size - num_far - 1) / members.size
         self._order.track.shares = counters.shares
+        self._order.track.rank = counters.rank
         return counters
 
     # Synchronisation

@@ -23,6 +23,7 @@ from commlayer.backend.works import IssuedWork
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call, Track
 from commlayer.calls.under_way import calls_under_way
+from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall
@@ -76,8 +77,12 @@ class Order:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
         call = self.track.note(label, *noted(args, opts), depth=4)
         instruments = self.instruments
-        for hear in instruments.issued:
-            hear(call)
+        try:
+            for hear in instruments.issued:
+                hear(call)
+        except UsageError:
+            self.track.take_back(call)
+            raise
         if self.lane.name is None:
             self.use_lane_of_group()
         if not instruments.waited or call.is_async:
@@ -125,12 +130,15 @@ class Order:
     def _run(self, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
         """Run ``task(*args)``, which is ``call``, to its end, on the thread whose turn it is."""
         instruments = self.instruments
-        for hear in instruments.began:  # here, and not where calls are issued: all ranks run them in one order
-            hear(call)
+        if call.begins_after_s is not None:
+            await_device(call.begins_after_s)
         self.call, call.started_ns = call, now()
-        self.under_way.begin(call, self.key)
         try:
+            for hear in instruments.began:  # here, and not where calls are issued: all ranks run them in one order
+                hear(call)
+            self.under_way.begin(call, self.key)
             task(*args)
+            self.track.done = call.number
         except UsageError as error:
             call.error = type(error).__name__
             self.track.take_back(call)
@@ -144,7 +152,6 @@ class Order:
             self.under_way.end(call, call.ended_ns)
             for hear in instruments.ended:
                 hear(call)
-        self.track.done = call.number
 
     def _run_issued(self, issued: Issued, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
         """Run a call that has entered its lane."""

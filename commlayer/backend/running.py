@@ -145,6 +145,10 @@ class Calls:
         call = self.order.call
         assert call is not None
         call.held_ns += self.order.lane.hold(num_bytes)
+        call.plan = None  # another collective of the same call may have had one
+        call.run_bytes = num_bytes
+        call.logical_bytes += num_bytes
+        call.inter_bytes, call.intra_bytes = sent
         if _profiling():
             with _record(f"commlayer:{call.collective} flat"):
                 self.wait(call, num_bytes, now(), own(*args), args[-1], sent)
@@ -157,9 +161,6 @@ class Calls:
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
         collective = call.collective
         self.order.sequence = call.sequence = self.order.sequence + 1
-        call.run_bytes = num_bytes
-        call.logical_bytes += num_bytes
-        call.inter_bytes, call.intra_bytes = inter, intra = sent
         try:
             work.wait(SLICE)
         except RuntimeError:
@@ -169,6 +170,7 @@ class Calls:
         row.calls += 1
         row.logical_bytes += num_bytes
         row.time_ns += spent_ns
+        inter, intra = sent
         if inter >= 0:
             row.inter += inter
             row.intra += intra
@@ -177,7 +179,8 @@ class Calls:
         else:
             row.is_known = False
         if self.instruments.moved:
-            call.moved_ns = spent_ns
+            call.run_bytes, call.moved_ns = num_bytes, spent_ns
+            call.inter_bytes, call.intra_bytes = sent
             for hear in self.instruments.moved:
                 hear(call)
         return DONE
@@ -219,6 +222,7 @@ class Calls:
             call.ended_ns = now()
             order.under_way.end(call, call.ended_ns)
             if error is not None:
+                call.error = type(error).__name__
                 self._fail(error, collective, call.sequence, call.started_ns, opts)
             call.track.done = call.number
             self.counters.flat[collective].time_ns += call.ended_ns - call.started_ns

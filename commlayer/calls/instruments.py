@@ -1,8 +1,9 @@
 """Instruments: who listens to a group's calls, and where they come from.
 
 What runs a call names the moments of its life, and knows nobody who listens: a moment to which nobody listens costs a look at an
-empty tuple. Instruments know calls, and not what runs them. Trio's instruments have this shape; other than there an error of
-an instrument is the call's, because some of them are there to refuse it.
+empty tuple. Those of ours that act on a group, such as the watch, are handed what runs its calls when the group is made. Trio's
+instruments have this shape; other than there an error of an instrument in a call is the call's: a rank that cannot take part in
+what an instrument does with all ranks must not go on.
 
 The ring and the counters listen to every call, and so are written out in the verbs themselves.
 """
@@ -13,11 +14,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.ring import Call
+from commlayer.profiles.printable import warn
 
 __all__ = [
     "OWN",
@@ -54,6 +57,7 @@ class Movement:
         splits: of exchanges, the bytes that go to each member, and that come from each.
         blocks: bytes that each member owns, where the caller says it.
         codec: of a call in a wire format.
+        dtype: of the call's elements, where that is not the source's: an all_to_all is moved in bytes.
     """
 
     plan: Any
@@ -65,6 +69,7 @@ class Movement:
     splits: tuple[Sequence[int], Sequence[int]] = ((), ())
     blocks: Sequence[int] | None = None
     codec: Any = None
+    dtype: Any = None
 
 
 class Instrument:
@@ -80,7 +85,7 @@ class Instrument:
     lets_pass = False
 
     def issued(self, call: Call) -> None:
-        """The program has made the call, which is about to run or to be queued. It may wait, or set ``call.begins_after_s``."""
+        """The program has made the call, which is about to run or to be queued. It may wait."""
 
     def began(self, call: Call) -> None:
         """The call's turn has come, and nothing of it has moved."""
@@ -153,9 +158,10 @@ class Instruments:
         _open.add(self)
 
     def add(self, instrument: Instrument) -> None:
-        """Have ``instrument`` hear of the group's calls from now on."""
-        self._all.append(instrument)
-        self._list()
+        """Have ``instrument`` hear of the group's calls from now on. Nothing where it does already."""
+        if instrument not in self._all:
+            self._all.append(instrument)
+            self._list()
 
     def remove(self, instrument: Instrument) -> None:
         """Have it hear of no more. Nothing where it does not listen."""
@@ -170,23 +176,23 @@ class Instruments:
     def ending(self) -> None:
         """Tell all that the group is to end."""
         for each in list(self._all):
-            each.ending()
+            _at_end(each.ending)
 
     def closing(self, *, with_others: bool) -> None:
         """Tell all that the group ends now."""
         for each in list(self._all):
-            each.closing(with_others=with_others)
+            _at_end(partial(each.closing, with_others=with_others))
 
     def closed(self) -> None:
         """Tell all that the group is gone, and let go of them."""
         for each in list(self._all):
-            each.closed()
+            _at_end(each.closed)
         self._clear()
 
     def inherited(self) -> None:
         """Let go of all in a forked child."""
         for each in list(self._all):
-            each.inherited()
+            _at_end(each.inherited)
         self._clear()
 
     def _clear(self) -> None:
@@ -205,6 +211,14 @@ class Instruments:
 
 def _nothing() -> None:
     return None
+
+
+def _at_end(tell: Callable[[], None]) -> None:
+    """Tell an instrument that a group ends. Whatever it raises, the group must end: others wait for that."""
+    try:
+        tell()
+    except Exception as error:  # noqa: BLE001  an instrument's own
+        warn(f"commlayer: an instrument failed at the end of its group: {type(error).__name__}: {error}", stacklevel=2)
 
 
 _open: weakref.WeakSet[Instruments] = weakref.WeakSet()

@@ -103,8 +103,8 @@ class Call(msgspec.Struct, eq=False, weakref=True):
             as it is.
         run_bytes, moved_ns: what the last collective that it ran moved, and how long that took, without waiting in the queue.
         held_ns: held at chunk edges for higher lanes, in all.
-        begins_after_s: it may not begin before this, by ``time.perf_counter``: what its caller has launched is not done; None:
-            at once.
+        begins_after_s: when this process's device (:mod:`commlayer.device_time`), by its own clock, has done what the caller has
+            launched, before which the call does not begin; None: at once.
         steps: of its plan, as they ran; None: nobody asked for them.
         error: the name of the error that it raised.
 
@@ -206,9 +206,9 @@ class Track:
     ``is_broken``: whether the group has failed, so that no wait in it goes on.
     ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
     ``stage``: what the last call is at, where it has stages: those that make a group.
-    ``predict``: gives what is promised for a call: (start, end) of each step
-    of its plan and of the whole, µs; None: nothing is. ``shares``: how much of an even all_to_all leaves the node, and goes to
-    others on it.
+    ``rank``: this rank, as one of ``ranks``; −1: not said.
+    ``predict``: gives what is promised for a call: (start, end) of each step of its plan and of the whole, µs; None: nothing is.
+    ``shares``: how much of an even all_to_all leaves the node, and goes to others on it.
     """
 
     __slots__ = (
@@ -227,6 +227,7 @@ class Track:
         "name",
         "numbering",
         "predict",
+        "rank",
         "ranks",
         "settled",
         "shares",
@@ -255,6 +256,7 @@ class Track:
         self._room = _MOST_COUNTED
         self.predict: Callable[[Call], tuple[tuple[tuple[float, float], ...], float] | None] = _promises_nothing
         self.shares = 0.0, 0.0
+        self.rank = -1
 
     def close(self) -> None:
         """The group is gone: keep what is told of it, and nothing else of it, for as long as the ring has a call of it."""
@@ -390,8 +392,16 @@ class Silent(Track):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__(_calls.append, "", "", (), str, str)
+    def __init__(
+        self,
+        key: str = "",
+        name: str = "",
+        ranks: Sequence[int] = (),
+        describe: Callable[[], str] = str,
+        lane: Callable[[], str] = str,
+        numbering: str = "",
+    ) -> None:
+        super().__init__(_calls.append, key, name, ranks, describe, lane, numbering)
 
     def note(
         self,
@@ -452,7 +462,7 @@ def open_track(
     """The track of a new group, in the ring of this process, which keeps the last ``size`` calls of all groups; 0: none."""
     global _calls
     if size <= 0:
-        return Silent()
+        return Silent(key, name, ranks, describe, lane, numbering)
     if _calls.maxlen != size and not _calls:  # groups that are there go on in the ring that they know
         _calls = deque(maxlen=size)
     if _main_state is None and threading.current_thread() is threading.main_thread():

@@ -77,11 +77,11 @@ class QueuedWork(Work):
             try:
                 self._wait(timeout.total_seconds())
             finally:
+                if call is not None and self._error is None:
+                    call.track.waited()
                 if call is not None and self.instruments is not None:
                     for hear in self.instruments.waited:
                         hear(call, began, now())
-                if call is not None and self._error is None:
-                    call.track.waited()
         if self._error is not None:
             raise self._error
         return True

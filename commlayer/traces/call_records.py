@@ -39,8 +39,9 @@ class CallRecords(Instrument):
         track = call.track
         described = track.describe()
         group = described if described and described != "undefined" else track.name
-        ranks = track.ranks if call.number or call.collective != "messages" else (self._recorder.rank,)
-        record = CallRecord(track.lane(), group, ranks, self._recorder.rank, 0, call.collective, "flat", 0, now())
+        ranks = track.ranks if call.number or call.collective != "messages" else (track.rank,)
+        me = track.rank if track.rank >= 0 else self._recorder.rank
+        record = CallRecord(track.lane(), group, ranks, me, 0, call.collective, "flat", 0, now())
         if call.collective == "messages":  # like no other rank's
             record.plan, record.start_ns = "messages", record.enqueue_ns
             _fill(record, call)
@@ -50,23 +51,20 @@ class CallRecords(Instrument):
 
     def began(self, call: Call) -> None:
         record = self._records.get(call)
-        if record is not None and not record.start_ns:
-            record.start_ns = now()
-
-    def moved(self, call: Call) -> None:
-        record = self._records.get(call)
         if record is not None:
-            _fill(record, call)
+            record.start_ns = call.started_ns
 
     def ended(self, call: Call) -> None:
         record = self._records.get(call)
-        if record is None:
-            return
-        record.end_ns = now()
-        _fill(record, call)
-        promised = call.track.predict(call)
-        if promised is not None:
-            record.predicted, record.predicted_us = promised
+        if record is not None:
+            record.end_ns = call.ended_ns or now()
+            _fill(record, call)
+
+    def fill_open(self) -> None:
+        """Write into the records of calls that have not ended how far they have come."""
+        for call, record in list(self._records.items()):
+            if not record.end_ns:
+                _fill(record, call)
 
     def waited(self, call: Call, start_ns: int, end_ns: int) -> None:
         record = self._records.get(call)
@@ -86,3 +84,6 @@ def _fill(record: CallRecord, call: Call) -> None:
     if call.plan is not None:
         record.plan, record.wire = call.plan.name, str(call.plan.wire)
     record.steps = call.steps or ()
+    promised = call.track.predict(call) if call.run_bytes or call.plan is not None else None
+    if promised is not None:
+        record.predicted, record.predicted_us = promised

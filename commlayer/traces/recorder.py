@@ -106,6 +106,7 @@ class Recorder:
             if self.is_closed:
                 return
             self.is_closed = True
+        self.instrument.fill_open()
         from commlayer.traces.chrome_of_job import rank_events
         from commlayer.traces.rank_files import RankTrace, installed_versions, write_trace
 

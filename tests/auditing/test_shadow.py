@@ -219,9 +219,9 @@ class Calls:
         return out, torch.full((300,), float(sum(range(self.n)) + self.n * seed))
 
     def all_to_all(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [[bits((a + b + 1, 50), torch.uint8, a, b, seed) for b in range(self.n)] for a in range(self.n)]
+        parts = [[bits((a + b + 1, 50), torch.int32, a, b, seed) for b in range(self.n)] for a in range(self.n)]
         wanted = [parts[a][self.rank] for a in range(self.n)]
-        out = torch.empty(sum(map(len, wanted)), 50, dtype=torch.uint8)
+        out = torch.empty(sum(map(len, wanted)), 50, dtype=torch.int32)
         counts = [len(part) for part in wanted]
         dist.all_to_all_single(out, torch.cat(parts[self.rank]), counts, counts)
         return out, torch.cat(wanted)
@@ -303,7 +303,9 @@ def test_every_flipped_byte_is_caught_named_and_replayed(emulated_cluster: Clust
     folders = sorted((tmp_path / "shadow").iterdir())
     assert len(folders) == CORRUPTIONS
     for folder in folders:
-        replayed = replay_call(read_call(folder))
+        saved = read_call(folder)
+        assert saved[0].header.call.dtype != "uint8", "the dtype is that of the program's elements"
+        replayed = replay_call(saved)
         assert not replayed.is_repeated, "the plan is sound: the byte was flipped on its way"
         assert any(each.in_job.num_wrong for each in replayed.ranks)
         assert any(each.unlike_job.num_wrong for each in replayed.ranks)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from commlayer.auditing.shadow import Shadow
 from commlayer.calls import instruments as module
 from commlayer.calls.instruments import Instrument, Instruments, listen_to_all, stop_listening_to_all
 from commlayer.calls.ring import Call, Silent
-from commlayer.profiles.errors import TensorError
+from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 
@@ -110,12 +112,41 @@ def test_the_end_is_told_once_and_nobody_is_kept() -> None:
     assert told == ["ending", "closing True", "closed"]
 
 
+def test_the_end_goes_on_where_an_instrument_fails() -> None:
+    told: list[str] = []
+
+    class Failing(Instrument):
+        def ending(self) -> None:
+            raise RuntimeError("no room on the disk")
+
+        closed = inherited = ending
+
+    class Telling(Instrument):
+        def ending(self) -> None:
+            told.append("told")
+
+        closed = ending
+
+    instruments = Instruments()
+    for each in (Failing(), Telling()):
+        instruments.add(each)
+    for end in (instruments.ending, instruments.closed):
+        with pytest.warns(UserWarning, match="no room on the disk"):
+            end()
+    assert told == ["told", "told"]
+
+
+def test_who_listens_already_is_told_once() -> None:
+    instruments, counting = Instruments(), Counting()
+    for _ in range(2):
+        instruments.add(counting)
+    assert len(instruments.ended) == 1
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("plan", ["flat", "flat_direct"])
 def test_every_moment_of_a_groups_calls_is_heard(emulated_cluster: ClusterFactory, plan: str) -> None:
     def job() -> list[tuple[str, str]]:
-        import os
-
         torch.set_num_threads(1)
         os.environ.update({"COMMLAYER_PLAN": plan, "COMMLAYER_PROFILE": "none"})
         dist.init_process_group("commlayer")
@@ -143,3 +174,52 @@ def test_every_moment_of_a_groups_calls_is_heard(emulated_cluster: ClusterFactor
         assert asynchronous == synchronous
         refused = [moment for moment, collective in heard if collective == "all_gather"]
         assert refused == ["issued", "began", "ended TensorError", "waited"]
+
+
+@pytest.mark.cluster
+def test_a_flat_collective_behind_a_planned_one_of_the_same_call_has_no_plan(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[str]:
+        os.environ.update({"COMMLAYER_PLAN": "flat_direct", "COMMLAYER_PROFILE": "none"})
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        group: Any = dist.group.WORLD
+        noting = Noting()
+        group.instruments.add(noting)
+        calls, look = group._calls, group._calls.look
+        planned = iter((True, False, True))
+        module_of_calls = type(calls)
+        module_of_calls.look = lambda self, *args, **how: look(*args, **how) if next(planned) else None
+        given = [torch.full((4,), float(dist.get_rank())) for _ in range(3)]
+        out = [torch.empty(8) for _ in given]
+        group.allgather_into_tensor_coalesced(out, given).wait()
+        assert all(torch.equal(each, torch.tensor([0.0] * 4 + [1.0] * 4)) for each in out)
+        dist.destroy_process_group()
+        return [moment for moment, _ in noting.heard if moment.startswith("moved")]
+
+    wanted = ["moved 32 flat_direct", "moved 32 flat", "moved 32 flat_direct"]
+    assert emulated_cluster(1, 2).run(job) == [wanted, wanted]
+
+
+@pytest.mark.cluster
+def test_a_failed_call_leaves_nothing_for_the_next_one_to_be_compared_with(emulated_cluster: ClusterFactory) -> None:
+    def job() -> bool:
+        os.environ.update({"COMMLAYER_PLAN": "flat_direct", "COMMLAYER_PROFILE": "none", "COMMLAYER_SHADOW": "1"})
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        group: Any = dist.group.WORLD
+        shadow = group.instruments.find(Shadow)
+        planned, x = group._planned, torch.ones(4)
+        run, planned.run = planned.run, refuse
+        with pytest.raises(UsageError):
+            dist.all_reduce(x)
+        planned.run = run
+        assert shadow._sample is None
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        return bool(torch.equal(x, torch.full((4,), 2.0)))
+
+    assert emulated_cluster(1, 2).run(job) == [True, True]
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise UsageError("refused before a byte moved")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from commlayer.integrations.moe import handle, levels, row_maps
+from commlayer.integrations.moe import dispatch_kinds, levels, row_maps
 from commlayer.integrations.moe.row_maps import Permutation, RowMap
 
 __all__ = ["sorted_wrongly"]
@@ -32,9 +32,9 @@ def sorted_wrongly() -> Iterator[None]:
         return found
 
     with contextlib.ExitStack() as patches:
-        for module in (levels, handle):
+        for module in (levels, dispatch_kinds):
             patches.enter_context(mock.patch.object(module, "make_row_map", wrong_map))
-        patches.enter_context(mock.patch.object(handle, "regroup", wrong_order))
+        patches.enter_context(mock.patch.object(dispatch_kinds, "regroup", wrong_order))
         yield
 
 
