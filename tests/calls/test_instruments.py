@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from commlayer.auditing.shadow import Shadow
 from commlayer.calls import instruments as module
 from commlayer.calls.instruments import Instrument, Instruments, listen_to_all, stop_listening_to_all
-from commlayer.calls.ring import Call, Silent
+from commlayer.calls.ring import Call, Silent, open_track
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.traces.recorder import Recorder
 
 
 class Noting(Instrument):
@@ -141,6 +143,26 @@ def test_who_listens_already_is_told_once() -> None:
     for _ in range(2):
         instruments.add(counting)
     assert len(instruments.ended) == 1
+
+
+def test_a_group_is_named_in_records_also_where_no_ring_is_kept(tmp_path: Path) -> None:
+    track = open_track(0, "key", "name", [5, 7], lambda: "experts", lambda: "ep")
+    track.rank = 7
+    recorder = Recorder(tmp_path, 1, 2)
+    recorder.instrument.issued(track.note("all_reduce", None, 4, 4, None, False))
+    (record,) = recorder.calls
+    assert isinstance(track, Silent)
+    assert (record.group, record.lane, record.ranks, record.rank) == ("experts", "ep", (5, 7), 7)
+
+
+def test_a_call_that_never_ends_has_its_number_in_the_file(tmp_path: Path) -> None:
+    track = open_track(0, "key", "name", [0, 1], str, str)
+    recorder = Recorder(tmp_path, 0, 2)
+    call = track.note("all_reduce", None, 4, 4, None, False)
+    recorder.instrument.issued(call)
+    call.sequence, call.logical_bytes = 12, 4
+    recorder.close()
+    assert [(each.sequence, each.logical_bytes, each.end_ns) for each in recorder.calls] == [(12, 4, 0)]
 
 
 @pytest.mark.cluster
