@@ -56,19 +56,19 @@ def main() -> None:
     options = parser.parse_args()
     stem = dated_stem(options.output, "compressed")
     path = stem.with_suffix(".json")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for part in options.part or PARTS:
         print(f"{part} …", flush=True)
-        found[part] = _MEASURES[part]()
-        write_results(stem, found, document(today(), found))
-    _draw(stem, found)
+        results[part] = _MEASURES[part]()
+        write_results(stem, results, document(today(), results))
+    _draw(stem, results)
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def _draw(stem: Path, found: dict[str, Any]) -> None:
+def _draw(stem: Path, results: dict[str, Any]) -> None:
     for part, figure in (("error", error_figure), ("choice", choice_figure), ("training", training_figure)):
-        if part in found:
-            save_figure(figure(found[part]), stem.with_name(f"{stem.name}-{part}.svg"))
+        if part in results:
+            save_figure(figure(results[part]), stem.with_name(f"{stem.name}-{part}.svg"))
 
 
 def measure_error() -> list[dict[str, Any]]:

@@ -239,7 +239,7 @@ def _visible(where: torch.Tensor, valid: torch.Tensor, causal: bool) -> torch.Te
 
 
 _BEFORE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of masks that layers were given: the version of the mask, and whether padding stands before a valid position."""
+"""Answers of :func:`_has_padding_before` by mask: the mask's version, and whether padding stands before a valid position."""
 
 
 def _has_padding_before(valid: torch.Tensor) -> bool:

@@ -212,8 +212,8 @@ class Inquiry:
                 store.set("job", secrets.token_hex(8))
             if log is not None:
                 log = self._publish(store, asked, log)
-            found = self._lead(store, asked, log, began, wait) if is_first and log else self._read(store, asked)
-            result = self._say(asked, found)
+            diagnosis = self._lead(store, asked, log, began, wait) if is_first and log else self._read(store, asked)
+            result = self._say(asked, diagnosis)
         except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
                 is_stores = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, DisagreementError)

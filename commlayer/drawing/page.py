@@ -28,7 +28,7 @@ class Drawing(NamedTuple):
 @cache
 def pages() -> Environment:
     """The templates. Loaded once, when the first page is written."""
-    found = Environment(
+    templates = Environment(
         loader=PackageLoader("commlayer.drawing"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -36,10 +36,10 @@ def pages() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters["one_line"] = partial(printable, keep="")
-    found.filters["plain_name"] = lambda column: column.lstrip(">~")
-    found.filters["thousands"] = "{:,}".format
-    return found
+    templates.filters["one_line"] = partial(printable, keep="")
+    templates.filters["plain_name"] = lambda column: column.lstrip(">~")
+    templates.filters["thousands"] = "{:,}".format
+    return templates
 
 
 def render(template: str, **values: object) -> str:

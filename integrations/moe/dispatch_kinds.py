@@ -198,7 +198,7 @@ class AllGather:
 
     Attributes:
         tokens: how many of the G tokens each rank has.
-        taken: the R rows of local experts, among the G tokens.
+        row_map: the R rows of local experts, among the G tokens.
         local_choices: [G, K']: which of a token's K choices are local experts, those first.
     """
 
@@ -209,7 +209,7 @@ class AllGather:
     num_tokens: int
     expert_rows: tuple[int, ...]
     tokens: tuple[int, ...]
-    taken: RowMap
+    row_map: RowMap
     local_choices: torch.Tensor
 
     @staticmethod
@@ -232,7 +232,7 @@ class AllGather:
             num_tokens=layout.indices.shape[0],
             expert_rows=tuple(counts.tolist()),
             tokens=layout.tokens,
-            taken=make_row_map(local_GK[:, :most], grid.num_local_experts),
+            row_map=make_row_map(local_GK[:, :most], grid.num_local_experts),
             local_choices=choices_GK[:, :most],
         )
         return (chunk,)
@@ -249,13 +249,13 @@ class AllGather:
         return self.ways.all_out.start_all_gather(x_TH, self.tokens)
 
     def dispatch_postprocess(self, x_GH: torch.Tensor) -> torch.Tensor:
-        return gather_rows(x_GH, self.taken)
+        return gather_rows(x_GH, self.row_map)
 
     # Back
 
     def combine_preprocess(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         weights_GK = None if weights_TK is None else self._local_weights(weights_TK)
-        return combine_rows(rows_RH, weights_GK, self.taken)
+        return combine_rows(rows_RH, weights_GK, self.row_map)
 
     def token_combine(self, sums_GH: torch.Tensor) -> Pending:
         return self.ways.all_home.start_reduce_scatter(sums_GH, self.tokens)
@@ -269,7 +269,7 @@ class AllGather:
         return self.grid.all.all_gather(weights_TK, self.tokens).gather(1, self.local_choices)
 
     def fetch_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        return weights_of_rows(self._local_weights(weights_TK), self.taken)
+        return weights_of_rows(self._local_weights(weights_TK), self.row_map)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,7 +282,7 @@ class TwoLevels:
     Attributes:
         tokens: how many of the G tokens each rank has.
         way: which rows go where on both levels.
-        taken: the R rows of local experts, among the A tokens that arrive.
+        row_map: the R rows of local experts, among the A tokens that arrive.
     """
 
     takes_chunks: ClassVar[bool] = False
@@ -293,7 +293,7 @@ class TwoLevels:
     expert_rows: tuple[int, ...]
     tokens: tuple[int, ...]
     way: TwoLevelWay
-    taken: RowMap
+    row_map: RowMap
 
     @staticmethod
     def require(grid: ExpertGrid) -> None:
@@ -307,7 +307,7 @@ class TwoLevels:
         assert grid.levels is not None  # the decision, or the user, was told where there are none
         assert layout.on_levels is not None
         indices_GK = _gather_indices(grid, layout.indices, layout.tokens)
-        way, taken = two_level_way(grid.levels, indices_GK, layout.tokens, layout.on_levels, layout.capacity)
+        way, row_map = two_level_way(grid.levels, indices_GK, layout.tokens, layout.on_levels, layout.capacity)
         arriving = layout.counts.narrow(3, grid.first_local_expert, grid.num_local_experts)
         chunk = cls(
             grid,
@@ -316,7 +316,7 @@ class TwoLevels:
             expert_rows=tuple(arriving.sum((0, 1, 2)).tolist()),
             tokens=layout.tokens,
             way=way,
-            taken=taken,
+            row_map=row_map,
         )
         return (chunk,)
 
@@ -343,7 +343,7 @@ class TwoLevels:
             most_rows=way.inside_rows.whole,
             over=Span.NODE,
         )
-        return gather_rows(rows_AH, self.taken)
+        return gather_rows(rows_AH, self.row_map)
 
     # Back
 
@@ -351,7 +351,7 @@ class TwoLevels:
         way = self.way
         weights_AK = None if weights_TK is None else self._arriving_weights(weights_TK)
         sums_DH = self.grid.ep.all_to_all(
-            combine_rows(rows_RH, weights_AK, self.taken),
+            combine_rows(rows_RH, weights_AK, self.row_map),
             way.inside_receive,
             way.inside_send,
             most_rows=way.inside_rows.whole,
@@ -376,7 +376,7 @@ class TwoLevels:
         return weights_GK.reshape(-1).index_select(0, places_AK.reshape(-1)).view(places_AK.shape)
 
     def fetch_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        return weights_of_rows(self._arriving_weights(weights_TK), self.taken)
+        return weights_of_rows(self._arriving_weights(weights_TK), self.row_map)
 
 
 DISPATCH_KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather, "two_level": TwoLevels}
