@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from commlayer.auditing.comparing import ResultDifference, compare_results, sizes_of
-from commlayer.auditing.retracing import everyones_moves, run_in_memory
+from commlayer.auditing.retracing import run_in_memory
 from commlayer.auditing.saved_calls import SavedCall
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.reducers import reducer
 from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.plan import Buffer
 from commlayer.wire.codecs import Codec
 

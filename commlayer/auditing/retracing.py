@@ -7,25 +7,18 @@ the orders that a plan allows, and a sound plan gives the same bits in all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from commlayer.profiles.errors import InternalError
-from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
-from commlayer.scheduler.group_moves import Group, group_moves, owned_blocks
+from commlayer.scheduler.call_moves import RankMoves
 from commlayer.scheduler.moves import Buffer, Moves, Region
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.rails import SplitRows
-from commlayer.scheduler.two_level import TwoLevel
 from commlayer.transport.contract import Coder, Reducer
 
-__all__ = ["Hop", "RankMoves", "everyones_moves", "run_in_memory", "suspects"]
+__all__ = ["Hop", "run_in_memory", "suspects"]
 
-Nodes = tuple[tuple[int, ...], ...]
-Splits = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""The bytes of each rank that go to each member, and that come from each."""
 _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 
 
@@ -45,65 +38,6 @@ class Hop(NamedTuple):
         if self.kind == "message":
             where = f"from rank {ranks[self.source]} to rank {ranks[self.target]}"
         return f"step {self.step} ({step.leg.name}{chunk}), a {self.kind} {where}"
-
-
-@dataclass(frozen=True)
-class RankMoves:
-    """The moves of one rank in each step, and the bytes of the buffers that it needs for them beside its tensors."""
-
-    steps: tuple[Moves, ...]
-    sizes: Mapping[Buffer, int]
-
-
-def everyones_moves(
-    kind: str, plan: Plan, nodes: Nodes, *, root: int = 0, blocks: Sequence[int] | None = None, splits: Splits = ()
-) -> list[RankMoves]:
-    """The moves of every member of a group on ``nodes`` in one call.
-
-    ``kind``: as of :class:`commlayer.auditing.saved_calls.CallShape`. ``blocks``: bytes that each owns, where the caller says
-    it; ``splits``: of exchanges.
-    """
-    members = range(sum(map(len, nodes)))
-    if kind == "split":
-        return _of_two_levels(nodes, splits)
-    if kind == "over":
-        return [RankMoves(plan.moves(SplitRows(rank, *splits[rank])), {}) for rank in members]
-    if kind == "encoded exchange":
-        return [_of_exchange(plan, Group(nodes, rank, ()), *splits[rank]) for rank in members]
-    if kind == "encoded":
-        owned = tuple(owned_blocks(plan, nodes, plan.traffic.cut_bytes(plan.wire)) if blocks is None else blocks)
-        return [_of_encoded(plan, Group(nodes, rank, owned)) for rank in members]
-    owned = _owned(plan, nodes)
-    found = [group_moves(plan, Group(nodes, rank, owned), root) for rank in members]
-    return [RankMoves(steps, {Buffer.STAGING: staging}) for steps, staging in found]
-
-
-def _owned(plan: Plan, nodes: Nodes) -> tuple[int, ...]:
-    size = sum(map(len, nodes))
-    if plan.traffic.collective in ("all_gather", "reduce_scatter"):
-        return (plan.traffic.logical_bytes // size,) * size
-    return owned_blocks(plan, nodes)
-
-
-def _of_encoded(plan: Plan, group: Group) -> RankMoves:
-    steps, staging, encoded, arrived = encoded_moves(plan, group)
-    return RankMoves(steps, {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
-
-
-def _of_exchange(plan: Plan, group: Group, sent: Sequence[int], received: Sequence[int]) -> RankMoves:
-    steps, encoded, arrived = exchange_moves(plan, group, sent, received)
-    return RankMoves(steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
-
-
-def _of_two_levels(nodes: Nodes, splits: Splits) -> list[RankMoves]:
-    """Without the step in which counts are told: here they are known."""
-    counts = [sent for sent, _ in splits]
-    found = []
-    for rank, (sent, received) in enumerate(splits):
-        place = TwoLevel(nodes, rank, sent, received)
-        steps, transit = place.known(counts)
-        found.append(RankMoves(steps, {Buffer.STAGING: place.staging_bytes, Buffer.TRANSIT: transit}))
-    return found
 
 
 def run_in_memory(

@@ -25,6 +25,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.strict_json import parse_record
+from commlayer.scheduler.call_moves import MovesKind
 from commlayer.scheduler.moves import MAX_TAGS
 from commlayer.scheduler.plan import Gather, Plan, Span, Strategy
 from commlayer.scheduler.rails import exchange_over
@@ -36,7 +37,6 @@ from commlayer.transport.contract import CallMemory
 __all__ = [
     "MOST_SAVED_BYTES",
     "CallShape",
-    "MovesKind",
     "SavedCall",
     "SavedHeader",
     "read_call",
@@ -62,14 +62,12 @@ _DTYPES = {
 Size = Annotated[int, Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TAGS)]
 Place = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
-MovesKind = Literal["whole", "split", "over", "encoded", "encoded exchange", "in place"]
 
 
 class CallShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A call as all ranks of its group know it, so that another process can make the same plan.
 
-    ``kind``: how its moves are found: of a ``whole`` tensor, an all_to_all in two levels (``split``) or ``over`` rails or nodes,
-    and those in a wire format, ``in place`` too. ``blocks``: bytes that each rank owns, where the caller says it.
+    ``kind``: how its moves are found. ``blocks``: bytes that each rank owns, where the caller says it.
     """
 
     kind: MovesKind

@@ -13,11 +13,12 @@ from click.testing import CliRunner
 
 from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
 from commlayer.auditing.replaying import replay_call
-from commlayer.auditing.retracing import everyones_moves, suspects
+from commlayer.auditing.retracing import suspects
 from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, read_call, saved_name, write_call
 from commlayer.cli.main import main
 from commlayer.profiles.errors import PlanError, SettingsError, UsageError
 from commlayer.scheduler import Strategy, Traffic, build
+from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from fence_cases import Case, Facts
 
-from commlayer.auditing.retracing import RankMoves, everyones_moves, run_in_memory
+from commlayer.auditing.retracing import run_in_memory
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.reducers import reducer
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import Buffer, Gather, Op, Plan, Scaling, Strategy, Traffic, Wire, WireFormat, build
+from commlayer.scheduler.call_moves import RankMoves, everyones_moves
 from commlayer.scheduler.moves import Region
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import exchange_over

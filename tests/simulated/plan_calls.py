@@ -8,11 +8,12 @@ from functools import cached_property, partial
 
 import torch
 
-from commlayer.auditing.retracing import RankMoves, everyones_moves, run_in_memory
+from commlayer.auditing.retracing import run_in_memory
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.call_moves import RankMoves, everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.contract import CallMemory, StartedPlan
