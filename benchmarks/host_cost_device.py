@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
-from commlayer.backend.device_verbs import DeviceVerbs
+from commlayer.backend.on_device import OnDevice
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
@@ -71,6 +71,9 @@ class Nothing:
     def record(self) -> Nothing:
         return self
 
+    def record_time(self) -> Nothing:
+        return self
+
     def wait(self, *arguments: object) -> None:
         return None
 
@@ -104,7 +107,8 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
     idle = DevicePlans(
         nodes, dist.get_rank(), place.plans.choices, lambda purpose, on: nothing, lambda: "", lambda: 0.0
     )
-    verbs = {"simulated": place.verbs, NULL: DeviceVerbs(Nccl(nothing), idle, group.counters)}
+    on_nothing = OnDevice(Nccl(nothing), idle, place.order, place.track, group.counters, lambda mine: [])
+    ways_of = {"simulated": place, NULL: on_nothing}
     plans = {"simulated": place.plans, NULL: idle}
     choices = {name: Choices(shape, None, Settings(plan=name)) for name in STRATEGIES}
     choices[INNER] = Choices(shape, None, Settings())
@@ -116,7 +120,7 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
     for turn in range(num_calls // block + 1):
         for where, names in ways.items():
             for name in names:
-                place.verbs, plans[where].choices = verbs[where], choices[name]
+                group._inner.on_devices[device.type], plans[where].choices = ways_of[where], choices[name]
                 given = nothing if name == BARE else None
                 for _ in range(block):
                     began = time.thread_time_ns()
@@ -127,7 +131,7 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
                         times[where][name].append((time.thread_time_ns() - began) / 1000)
                 torch.get_device_module(device).synchronize()
                 _do_nothing_on(idle, nothing)
-    place.verbs = verbs["simulated"]
+    group._inner.on_devices[device.type] = place
     steps = {}
     for name in STRATEGIES:
         plan = choices[name].plan("all_reduce", x.nbytes, is_float=True)

@@ -23,6 +23,7 @@ from moe_tables import table
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer.calls.movement import Movement
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard
@@ -98,13 +99,13 @@ def ways(
         plan = group.choices.plan(collective, num_bytes)
         assert plan is not None  # it is forced
         if collective == "all_gather":
-            group.run(plan, part, gathered)
+            group.run(Movement(plan, part, gathered))
             return gathered
         if collective == "reduce_scatter":
-            group.run(plan, whole, reduced)
+            group.run(Movement(plan, whole, reduced))
             return reduced
         summed.copy_(whole)
-        group.run(plan, summed, summed)
+        group.run(Movement(plan, summed, summed))
         return summed
 
     return {"gloo": gloo, "direct": lambda: by(direct), "shared": lambda: by(shared)}

@@ -4,7 +4,7 @@
 which of them the planner finds fastest, native among them; then it runs that. What is native goes the group's own way.
 
 The plans encode, send and decode by chunks: on the CPU as its messages come (:mod:`commlayer.engine.encoded`), on a device on
-streams (:mod:`commlayer.engine.device_splits`). Where the group plans nothing for a device, its tensors go flat: encoded at once,
+streams (:mod:`commlayer.engine.device_plans`). Where the group plans nothing for a device, its tensors go flat: encoded at once,
 moved by one call of the group, decoded at once (:mod:`commlayer.engine.encoded_flat`).
 """
 

@@ -5,6 +5,8 @@ Nothing that runs calls imports this module: it is named in :data:`commlayer.cal
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -17,7 +19,7 @@ from commlayer.auditing.watch import GroupWatch
 from commlayer.calls.instruments import Instrument, NewGroup
 from commlayer.statistics import print_at_exit
 
-__all__ = ["attach"]
+__all__ = ["attach", "attach_of_calls"]
 
 
 class _JobFiles(Instrument):
@@ -43,13 +45,13 @@ def attach(group: NewGroup) -> None:
     A group that stands alone has no files: its ranks have other numbers each time it is made, and those of the job belong to its
     replica.
     """
-    _attach_of_calls(group)
+    attach_of_calls(group)
     settings = group.settings
     if group.stands_alone:
         if settings.stats == "1":
             print_at_exit(group.rank, settings.replica or "")
         return
-    group.instruments.add(_JobFiles(group))
+    group.instruments.add_here(_JobFiles(group))
     with group.connecting("to record calls", "comparing clocks to record calls"):
         members = group.planned.global_ranks
         begin(settings, group.gloo, members, group.planned.rank, group.world_size, group.planned.board)
@@ -58,20 +60,28 @@ def attach(group: NewGroup) -> None:
         tell_after_first_step(is_new_job=group.is_default)
 
 
-def _attach_of_calls(group: NewGroup) -> None:
+def attach_of_calls(group: NewGroup) -> None:
+    """Give ``group``, its CPU calls or those on a device, the instruments that watch what plans do."""
     planned, instruments, settings = group.planned, group.instruments, group.settings
     ledger = None
     if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
-        ledger = Ledger(group.counters, planned)
+        where = f" on {group.device}" if group.device else ""
+        ledger = Ledger(group.counters, planned, f"{group.counters.group}{where}")
         ledger.places = group.places
-        instruments.add(ledger)
+        instruments.add_here(ledger)
         can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
         if settings.replan != "off" and can_change:
-            watch = GroupWatch(planned, ledger, PrefixStore("replan/", group.store), group.calls.plan_anew)
-            instruments.add(watch)
-            group.order.may_pass = watch.pass_by
+            store = PrefixStore(f"replan{where}/", group.store)
+            if group.device:
+                watch = GroupWatch(
+                    planned, ledger, store, group.calls.plan_anew, partial(group.order.in_turn, "re-planning")
+                )
+            else:
+                watch = GroupWatch(planned, ledger, store, group.calls.plan_anew)
+                group.order.may_pass = watch.pass_by
+            instruments.add_here(watch)
     if settings.shadow is not None:
-        instruments.add(Shadow(group, settings.shadow, ledger))
+        instruments.add_here(Shadow(group, settings.shadow, ledger))
 
 
 def _report_at_exit(group: NewGroup) -> None:

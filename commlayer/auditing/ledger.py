@@ -28,6 +28,7 @@ from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
 from commlayer.calls.under_way import calls_under_way
+from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.forked_child import in_forked_child
@@ -96,12 +97,12 @@ class Sample(NamedTuple):
 
 
 class Ledger(Instrument):
-    """The ledger of one group. One call at a time notes itself; any thread reads."""
+    """The ledger of one group's calls, on the CPU or on a device. One call at a time notes itself; any thread reads."""
 
     lets_pass = True
 
-    def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
-        self._counters = counters
+    def __init__(self, counters: GroupCounters, planned: PlannedGroup | DevicePlans, name: str = "") -> None:
+        self._counters, self._name = counters, name or counters.group
         self._planned, self._key = weakref.ref(planned), id(planned)
         self._beside, self._traffic = _Row(), calls_under_way()
         self._choices: Choices = planned.choices
@@ -244,7 +245,7 @@ class Ledger(Instrument):
             return self._last[0]
         planner, planned = self._choices.planner, self._planned()
         return {
-            "group": self._counters.group,
+            "group": self.group,
             "description": self._counters.describe(),
             "ranks": list(self._counters.ranks),
             "nodes": [list(node) for node in self._nodes],
@@ -285,7 +286,7 @@ class Ledger(Instrument):
             base=base.profile.fingerprint,
             fabric_rate=self._fabric_rate,
             node_rates=self._placed(choices.rates) if has_other_nodes else {},
-            where=f"group {self._counters.group} of {counted(len(self._counters.ranks), 'rank')}",
+            where=f"group {self.group} of {counted(len(self._counters.ranks), 'rank')}",
             time_s=events[-1]["time_s"] if events else self._began_s,
         )
         return learnt_profile(now.profile, learning)
@@ -316,8 +317,8 @@ class Ledger(Instrument):
 
     @property
     def group(self) -> str:
-        """The group's name."""
-        return self._counters.group
+        """The group's name, or that of its calls on a device."""
+        return self._name
 
     @property
     def rank(self) -> int:

@@ -28,10 +28,11 @@ from torch._C._distributed_c10d import (
 
 from commlayer.auditing.comparing import ResultDifference, compare_results, is_sampled, sizes_of
 from commlayer.auditing.ledger import Ledger
-from commlayer.auditing.retracing import Hop, everyones_moves, suspects
+from commlayer.auditing.retracing import Hop, suspects
 from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, write_call
 from commlayer.calls.counters import Row
-from commlayer.calls.instruments import Instrument, Movement, NewGroup
+from commlayer.calls.instruments import Instrument, NewGroup
+from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.plain import as_bytes
@@ -39,6 +40,7 @@ from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, warn
+from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["Shadow"]
@@ -64,15 +66,17 @@ class Shadow(Instrument):
 
     def moving(self, call: Call, movement: Movement) -> None:
         """Count a planned call; of one that is to be compared, keep what goes into it."""
-        del call
         self._sample = self.before(movement)
+        call.is_awaited = self._sample is not None
 
     def moved(self, call: Call) -> None:
         """Compare the result of a planned call that was kept."""
         del call
         sample, self._sample = self._sample, None
-        if sample is not None:
+        if sample is not None and sample.call.target.is_cpu:
             sample.check()
+        elif sample is not None:
+            self._order.in_turn(f"shadow of {sample.call.plan.name}", sample.check)
 
     def ended(self, call: Call) -> None:
         """Let go of what a call that failed has left."""
@@ -85,15 +89,22 @@ class Shadow(Instrument):
         if not is_sampled(number, self._every):
             return None
         self.num_compared += 1
-        return _Sample(self, self._order, call, number, as_bytes(call.source).clone())
+        return _Sample(self, self._order, call, number, _copied(call.source))
 
     def instead(self, call: Movement) -> None:
         """Run a call flat whose plan was chosen before :attr:`is_over` was known."""
         started, planned = now(), self._order.inner.planned
-        try:
+
+        def run() -> None:
             with torch._C._InferenceMode(True):
-                flat, _ = _Flat(self._order, call, as_bytes(call.source)).run(needs_sizes=False)
-                as_bytes(call.target.detach()).copy_(flat)
+                flat, _ = _Flat(self._order, call, _copied(call.source)).run(needs_sizes=False)
+                _land(flat, call.target)
+
+        try:
+            if call.target.is_cpu:
+                run()
+            else:
+                self._order.in_turn("a call without its plan", run)
         except BaseException as error:
             planned.tell(error)
             raise
@@ -107,6 +118,25 @@ class Shadow(Instrument):
         self._calls.stop_planning(self.instead)
         if self._ledger is not None:
             self._ledger.happened(self.count, said)
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, 1-D; those of a device's copied, for which the host waits."""
+    if x.is_cpu:
+        return as_bytes(x.detach())
+    return x.data.as_strided((x.numel(),), (1,)).view(torch.uint8).cpu()
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return _on_host(x).clone() if x.is_cpu else _on_host(x)
+
+
+def _land(flat: torch.Tensor, target: torch.Tensor) -> None:
+    """Put these bytes where a result is wanted."""
+    if target.is_cpu:
+        as_bytes(target.detach()).copy_(flat)
+    else:
+        target.data.as_strided((target.numel(),), (1,)).view(torch.uint8).copy_(flat)
 
 
 @dataclass(frozen=True)
@@ -132,7 +162,7 @@ class _Sample:
             raise
 
     def _check(self) -> None:
-        shape, got = _shape(self.order, self.call), as_bytes(self.call.target.detach())
+        shape, got = _shape(self.order, self.call), _on_host(self.call.target)
         flat, sizes = _Flat(self.order, self.call, self.given).run(needs_sizes=shape.is_float_sum)
         found = compare_results(got, flat, shape.torch_dtype, shape.allowance(sizes))
         verdict = torch.tensor([found.num_wrong], dtype=torch.int64)
@@ -148,7 +178,7 @@ class _Sample:
         name, traffic = self.order.members.name, self.call.plan.traffic
         said = f"group {name}, planned call {self.number}: {traffic.collective} by {self.call.plan.name} differs from flat {what}"
         kept = self._keep(folder, shape, found, printable(said), got, flat)
-        got.copy_(flat)
+        _land(flat, self.call.target)
         self.shadow.stop(said)
         if self.order.members.rank == 0:
             warn(
@@ -305,7 +335,7 @@ class _Flat:
 def _shape(order: Any, call: Movement) -> CallShape:
     """The call as all ranks know it."""
     return CallShape.of(
-        call.kind,  # type: ignore[arg-type]  # one of CallShape's own
+        call.kind,
         call.plan,
         order.inner.planned.nodes,
         call.source.dtype if call.dtype is None else call.dtype,

@@ -27,6 +27,7 @@ from commlayer.agree.appointments import PATIENCE_S, Appointments
 from commlayer.auditing.ledger import Ledger
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
+from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
@@ -87,6 +88,10 @@ _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
 is the least with which plans can be compared, and take no more than the most, µs."""
 
 
+def _at_once(task: Callable[[], None]) -> None:
+    task()
+
+
 class _Found(NamedTuple):
     """The outcome of measuring links. ``is_doubtful``: they were slower, but waits for a processor may explain that."""
 
@@ -96,16 +101,26 @@ class _Found(NamedTuple):
 
 
 class GroupWatch(Instrument):
-    """Watches one group, on one of its ranks. ``plan_anew`` has the group plan by other choices, from the next call on."""
+    """Watches one group, on one of its ranks: its calls on the CPU, or those on a device.
+
+    ``plan_anew`` has the group plan by other choices, from the next call on. ``in_turn`` runs what the ranks do together on
+    the host in the turn of the group's calls there.
+    """
 
     lets_pass = True
 
     def __init__(
-        self, planned: PlannedGroup, ledger: Ledger, store: Store, plan_anew: Callable[[Choices], None]
+        self,
+        planned: PlannedGroup | DevicePlans,
+        ledger: Ledger,
+        store: Store,
+        plan_anew: Callable[[Choices], None],
+        in_turn: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
         base = planned.choices.job_planner
         assert base is not None
         self._base, self._planned, self._ledger, self._plan_anew = base, planned, ledger, plan_anew
+        self._in_turn = in_turn
         self._own_store = partial(own_client, store)  # another thread that waits in the group's would hold up decisions
         self._store: Any = None
         size = len(planned.global_ranks)
@@ -163,7 +178,7 @@ class GroupWatch(Instrument):
             ) from error
         if appointment is not None:
             purposes = {_MEASURE: self._measure, _CONFIRM: self._confirm, _TRY: self._doubt}
-            purposes[appointment.purpose](appointment.value)
+            self._in_turn(partial(purposes[appointment.purpose], appointment.value))
             self._appointments.end()
             _watching.wake()
 

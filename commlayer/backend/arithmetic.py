@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from commlayer.profiles.errors import InternalError, TensorError
 
-__all__ = ["FLOATS", "GLOO_REDUCES", "PLAN_NAMES", "Carrier", "carrier", "reduce_rows"]
+__all__ = ["FLOATS", "GLOO_REDUCES", "PLAN_NAMES", "Carrier", "carrier", "is_summed_by_plans", "reduce_rows"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,6 +60,16 @@ PLAN_NAMES: dict[ReduceOp.RedOpType, str] = {
     AVG: "sum",  # and a division after it
 }
 """The names that plans have for them."""
+
+
+def is_summed_by_plans(op: Any, dtype: torch.dtype) -> bool:
+    """Whether a plan on a device reduces so: an average of floats only, and bitwise operations of integers only."""
+    if op not in PLAN_NAMES or dtype not in _NUMBERS:
+        return False
+    if op == AVG:  # of a sum that half precision may not hold; NCCL divides before it adds
+        return dtype in FLOATS and dtype is not torch.float16
+    return PLAN_NAMES[op] not in ("band", "bor", "bxor") or dtype not in FLOATS
+
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _BOOL_OPS = {SUM: MAX, MAX: MAX, BOR: MAX, PRODUCT: MIN, MIN: MIN, BAND: MIN, BXOR: BXOR}

@@ -290,10 +290,10 @@ class Batches:
 
     def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
         device = (*sends, *receives)[0][0]
-        backend: Any = self._order.on_device(device)
-        backend._start_coalescing()
+        calls = self._order.on_device(device)
+        calls.start_coalescing()
         for x, peer in receives:
-            backend.recv([x], peer, 0)
+            calls.own("recv", [x], peer, 0)
         for x, peer in sends:
-            backend.send([x], peer, 0)
-        return backend._end_coalescing()  # type: ignore[no-any-return]
+            calls.own("send", [x], peer, 0)
+        return calls.end_coalescing()

@@ -35,7 +35,7 @@ from commlayer.backend.patches import (
 )
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.calls.group_life import stage
-from commlayer.calls.instruments import NewGroup, attach_own, inquiries
+from commlayer.calls.instruments import NewGroup, attach_own, attach_own_on_device, inquiries
 from commlayer.devices.device_contract import Messenger
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
@@ -182,28 +182,37 @@ def _attach(
     else:
         me = request.global_rank
         world_size = len(request.global_ranks) if request.is_default else dist.get_world_size()
-    attach_own(
-        NewGroup(
-            instruments=group.instruments,
-            counters=group.counters,
-            order=order,
-            calls=calls,
-            planned=inner.planned,
-            gloo=inner.gloo,
-            store=inner.store,
-            settings=job.settings,
-            options=group.options,
-            places=job.places_of(request.global_ranks),
-            rank=me,
-            ranks=request.global_ranks,
-            world_size=world_size,
-            is_planning=calls.is_planning,
-            is_default=request.is_default,
-            is_of_job=is_of_job,
-            stands_alone=request.stands_alone,
-            connecting=connect.connecting,
-        )
+    made = NewGroup(
+        instruments=group.instruments,
+        counters=group.counters,
+        order=order,
+        calls=calls,
+        planned=inner.planned,
+        gloo=inner.gloo,
+        store=inner.store,
+        settings=job.settings,
+        options=group.options,
+        places=job.places_of(request.global_ranks),
+        rank=me,
+        ranks=request.global_ranks,
+        world_size=world_size,
+        is_planning=calls.is_planning,
+        is_default=request.is_default,
+        is_of_job=is_of_job,
+        stands_alone=request.stands_alone,
+        connecting=connect.connecting,
     )
+    attach_own(made)
+    for kind, on_device in inner.on_devices.items():
+        own = replace(
+            made,
+            instruments=on_device.instruments,
+            calls=on_device,
+            planned=on_device.plans,
+            is_planning=True,
+            device=kind,
+        )
+        on_device.when_known(partial(attach_own_on_device, own))
 
 
 def _notes(options: GroupOptions) -> dict[str, str]:

@@ -6,9 +6,8 @@ c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from time import perf_counter_ns as now
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from commlayer.backend.options import timeout_of
 from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.backend.signature_check import described
-from commlayer.calls.instruments import Movement
-from commlayer.engine.encoded import EncodedGroup
+from commlayer.calls.movement import Movement
 from commlayer.engine.group_plans import Choices
-from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import Wire, WireFormat
@@ -37,10 +34,6 @@ class Encodings:
     def __init__(self, calls: Calls) -> None:
         self._calls, self._order, self._inner = calls, calls.order, calls.inner
 
-    @cached_property
-    def _encoded(self) -> EncodedGroup:
-        return EncodedGroup(self._inner.planned)
-
     def plan(
         self,
         collective: str,
@@ -54,10 +47,9 @@ class Encodings:
         """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks. ``x``: a
         tensor of the call, for its device; ``is_in_turn``: as of :meth:`commlayer.engine.group_plans.Choices.plan`."""
         if not x.is_cpu:
-            verbs = self._order.on_device(x)
-            verbs.find_out(x.device)
-            choices: Choices = verbs.choices
-            return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
+            plans = self._order.on_device(x).plans
+            plans.find_out(x.device)
+            return plans.choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
         agreed: Choices = self._inner.planned.choices.agreed
@@ -83,12 +75,7 @@ class Encodings:
     ) -> Work:
         """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns; None: as
         the plan deals them out, in an all_reduce."""
-        if not source.is_cpu:
-            return self._order.on_device(source).start_encoded(plan, source, target, blocks, codec)  # type: ignore[no-any-return]
-        return self._begin(
-            Movement(plan, source, target, "encoded", blocks=blocks, codec=codec),
-            lambda: self._encoded.run(plan, source, target, blocks, codec, issued=self._order.call),
-        )
+        return self._begin(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec))
 
     def start_exchange(
         self,
@@ -99,13 +86,7 @@ class Encodings:
         codec: Codec,
     ) -> Work:
         """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
-        if not source.is_cpu:
-            on_device = self._order.on_device(source)
-            return on_device.start_encoded_exchange(plan, source, target, splits, codec)  # type: ignore[no-any-return]
-        return self._begin(
-            Movement(plan, source, target, "encoded exchange", splits=splits, codec=codec),
-            lambda: self._encoded.run_exchange(plan, source, target, splits, codec, issued=self._order.call),
-        )
+        return self._begin(Movement(plan, source, target, "encoded exchange", splits=splits, codec=codec))
 
     def start_over(
         self,
@@ -117,14 +98,8 @@ class Encodings:
     ) -> Work:
         """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`.
         ``most``: bytes that any rank sends or receives, which all ranks know."""
-        if not source.is_cpu:
-            return self._order.on_device(source).start_over(span, source, target, splits, most)  # type: ignore[no-any-return]
-        planned = self._inner.planned
-        plan = exchange_over(span, planned.choices.shape, most)
-        return self._begin(
-            Movement(plan, source, target, "over", splits=splits),
-            lambda: planned.run_over(plan, source, target, splits, issued=self._order.call),
-        )
+        plan = exchange_over(span, self._inner.planned.choices.shape, most)
+        return self._begin(Movement(plan, source, target, "over", splits=splits))
 
     def start_known_exchange(
         self,
@@ -135,20 +110,17 @@ class Encodings:
     ) -> Work:
         """An all_to_all on a device of which all ranks know ``counts``, the bytes that each sends to each other: nobody tells
         them. ``rows``: of ``source`` for each member, of ``target`` from each."""
-        return self._order.on_device(source).start_known_exchange(source, target, rows, counts)  # type: ignore[no-any-return]
+        return self._order.on_device(source).start_exchange(source, target, rows, counts)
 
     def plans_on_device(self, x: torch.Tensor) -> bool:
         """Whether calls of tensors such as ``x``, on a device, may have plans."""
-        verbs = self._order.on_device(x)
-        verbs.find_out(x.device)
-        return verbs.choices.is_planning  # type: ignore[no-any-return]
+        plans = self._order.on_device(x).plans
+        plans.find_out(x.device)
+        return plans.choices.is_planning
 
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """A reduce_scatter in the memory of ``source``; see EncodedGroup.reduce_scatter_in_place."""
-        return self._begin(
-            Movement(plan, source, target, "in place"),
-            lambda: self._encoded.reduce_scatter_in_place(plan, source, target),
-        )
+        """A reduce_scatter in the memory of ``source``; see :func:`commlayer.engine.encoded.reduce_scatter_in_place`."""
+        return self._begin(Movement(plan, source, target, "in place"))
 
     def sum_now(
         self,
@@ -169,22 +141,21 @@ class Encodings:
             return False
         size, codec, limit_s = self._calls.members.size, Codec(plan.wire, source.dtype, "pass"), timeout_of(opts)
         blocks = None if collective == "all_reduce" else (target.nbytes,) * size
-        self._run_encoded(
-            Movement(plan, source, target, "encoded", blocks=blocks, codec=codec),
-            lambda: self._encoded.run(plan, source, target, blocks, codec, timeout_s=limit_s, issued=self._order.call),
-        )
+        self._run_known(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec), limit_s)
         if op == AVG:
             with torch._C._InferenceMode(True):
                 target.data.div_(size)
         return True
 
-    def _begin(self, movement: Movement, run: Callable[[], Sent]) -> Work:
+    def _begin(self, movement: Movement) -> Work:
+        if not movement.source.is_cpu:
+            return self._order.on_device(movement.source).start(movement)
         options: Any = AllreduceOptions()
         options.asyncOp = True
         collective = movement.plan.traffic.collective
-        return self._order.issue(options, collective, [movement.target], self._run_encoded, movement, run)
+        return self._order.issue(options, collective, [movement.target], self._run_known, movement)
 
-    def _run_encoded(self, movement: Movement, run: Callable[[], Sent]) -> None:
+    def _run_known(self, movement: Movement, timeout_s: float | None = None) -> None:
         calls, plan, source = self._calls, movement.plan, movement.source
         collective, size = plan.traffic.collective, source.nbytes
         order, signatures = self._order, self._inner.signatures
@@ -193,15 +164,8 @@ class Encodings:
             is_even = collective in ("all_reduce", "reduce_scatter")
             words = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
             signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
-        call = calls.begin_plan(plan)
         if calls.instead is not None:  # the plan was looked up when the call was made
-            call.plan = None
+            calls.begin_plan(plan).plan = None
             calls.instead(movement)
             return
-        if calls.instruments.moving:
-            calls.show(call, movement)
-        started = now()
-        with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
-            sent = run()
-        num_bytes = plan.traffic.logical_bytes if collective != "all_to_all_v" else size
-        calls.count_plan(call, num_bytes, now() - started, (sent.inter, sent.intra))
+        calls.run(movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else size, timeout_s)

@@ -9,7 +9,7 @@ from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
 from commlayer.calls.counters import GroupCounters
-from commlayer.calls.instruments import AsksRanks
+from commlayer.calls.instruments import AsksRanks, Instruments
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
@@ -32,17 +32,24 @@ class Ending:
         inner = self._inner
         if inner.is_ended:
             return
-        self._order.instruments.ending()
+        for each in self._instruments:
+            each.ending()
         if drain:
             self._finish()
-            self._order.instruments.closing(with_others=True)
+            for each in self._instruments:
+                each.closing(with_others=True)
             inner.planned.close()
         elif self._break():
             inner.planned.close()
         with contextlib.ExitStack() as stack:  # a device's error is raised in the end: the others are told first
             stack.callback(self._let_go, drain=drain)
-            for each in inner.on_devices.values():
-                stack.callback(each.end, drain=drain)
+            for on_device in inner.on_devices.values():
+                stack.callback(on_device.end, drain=drain)
+
+    @property
+    def _instruments(self) -> list[Instruments]:
+        """Those of calls on devices come first: a job's files are written by those of the group."""
+        return [*(each.instruments for each in self._inner.on_devices.values()), self._order.instruments]
 
     def _let_go(self, *, drain: bool) -> None:
         self._counters.close()
@@ -92,7 +99,8 @@ class Ending:
             if queue is not None:
                 queue.disown()
         self._order.latest, self._order.may_pass = None, None
-        self._order.instruments.inherited()  # whose locks and stores are the parent's
+        for each in self._instruments:
+            each.inherited()  # whose locks and stores are the parent's
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:
@@ -106,11 +114,14 @@ class Ending:
             if queue is not None:
                 queue.drain()
         track.waited()
+        for each in self._inner.on_devices.values():
+            each.finish(self._inner.timeout.total_seconds())
 
     def _break(self) -> bool:
         """Break what is under way. Whether all of it has ended then, on this rank."""
         inner = self._inner
-        self._order.instruments.closing(with_others=False)
+        for each in self._instruments:
+            each.closing(with_others=False)
         inner.planned.abort("aborted the group")
         inner.gloo.abort()
         inner.direct.abort()

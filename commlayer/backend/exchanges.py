@@ -8,11 +8,12 @@ These are bodies of rows of the table (verbs.py), which run in the group's order
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
-from time import perf_counter_ns as now
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._distributed_c10d import Work
 
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import timeout_of
@@ -20,13 +21,25 @@ from commlayer.backend.order import Order
 from commlayer.backend.running import Calls
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.calls.counters import Row
-from commlayer.calls.instruments import Movement
+from commlayer.calls.movement import Movement
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["EVEN", "all_to_all", "all_to_all_lists", "check_lists", "check_splits", "sent_bytes", "splits_of"]
+if TYPE_CHECKING:
+    from commlayer.backend.on_device import HostOrder, OnDevice
 
-_record = torch._C._profiler._RecordFunctionFast
+__all__ = [
+    "EVEN",
+    "all_to_all",
+    "all_to_all_lists",
+    "check_lists",
+    "check_splits",
+    "compare_exchange",
+    "launch_all_to_all",
+    "sent_bytes",
+    "splits_of",
+]
+
 EVEN = (Row.EVEN, 0)
 
 
@@ -67,10 +80,7 @@ def _by_plan(
     """Compare signatures and splits, where that is asked for; run a plan, where there is one."""
     signatures, size, timeout_s = calls.inner.signatures, calls.members.size, timeout_of(opts)
     if signatures is not None:
-        sequence, seconds = calls.order.sequence + 1, timeout_s or calls.inner.timeout.total_seconds()
-        signatures.compare(sequence, f"all_to_all({input.dtype})", seconds)
-        given, wanted = (_elements(x, splits, size) for x, splits in ((input, sent), (output, received)))
-        signatures.compare_splits(sequence, given, wanted, "elements", seconds)
+        compare_exchange(calls.order, output, input, received, sent, timeout_s)
     plan, planned = None, calls.inner.planned
     if calls.is_planning and signatures is None and planned.never_plans_exchanges:
         calls.never_plans_exchanges = True
@@ -81,25 +91,65 @@ def _by_plan(
     item = input.element_size()
     with torch._C._InferenceMode(True):
         source, target = as_bytes(input), landing(output)
-        call = calls.begin_plan(plan)
         given = [count * item for count in _elements(input, sent, size)]
         wanted = [count * item for count in _elements(output, received, size)]
-        if calls.instruments.moving:
-            calls.show(call, Movement(plan, source, target, "split", splits=(given, wanted), dtype=input.dtype))
-        started = now()
-        with _record(f"commlayer:all_to_all {plan.name}"):
-            going = planned.run_all_to_all(
-                plan,
-                source,
-                target.view(torch.uint8),
-                given,
-                wanted,
-                timeout_s=timeout_s,
-                issued=call,
-            )
-        calls.count_plan(call, input.nbytes, now() - started, going)
+        into, splits = target.view(torch.uint8), (given, wanted)
+        movement = Movement(plan, source, into, "split", splits=splits, dtype=input.dtype)
+        calls.run(movement, input.nbytes, timeout_s)
         land(output, target)
     return True
+
+
+def launch_all_to_all(
+    calls: OnDevice,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    opts: Any,
+) -> Work:
+    """:func:`all_to_all` on a device. Whether a call has splits, like its dtype, is the same on all ranks.
+
+    In two levels it needs the counts of all ranks, on the host, before it is launched: with splits ranks tell them once for each
+    call, and the host waits for that, not for the device. Where all splits are even nothing is told.
+    """
+    if not calls.is_coalescing:  # communicators are not made inside a block
+        calls.require_alike("all_to_all", output, input)
+        if calls.order.inner.signatures is not None:
+            calls.meet("all_to_all", partial(compare_exchange, calls.order, output, input, received, sent, None))
+        calls.plans.find_out(input.device)
+        if calls.is_planning and not calls.plans.never_plans_exchanges:
+            if received or sent:
+                given, wanted = _in_bytes(input, sent), _in_bytes(output, received)
+                counts = calls.told(given or _even(input, calls.size), wanted or _even(output, calls.size))
+            else:
+                counts = (_even(input, calls.size),) * calls.size
+            work = calls.by_counts(output, input, counts)
+            if work is not None:
+                return work
+    return calls.own("all_to_all_single", output, input, received, sent, opts)
+
+
+def _even(x: torch.Tensor, size: int) -> list[int]:
+    """The bytes of ``x`` for each of ``size`` ranks."""
+    return [x.nbytes // size] * size
+
+
+def compare_exchange(
+    order: Order | HostOrder,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    timeout_s: float | None,
+) -> None:
+    """Compare an exchange, and its splits, with the other ranks': before a byte moves. In the group's order."""
+    signatures, size = order.inner.signatures, order.members.size
+    assert signatures is not None
+    sequence, seconds = order.sequence + 1, timeout_s or order.inner.timeout.total_seconds()
+    signatures.compare(sequence, f"all_to_all({input.dtype})", seconds)
+    given, wanted = (_elements(x, splits, size) for x, splits in ((input, sent), (output, received)))
+    signatures.compare_splits(sequence, given, wanted, "elements", seconds)
 
 
 def all_to_all_lists(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:

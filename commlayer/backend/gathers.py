@@ -12,16 +12,22 @@ These are bodies of rows of the table (verbs.py): they run in the group's order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._distributed_c10d import Work
 
 from commlayer.backend.members import Members, Tensors
+from commlayer.backend.options import timeout_of
 from commlayer.backend.running import Calls
 from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_row, require_room, spread
+from commlayer.calls.movement import Movement
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from commlayer.backend.on_device import OnDevice
 
 __all__ = [
     "all_gather",
@@ -31,6 +37,8 @@ __all__ = [
     "broadcast",
     "check_lists_of_rows",
     "gather",
+    "launch_all_gather",
+    "launch_broadcast",
     "scatter",
 ]
 
@@ -46,7 +54,7 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
     num_bytes = output.nbytes
     plan = calls.look(input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
     if plan is not None and is_plain(output):
-        calls.run_plan(plan, num_bytes, input, output, opts)
+        calls.run(Movement(plan, input, output), num_bytes, timeout_of(opts))
         return
     if plan is None and is_plain(output) and is_plain(input):
         # The verb tells autograd of the change, not Gloo.
@@ -64,10 +72,19 @@ def _gather_row(
 ) -> None:
     """All_gather of flat tensors of any dtype, by ``plan`` where there is one."""
     if plan is not None:
-        calls.run_plan(plan, num_bytes, source, target, opts)
+        calls.run(Movement(plan, source, target), num_bytes, timeout_of(opts))
     else:
         call = calls.inner.gloo._allgather_base
         calls.flat(num_bytes, call, _carried(target), _carried(source), opts)
+
+
+def launch_all_gather(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+    """:func:`all_gather` on a device."""
+    calls.require_alike("all_gather", output, input)
+    plan = calls.look(output, input, output.nbytes, fits=output.nbytes == calls.size * input.nbytes)
+    if plan is None:
+        return calls.own("all_gather_single", output, input, opts)
+    return calls.launch(Movement(plan, input, output), plan.traffic.logical_bytes, [output])
 
 
 def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
@@ -141,10 +158,19 @@ def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     with torch.inference_mode():
         moved = plain_row(tensor)
         if plan is not None:
-            calls.run_plan(plan, num_bytes, moved, moved, opts, root=opts.rootRank)
+            calls.run(Movement(plan, moved, moved, root=opts.rootRank), num_bytes, timeout_of(opts))
         else:
             calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
         land(tensor, moved)
+
+
+def launch_broadcast(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
+    """:func:`broadcast` on a device."""
+    x = tensors[0]
+    plan = calls.look(x, x, x.nbytes, root=opts.rootRank, fits=len(tensors) == 1)
+    if plan is None:
+        return calls.own("broadcast", tensors, opts)
+    return calls.launch(Movement(plan, x, x, root=opts.rootRank), plan.traffic.logical_bytes, tensors)
 
 
 def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:

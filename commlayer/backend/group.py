@@ -27,8 +27,9 @@ from commlayer.backend.call_hooks import CallHooks, require_hooks
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
-from commlayer.backend.inner import InnerGroups, OnDevice
+from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
+from commlayer.backend.on_device import OnDevice
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
@@ -38,14 +39,15 @@ from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import AsksRanks, Instruments
-from commlayer.calls.ring import Call, open_track
+from commlayer.calls.ring import Call, Track, open_track
 from commlayer.devices.device_contract import Messenger
 from commlayer.engine.device_plans import DevicePlans
+from commlayer.engine.executor import Executor
 from commlayer.engine.group_plans import Choices
+from commlayer.engine.lane_edges import predicted_timeline
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
 from commlayer.transport.nccl import Nccl
@@ -59,12 +61,12 @@ _OF_PLANS = {"all_to_all": "all_to_all_v"}
 """The planner's name of a collective of the backend, where it is something else."""
 
 
-def promised(planned: PlannedGroup, call: Call) -> tuple[tuple[tuple[float, float], ...], float] | None:
+def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], ...], float] | None:
     """Return what is promised for a call that has run: the times of its plan's steps and the whole, µs; None: nothing is."""
     if call.plan is None:
-        flat_us = planned.choices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
+        flat_us = engine.choices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
         return None if flat_us is None else ((), flat_us)
-    timeline = planned.predicted(call.plan)
+    timeline = predicted_timeline(call.plan, engine.choices.planner)
     return None if timeline is None else (timeline.spans, timeline.total_us)
 
 
@@ -98,21 +100,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
         self._inner, self._make, self.options = inner, make, options
-        track = open_track(
-            int(planned.settings.ring),
-            planned.board.key,
-            name,
-            global_ranks,
-            self._members.describe,
-            lambda: group.lane if (group := me()) is not None else "",
-            planned.board.detector.numbering,
-        )
+        track = self._track(planned, planned)
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
-        engine = weakref.ref(planned)
-        track.predict = lambda call: promised(group, call) if (group := engine()) is not None else None
-        board = weakref.ref(planned.board)
-        track.is_broken = lambda: (found := board()) is None or found.is_broken
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         self._messages = Messages(self._order, self.counters)
@@ -150,13 +140,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages. ``survey``: see
         :class:`commlayer.engine.device_plans.DevicePlans`.
         """
-        order, groups = self._order, self._inner
-        choices.reasons = groups.planned.choices.reasons  # one list for the statistics
-        if groups.planned.settings.shadow is not None and choices.is_planning:
-            warn(
-                f"commlayer: COMMLAYER_SHADOW compares planned calls of CPU tensors; those on {device_type} are not compared",
-                stacklevel=2,
-            )
+        order, groups, members = self._order, self._inner, self._members
+        planned: PlannedGroup = groups.planned
+        choices.reasons = planned.choices.reasons  # one list for the statistics
 
         def lane() -> str:
             return order.lane_name
@@ -174,9 +160,37 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             assert group is not None  # it has been called
             return everyones_numbers(group, mine, "to exchange the counts of an all_to_all")
 
-        plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane, timeout_s, survey)
-        formats = self.options.sum_formats if self._members.size > 1 else ()
-        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell, formats)
+        plans = DevicePlans(planned.nodes, members.rank, choices, connected, lane, timeout_s, survey, planned)
+        formats = self.options.sum_formats if members.size > 1 else ()
+        track = self._track(planned, plans, device_type)
+        on_device = OnDevice(inner, plans, order, track, self.counters, tell, formats)
+        calls = weakref.ref(on_device)
+        track.ended = lambda: 0 if (found := calls()) is None else found.num_ended
+        order.instruments.beside.append(on_device.instruments)
+        groups.on_devices[device_type] = on_device
+
+    def _track(self, planned: PlannedGroup, engine: Executor, device_type: str = "") -> Track:
+        """The group's calls in the ring, those of CPU tensors or those on a device, whose plans ``engine`` runs."""
+        members = self._members
+        where = f" on {device_type}" if device_type else ""
+
+        def describe() -> str:
+            described = members.describe()
+            return f"{described}{where}" if described and described != "undefined" else described
+
+        me, runs, board = weakref.ref(self), weakref.ref(engine), weakref.ref(planned.board)
+        track = open_track(
+            int(planned.settings.ring),
+            planned.board.key + where,
+            members.name + where,
+            members.global_ranks,
+            describe,
+            lambda: group.lane if (group := me()) is not None else "",
+            planned.board.detector.numbering,
+        )
+        track.predict = lambda call: promised(group, call) if (group := runs()) is not None else None
+        track.is_broken = lambda: (found := board()) is None or found.is_broken
+        return track
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -195,7 +209,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         opts = make(BarrierOptions, opts, timeout, {})
         on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
         if on_device is not None:
-            return on_device.verbs.barrier(opts)  # type: ignore[no-any-return]
+            return on_device.own("barrier", opts)
         return self._order.issue(opts, "barrier", [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -213,14 +227,14 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
         on_device = self._inner.on_devices.get(device.type)
         if on_device is not None:
-            on_device.verbs._start_coalescing()
+            on_device.start_coalescing()
         else:
             self._order.coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
         on_device = self._inner.on_devices.get(device.type)
         if on_device is not None:
-            return on_device.verbs._end_coalescing()
+            return on_device.end_coalescing()
         works, self._order.coalescing = self._order.coalescing or [], None
         return Together(works)
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
-from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from commlayer.backend.device_exchange_verbs import DeviceExchangeVerbs, TellCounts
-from commlayer.backend.members import Members
 from commlayer.backend.signature_check import SignatureCheck
-from commlayer.calls.counters import GroupCounters
-from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
-from commlayer.scheduler.wire import WireFormat
-from commlayer.transport.nccl import Nccl
 
-__all__ = ["Destroyed", "Inherited", "InnerGroups", "OnDevice"]
+if TYPE_CHECKING:
+    from commlayer.backend.on_device import OnDevice
 
-_LOOK_S = 0.002
+__all__ = ["Destroyed", "Inherited", "InnerGroups"]
 
 
 class Destroyed:
@@ -44,41 +37,6 @@ class Inherited(Destroyed):
 
     def __getattr__(self, name: str) -> NoReturn:
         raise GroupError(inherited(f"{self._who}: {name.strip('_')}"))
-
-
-class OnDevice:
-    """The inner group and the plans for a group's tensors on one type of device. ``verbs``: c10d's, some of them by plan."""
-
-    __slots__ = ("inner", "plans", "verbs")
-
-    def __init__(
-        self,
-        inner: Nccl,
-        plans: DevicePlans,
-        counters: GroupCounters,
-        members: Members,
-        tell: TellCounts,
-        sum_formats: tuple[WireFormat, ...],
-    ) -> None:
-        self.inner, self.plans = inner, plans
-        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell, sum_formats)
-
-    def under_way_after(self, patience_s: float) -> str:
-        """Wait so long for what was launched; what has not run by then in words, empty: all has, or the device has failed, on
-        which nothing runs any more."""
-        until = monotonic() + patience_s
-        try:
-            while (words := self.plans.under_way()) and monotonic() < until:
-                sleep(_LOOK_S)
-            return words or self.inner.under_way_after(max(0.001, until - monotonic()))
-        except RuntimeError:  # a device's error, which whoever waits for its work is told
-            return ""
-
-    def end(self, *, drain: bool) -> None:
-        """Let go of communicators, when what was launched has run (``drain``), or at once."""
-        with contextlib.ExitStack() as stack:  # both, whatever fails
-            stack.callback(self.inner.backend.shutdown if drain else self.inner.backend.abort)
-            stack.callback(self.plans.close if drain else self.plans.abort)
 
 
 class InnerGroups:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from commlayer.calls.movement import Movement
+
 __all__ = ["Noted", "noted"]
 
 Noted = tuple[Any, int, int, Any, bool, Any]
@@ -28,10 +30,10 @@ def noted(args: Sequence[Any], opts: Any) -> Noted:
 
 def _noted(args: Sequence[Any], opts: Any) -> Noted:
     if len(args) == 1:
+        if isinstance(args[0], Movement):  # in a wire format, or over rails: ranks may have sizes of their own
+            return args[0].source.dtype, -1, -1, opts, opts.asyncOp, None
         return None, 0, 0, opts, opts.asyncOp, None
     moved = args[1:-1]
-    if len(moved) == 1 and callable(args[-1]):  # in a wire format, or over rails: ranks may have sizes of their own
-        return moved[0].dtype, -1, -1, opts, opts.asyncOp, None
     if len(moved) == 1:
         tensors = moved[0]
         if len(tensors) == 1 and tensors[0].layout is _STRIDED:  # nearly always

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns as now
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -32,6 +32,9 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
 from commlayer.transport.accelerators import device_of
 from commlayer.transport.nccl import use_lane as use_nccl_lane
+
+if TYPE_CHECKING:
+    from commlayer.backend.on_device import OnDevice
 
 __all__ = ["Order"]
 
@@ -142,7 +145,7 @@ class Order:
         except UsageError as error:
             call.error = type(error).__name__
             self.track.take_back(call)
-            self._say_refused(call.collective, error)
+            self.say_refused(call.collective, error)
             raise
         except BaseException as error:
             call.error = type(error).__name__
@@ -179,12 +182,19 @@ class Order:
         try:
             return task(*args)
         except UsageError as error:
-            self._say_refused(label, error)
+            self.say_refused(label, error)
             raise
 
-    def _say_refused(self, label: str, error: UsageError) -> None:
+    def say_refused(self, label: str, error: UsageError) -> None:
+        """Have those who wait to compare their calls read that this rank has refused its own."""
         if self.inner.signatures is not None:
             self.inner.signatures.refuse(self.sequence + 1, label, error)
+
+    def in_turn(self, label: str, task: Callable[[], None]) -> None:
+        """Run ``task()``, in which the ranks of the group meet on the host, in the turn of the group's CPU calls."""
+        if self.latest is not None:
+            self.latest.settle()
+        self.progress.run(label, task, ())
 
     def settle_own(self, label: str, work: Work) -> None:
         """Wait for a call of Gloo's own, in this order, that serves ``label``. Raises ClusterError, as calls do."""
@@ -246,13 +256,13 @@ class Order:
         """The class of traffic; "" for none."""
         return lane_of(self.members.describe()) if self.lane.name is None else self.lane.name
 
-    def on_device(self, tensor: torch.Tensor) -> Any:
-        """The verbs for a tensor that is not on the CPU."""
+    def on_device(self, tensor: torch.Tensor) -> OnDevice:
+        """The calls of a tensor that is not on the CPU."""
         inner = self.inner.on_devices.get(device_of(tensor))
         if inner is not None:
             if self.lane.name is None:
                 self.use_lane_of_group()
-            return inner.verbs
+            return inner
         has = " and ".join(["CPU", *(name.upper() if name == "cuda" else name for name in self.inner.on_devices)])
         has += "" if "cuda" in self.inner.on_devices else " (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")

@@ -8,7 +8,7 @@ These are bodies of rows of the table (verbs.py): they run in the group's order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import (
@@ -18,21 +18,28 @@ from torch._C._distributed_c10d import (
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
+    Work,
 )
 
 from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
 from commlayer.backend.members import Tensors
-from commlayer.backend.options import like, with_op
+from commlayer.backend.options import like, timeout_of, with_op
 from commlayer.backend.running import Calls
 from commlayer.backend.tensors import join, land, plain_row, require_room, spread
+from commlayer.calls.movement import Movement
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from commlayer.backend.on_device import OnDevice
 
 __all__ = [
     "all_reduce",
     "all_reduce_joined",
     "is_native",
+    "launch_all_reduce",
+    "launch_reduce_scatter",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_each",
@@ -67,6 +74,20 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
         calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
         _reduce_by_plan(calls, plan, num_bytes, tensor, tensor, op, opts)
+
+
+def launch_all_reduce(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
+    """:func:`all_reduce` on a device."""
+    x, op = tensors[0], opts.reduceOp.op
+    if x.layout is not _STRIDED:
+        calls.compare("all_reduce", None, 0, op=op)  # the number of non-zero elements differs between ranks
+        return calls.own_sparse(tensors, opts)
+    is_one = len(tensors) == 1
+    work = calls.sum_encoded(x, x, op, tensors) if is_one else None
+    if work is not None:
+        return work
+    plan = calls.look(x, x, x.nbytes, op=op, fits=is_one)
+    return calls.own("allreduce", tensors, opts) if plan is None else calls.launch_sum(plan, x, x, op, tensors)
 
 
 def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
@@ -151,6 +172,19 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
         _reduce_by_plan(calls, plan, num_bytes, input, output, op, opts)
 
 
+def launch_reduce_scatter(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+    """:func:`reduce_scatter` on a device."""
+    calls.require_alike("reduce_scatter", output, input)
+    fits, op = input.nbytes == calls.size * output.nbytes, opts.reduceOp.op
+    work = calls.sum_encoded(input, output, op, [output]) if fits else None
+    if work is not None:
+        return work
+    plan = calls.look(output, input, input.nbytes, op=op, fits=fits)
+    if plan is None:
+        return calls.own("reduce_scatter_single", output, input, opts)
+    return calls.launch_sum(plan, input, output, op, [output])
+
+
 def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
     how = carrier(opts.reduceOp, input.dtype, calls.members.size)
     moved = how.load(plain_row(input))
@@ -209,7 +243,7 @@ def _reduce_by_plan(
     op: ReduceOp.RedOpType,
     opts: Any,
 ) -> None:
-    calls.run_plan(plan, num_bytes, source, target, opts, op=PLAN_NAMES[op])
+    calls.run(Movement(plan, source, target, op=PLAN_NAMES[op]), num_bytes, timeout_of(opts))
     if op == AVG:
         with torch._C._InferenceMode(True):
             target.data.div_(calls.members.size)

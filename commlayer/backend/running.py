@@ -23,7 +23,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.calls.counters import GroupCounters, Row
-from commlayer.calls.instruments import Movement
+from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import DONE
@@ -264,29 +264,18 @@ class Calls:
 
     # Plans
 
-    def run_plan(
-        self,
-        plan: Plan,
-        num_bytes: int,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        opts: Any,
-        *,
-        op: str = "sum",
-        root: int = 0,
-    ) -> None:
-        """Run a plan on contiguous tensors."""
-        run, call = self.inner.planned.run, self.begin_plan(plan)
-        if self.instruments.moving:
-            self.show(call, Movement(plan, source, target, op=op, root=root))
-        started, timeout_s = now(), opts.timeout.total_seconds()
-        task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), issued=call)
+    def run(self, movement: Movement, num_bytes: int, timeout_s: float | None = None) -> None:
+        """Run a plan for the call that runs now, on contiguous tensors; count ``num_bytes``."""
+        call = self.begin_plan(movement.plan)
+        for hear in self.instruments.moving:
+            hear(call, movement)
+        started, run = now(), self.inner.planned.run
         if _profiling():
-            with _record(f"commlayer:{call.collective} {plan.name}"):
-                sent = task()
+            with _record(f"commlayer:{call.collective} {movement.plan.name}"):
+                ran = run(movement, timeout_s=timeout_s, issued=call)
         else:
-            sent = task()
-        self.count_plan(call, num_bytes, now() - started, sent)
+            ran = run(movement, timeout_s=timeout_s, issued=call)
+        self.count_plan(call, num_bytes, now() - started, ran.sent)
 
     def begin_plan(self, plan: Plan) -> Call:
         """A collective of the call that runs now is to be run by ``plan``. Returns the call."""
@@ -295,11 +284,6 @@ class Calls:
         order.sequence = call.sequence = order.sequence + 1
         call.plan = plan
         return call
-
-    def show(self, call: Call, movement: Movement) -> None:
-        """Show what ``call`` is about to move to the instruments that look at tensors."""
-        for hear in self.instruments.moving:
-            hear(call, movement)
 
     def count_plan(self, call: Call, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Count a collective that a plan has run. ``sent``: bytes between nodes, and inside this one."""

@@ -10,7 +10,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from commlayer.engine.plain import as_row, plain
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["MOVABLE", "is_plain", "join", "land", "landing", "plain_row", "real", "reals", "require_room", "spread"]
+__all__ = [
+    "MOVABLE",
+    "is_dense",
+    "is_plain",
+    "join",
+    "land",
+    "landing",
+    "plain_row",
+    "real",
+    "reals",
+    "require_room",
+    "spread",
+]
 
 MOVABLE = frozenset(
     {
@@ -51,6 +63,23 @@ def real(x: torch.Tensor) -> torch.Tensor:
             + ("pass its to_local()" if hasattr(x, "to_local") else "pass a tensor")
         )
     return x
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` fill one piece of memory, in whatever order.
+
+    NCCL takes such tensors in place, and so do plans: no rank goes flat alone because its tensor has another memory format.
+    """
+    if x.layout is not _STRIDED or x.is_neg() or x.is_conj():
+        return False
+    if x.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def reals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -94,6 +94,8 @@ class Verb:
     """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a number, or
     :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was saved for it and has changed since. Bodies
     tell of none: how a call runs must not be seen there."""
+    launch: Callable[..., Work] | None = None
+    """Launches it for tensors on a device: ``launch(calls, *tensors, opts)``; None: the inner backend's own call there."""
 
     @property
     def name(self) -> str:
@@ -141,7 +143,7 @@ _NEVER = Direct(attrgetter("_none"), frozenset())
 
 def in_place(row: Verb) -> Method:
     """``tensors`` (a list, mostly of one) change in place."""
-    name, options, collective, body = row.name, row.options, row.collective, row.task
+    options, collective, body = row.options, row.collective, row.task
     title, takes_as_it_is = row.title or row.collective, row.direct is not None
     direct = row.direct or _NEVER
     inner, dtypes, fits, refuses = direct.inner, direct.dtypes, direct.fits, direct.refuses
@@ -181,7 +183,7 @@ def in_place(row: Verb) -> Method:
             opts = make(type(opts) if isinstance(opts, row.also) else options, opts, timeout, named)
         tensors = self._members.some(title, tensors, may_be_sparse=row.may_be_sparse)
         if not tensors[0].is_cpu:
-            return getattr(order.on_device(tensors[0]), name)(tensors, opts)  # type: ignore[no-any-return]
+            return order.on_device(tensors[0]).issue(row.name, collective, row.launch, tensors, opts)
         return order.issue(opts, collective, tensors, body, self._calls, tensors, opts)
 
     return verb
@@ -189,7 +191,7 @@ def in_place(row: Verb) -> Method:
 
 def _issued_pair(row: Verb) -> Method:
     """Makes what takes one tensor that goes and one that comes into the group's order, or to NCCL; ``splits`` of an exchange."""
-    name, collective, body = row.name, row.collective, row.task
+    collective, body = row.collective, row.task
 
     def issue(
         self: _Parts, output: torch.Tensor, input: torch.Tensor, opts: Any, splits: tuple[list[int], ...] = ()
@@ -197,10 +199,10 @@ def _issued_pair(row: Verb) -> Method:
         order = self._order
         input, output = real(input), real(output)
         if not (input.is_cpu and output.is_cpu):
-            verbs = order.on_device(output if input.is_cpu else input)
+            on_device = order.on_device(output if input.is_cpu else input)
             if splits:
                 check_splits(self._members, output, input, *splits)
-            return getattr(verbs, name)(output, input, *splits, opts)  # type: ignore[no-any-return]
+            return on_device.issue(row.name, collective, row.launch, output, input, *splits, opts)
         if splits:
             order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
         return order.issue(opts, collective, [output], body, self._calls, output, input, *splits, opts)
@@ -271,14 +273,14 @@ def pair(row: Verb) -> Method:
 
 def pairs(row: Verb, outputs_of: Callable[[Any], Any] = reals) -> Method:
     """``inputs`` go, ``outputs`` come: several tensors each, as one call."""
-    name, options, collective, body = row.name, row.options, row.collective, row.task
+    options, collective, body = row.options, row.collective, row.task
     check = row.check
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None, **named: Any) -> Work:
         opts = make(options, opts, timeout, named)
         outputs, inputs = outputs_of(outputs), reals(inputs)
         if inputs and not inputs[0].is_cpu:
-            return getattr(self._order.on_device(inputs[0]), name)(outputs, inputs, opts)  # type: ignore[no-any-return]
+            return self._order.on_device(inputs[0]).issue(row.name, collective, row.launch, outputs, inputs, opts)
         if check is not None:
             check(self._members, outputs, inputs)
         return self._order.issue(opts, collective, outputs, body, self._calls, outputs, inputs, opts)
@@ -301,7 +303,7 @@ def lists_in(row: Verb) -> Method:
 
 
 def _one_list(row: Verb, *, is_out: bool) -> Method:
-    name, options, collective, body = row.name, row.options, row.collective, row.task
+    options, collective, body = row.options, row.collective, row.task
     is_rooted = row.is_rooted
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
@@ -312,7 +314,7 @@ def _one_list(row: Verb, *, is_out: bool) -> Method:
         singles, lists = self._members.some(collective, singles), _lists(lists)
         outputs, inputs = (lists, singles) if is_out else (singles, lists)
         if not singles[0].is_cpu:
-            return getattr(self._order.on_device(singles[0]), name)(outputs, inputs, opts)  # type: ignore[no-any-return]
+            return self._order.on_device(singles[0]).issue(row.name, collective, row.launch, outputs, inputs, opts)
         if not is_rooted:
             self._members.require_one_list(collective, lists, singles)
         filled = singles if not is_out else lists[0] if lists else []

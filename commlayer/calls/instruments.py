@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from commlayer.calls.counters import GroupCounters
+from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
 from commlayer.profiles.printable import warn
 
@@ -27,9 +28,9 @@ __all__ = [
     "AsksRanks",
     "Instrument",
     "Instruments",
-    "Movement",
     "NewGroup",
     "attach_own",
+    "attach_own_on_device",
     "inquiries",
     "listen_to_all",
     "stop_listening_to_all",
@@ -43,33 +44,6 @@ INQUIRIES = "commlayer.diagnosis.inquiry"
 """The module that asks ranks what they wait for, named and imported in the same way."""
 
 _Kind = TypeVar("_Kind", bound="Instrument")
-
-
-@dataclass(frozen=True)
-class Movement:
-    """The tensors that a plan is about to move, for an instrument that looks at them; it must not keep them longer than the call.
-
-    Attributes:
-        plan, source, target: what moves which tensor into which.
-        kind: how the plan's moves are found, as of :class:`commlayer.auditing.saved_calls.CallShape`.
-        op: the plans' name of a reduction.
-        root: a member of the group.
-        splits: of exchanges, the bytes that go to each member, and that come from each.
-        blocks: bytes that each member owns, where the caller says it.
-        codec: of a call in a wire format.
-        dtype: of the call's elements, where that is not the source's: an all_to_all is moved in bytes.
-    """
-
-    plan: Any
-    source: Any
-    target: Any
-    kind: str = "whole"
-    op: str = "sum"
-    root: int = 0
-    splits: tuple[Sequence[int], Sequence[int]] = ((), ())
-    blocks: Sequence[int] | None = None
-    codec: Any = None
-    dtype: Any = None
 
 
 class Instrument:
@@ -127,12 +101,14 @@ class Instruments:
             instruments were added.
         is_watched: whether one of them lets no call pass.
         changed: called when that changes, for who remembers it.
+        beside: those of the group's calls on devices, which an instrument that is added here hears of, too.
     """
 
     __slots__ = (
         "__weakref__",
         "_all",
         "began",
+        "beside",
         "changed",
         "ended",
         "is_watched",
@@ -151,6 +127,7 @@ class Instruments:
 
     def __init__(self) -> None:
         self._all: list[Instrument] = []
+        self.beside: list[Instruments] = []
         self.changed: Callable[[], None] = _nothing
         self._list()
         for instrument in _of_all:
@@ -159,15 +136,21 @@ class Instruments:
 
     def add(self, instrument: Instrument) -> None:
         """Have ``instrument`` hear of the group's calls from now on. Nothing where it does already."""
+        for each in (self, *self.beside):
+            each.add_here(instrument)
+
+    def add_here(self, instrument: Instrument) -> None:
+        """The same, for these calls alone: not for those on a device, which are beside them."""
         if instrument not in self._all:
             self._all.append(instrument)
             self._list()
 
     def remove(self, instrument: Instrument) -> None:
         """Have it hear of no more. Nothing where it does not listen."""
-        if instrument in self._all:
-            self._all.remove(instrument)
-            self._list()
+        for each in (self, *self.beside):
+            if instrument in each._all:
+                each._all.remove(instrument)
+                each._list()
 
     def find(self, kind: type[_Kind]) -> _Kind | None:
         """Return the instrument of this kind; None where there is none."""
@@ -260,6 +243,7 @@ class NewGroup:
         is_default: whether it is the job's default group.
         is_of_job: whether what is told once of a job that plans is told from this group on.
         stands_alone: whether its ranks have other numbers in the job, or are not in it.
+        device: the type of device of its calls; empty: the CPU's.
         connecting: makes a context in which a failure is told to the other ranks: for what is collective.
     """
 
@@ -281,12 +265,19 @@ class NewGroup:
     is_of_job: bool
     stands_alone: bool
     connecting: Callable[[str, str], AbstractContextManager[None]]
+    device: str = ""
 
 
 def attach_own(group: NewGroup) -> None:
     """Give a group that is being made the instruments that its settings ask for. Collective over the group."""
     for name in OWN:
         import_module(name).attach(group)
+
+
+def attach_own_on_device(group: NewGroup) -> None:
+    """The same for its calls on a device, once it is known by what they are planned. On all ranks, before the same call."""
+    for name in OWN:
+        import_module(name).attach_of_calls(group)
 
 
 class AsksRanks(Protocol):

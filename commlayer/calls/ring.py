@@ -107,6 +107,7 @@ class Call(msgspec.Struct, eq=False, weakref=True):
             launched, before which the call does not begin; None: at once.
         steps: of its plan, as they ran; None: nobody asked for them.
         error: the name of the error that it raised.
+        is_awaited: an instrument wants the host to wait for the end of the call, where it would go on: on a device.
 
     Times are of ``time.perf_counter_ns``.
     """
@@ -138,6 +139,7 @@ class Call(msgspec.Struct, eq=False, weakref=True):
     begins_after_s: float | None = None
     steps: tuple[StepRecord, ...] | None = None
     error: str = ""
+    is_awaited: bool = False
 
     @property
     def is_message(self) -> bool:

@@ -56,7 +56,6 @@ class AcceleratorStream:
         return AcceleratorEvent(self.stream.record_event())
 
     def record_time(self) -> AcceleratorEvent:
-        """Record an event that knows when it is reached, which costs the device more than :meth:`record`."""
         return AcceleratorEvent(self.stream.record_event(self._module.Event(enable_timing=True)))
 
     def wait(self, event: StreamEvent) -> None:

@@ -30,6 +30,13 @@ class StreamEvent(Protocol):
         """Make the host wait for it."""
 
 
+class TimedEvent(StreamEvent, Protocol):
+    """A point in a stream's work, of which the device knows when it was reached."""
+
+    def elapsed_us(self, since: TimedEvent) -> float:
+        """The time from ``since`` to here, µs, by the device's clock. Both have been reached."""
+
+
 class Stream(Protocol):
     """A queue of work, which runs in the order in which it was launched."""
 
@@ -38,6 +45,9 @@ class Stream(Protocol):
 
     def record(self) -> StreamEvent:
         """The point behind all that was launched so far."""
+
+    def record_time(self) -> TimedEvent:
+        """The same, of which the device knows when it was reached: that costs it more."""
 
     def wait(self, event: StreamEvent) -> None:
         """Let nothing that is launched from now on run before ``event`` is done. The host does not wait."""
@@ -51,13 +61,6 @@ class Stream(Protocol):
 
         Other streams write the numbers meanwhile, so nothing may depend on what is read. It delays, and orders nothing.
         """
-
-
-class TimedEvent(StreamEvent, Protocol):
-    """A point in a stream's work, of which the device knows when it was reached."""
-
-    def elapsed_us(self, since: TimedEvent) -> float:
-        """The time from ``since`` to here, µs, by the device's clock. Both have been reached."""
 
 
 class Device(Protocol):

@@ -1,8 +1,8 @@
 """Planned collectives of one group on tensors of a device: which plan a call gets, and launching it on streams.
 
-Beside :class:`commlayer.engine.planned.PlannedGroup`, which is the same for CPU tensors. A call talks to nobody before it is
-launched: what decides is the same on all ranks. Its communicators, one for what goes between nodes and one for what stays inside,
-are made at the first planned call, which all members make together.
+The other executor is :class:`commlayer.engine.planned.PlannedGroup`, for CPU tensors. A call talks to nobody
+before it is launched: what decides is the same on all ranks. Its communicators, one for what goes between nodes
+and one for what stays inside, are made at the first planned call, which all members make together.
 """
 
 from __future__ import annotations
@@ -11,34 +11,46 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commlayer.calls.movement import Movement
+from commlayer.calls.ring import Call
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.devices.device_contract import Messenger
+from commlayer.devices.event_clock import EventClock
 from commlayer.engine.device_lanes import lanes_of_device
+from commlayer.engine.encoded import RowCoder
+from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
 from commlayer.engine.lane_edges import longest_holds_us
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.reducers import reducer
-from commlayer.engine.runner import Prepared, Runner, Sent, drive
-from commlayer.profiles.errors import UsageError
+from commlayer.engine.runner import Runner
+from commlayer.failures.board import FailureBoard
+from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.lanes import level_of
+from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
+from commlayer.settings import Settings
 from commlayer.transport.bound_steps import bind
-from commlayer.transport.contract import CallMemory, Coder, Reducer
+from commlayer.transport.contract import CallMemory
 from commlayer.transport.stream_lanes import StreamLane
+from commlayer.transport.stream_times import StreamTimes
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamScript, StreamTransport
+
+if TYPE_CHECKING:
+    from commlayer.engine.planned import PlannedGroup
 
 __all__ = ["DevicePlans"]
 
 _AS_IT_IS = contextlib.nullcontext()
-_NO_TIMEOUT = 0.0  # of the host, which waits for nothing
+_LOOK_S = 0.0002
 
 
 def _memory_of(x: torch.Tensor) -> torch.Tensor:
@@ -47,13 +59,14 @@ def _memory_of(x: torch.Tensor) -> torch.Tensor:
     return x.data.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-class DevicePlans:
+class DevicePlans(Executor):
     """Plans and launches the collectives of one group on its device's tensors.
 
     ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``. ``connect(purpose, device)`` makes a
     communicator of all members, connected, and is collective. ``lane()``: the class of traffic, as it is at the first planned
     call. ``timeout_s()``: of calls. ``survey``: finds out, with all members, by what to plan; asked before the first call that
-    could be planned. Not thread-safe: one call at a time, in the same order on all ranks.
+    could be planned. ``group``: runs the same group's plans for CPU tensors. ``is_timing``: calls are to be timed.
+    Not thread-safe: one call at a time, in the same order on all ranks.
     """
 
     def __init__(
@@ -65,9 +78,16 @@ class DevicePlans:
         lane: Callable[[], str],
         timeout_s: Callable[[], float],
         survey: Callable[[torch.device], Planner | None] | None = None,
+        group: PlannedGroup | None = None,
     ) -> None:
-        self.nodes, self.rank, self.choices = tuple(tuple(node) for node in nodes), rank, choices
+        super().__init__(nodes, rank, choices)
         self._connect, self._lane, self._timeout_s, self._survey = connect, lane, timeout_s, survey
+        self._group, self.is_timing = group, False
+        self.held_s = 0.0
+        """For how long the host has held calls: never. A device holds them itself."""
+        self.found_out: Callable[[], None] | None = None
+        """Called once it is known by what to plan."""
+        self._clock: EventClock | None = None
         self._runner: Runner | None = None
         self._transport: StreamTransport
         self._held_lane = ""  # for which calls are held, or hold others; empty: neither
@@ -75,6 +95,58 @@ class DevicePlans:
         self._messengers: list[StepMessenger] = []
         self._device: AcceleratorDevice
         self._told: AcceleratorStream  # of futures, so that nobody's callbacks hold a stage up
+
+    @property
+    def group(self) -> PlannedGroup:
+        """Runs the same group's plans for CPU tensors: its ranks meet there on the host."""
+        assert self._group is not None  # of whoever measures links there is none
+        return self._group
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        return self.group.global_ranks
+
+    @property
+    def settings(self) -> Settings:
+        return self.group.settings
+
+    @property
+    def board(self) -> FailureBoard:
+        return self.group.board
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s()
+
+    def explain(
+        self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
+    ) -> ClusterError:
+        """See :meth:`commlayer.engine.planned.PlannedGroup.explain`."""
+        return self.group.explain(error, collective, sequence, waited_s, timeout_s)
+
+    def swap_us(self, peer: int, num_bytes: int) -> float:
+        """Send ``peer``, on another node, so many bytes while as many come from it, and return how long that took, µs.
+
+        The host waits. Raises RuntimeError where the group fails meanwhile, or the timeout passes.
+        """
+        stream, device = self._transport.streams[Resource.INTER], self._device
+        with device.on(stream):
+            data, arrived = device.empty(num_bytes), device.empty(num_bytes)
+            began = stream.record_time()
+            self._messengers[-1].messenger.exchange([(peer, data)], [(peer, arrived)]).wait()
+            ended = stream.record_time()
+        until = monotonic() + self.timeout_s
+        while not ended.is_done():
+            if self.board.is_broken:
+                raise self.board.woken()
+            if monotonic() > until:
+                raise RuntimeError(f"Timed out waiting for a message of rank {self.global_ranks[peer]}")
+            sleep(_LOOK_S)
+        return ended.elapsed_us(began)
 
     def plan(self, collective: str, x: torch.Tensor, num_bytes: int) -> Plan | None:
         """The plan for a call, or None: flat, which is the inner backend's own. The same on every rank."""
@@ -90,30 +162,31 @@ class DevicePlans:
         planner = None if survey is None else survey(device)
         if planner is not None:
             self.choices.use_planner(planner)
+            found_out, self.found_out = self.found_out, None
+            if found_out is not None:
+                found_out()
 
     def prepare(self, plan: Plan, device: torch.device, root: int = 0) -> None:
         """Have ready what a call of ``plan`` needs beside its data. The group's first is collective."""
-        self._prepared(self._runner or self._connected(device), plan, root)
+        self.prepared(self._runner or self._connected(device), Movement(plan, None, None, root=root))
 
-    def launch(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, *, op: str = "sum", root: int = 0
-    ) -> tuple[StreamCall, Sent]:
-        """Launch a call of ``plan`` behind the current stream's work, and return it, and what this rank sends in it.
+    def run(self, movement: Movement, *, timeout_s: float | None = None, issued: Call | None = None) -> Ran:
+        """Launch a call behind the current stream's work; see :meth:`Executor.run`. The host waits for nothing.
 
-        Its ``finish`` makes the stream that is current then wait for it. Tensors as in
-        :meth:`commlayer.engine.planned.PlannedGroup.run`, in one piece of memory, whatever the order of their elements there.
+        ``finish`` of what is :attr:`Ran.under_way` makes the stream that is current then wait for it. Tensors in one piece of
+        memory, whatever the order of their elements there. An exchange that is ``split`` says its counts.
         """
-        runner = self.runner_on(source.device)
+        del timeout_s  # of the host
+        runner = self.runner_on(movement.source.device)
+        times = None
+        if self.is_timing and issued is not None and not self._device.is_capturing:
+            times = StreamTimes(has_steps=issued.steps is not None)
         # Tensors that were made in inference mode are written in it only; others stay as they are.
-        with torch._C._InferenceMode(True) if target.is_inference() else _AS_IT_IS:
-            key = id(plan), id(source), id(target), source.dtype, op, root
-            found = self._calls.find(key, source, target)
-            if found is None:
-                found = self._bound(runner, plan, source, target, op, root)
-                self._calls.add(key, source, target, found)
-            call = StreamCall(self._transport, found.script, found.bound)
+        with torch._C._InferenceMode(True) if movement.target.is_inference() else _AS_IT_IS:
+            found = self._kept(runner, movement) if movement.kind == "whole" else self._bound(runner, movement)
+            call = StreamCall(self._transport, found.script, found.bound, times)
             call.post_all()
-        return call, found.sent
+        return Ran(found.sent, call)
 
     def runner_on(self, device: torch.device) -> Runner:
         """The runner of plans for tensors on ``device``; made at the first call of this, which is collective.
@@ -128,42 +201,45 @@ class DevicePlans:
             )
         return runner
 
-    def start(
-        self,
-        prepared: Prepared,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        reduce: Reducer | None = None,
-        coder: Coder | None = None,
-    ) -> StreamCall:
-        """Launch a call of what the runner has prepared."""
-        assert self._runner is not None  # who has prepared it
-        output = CallMemory(_memory_of(target))
-        data = output if source is target else CallMemory(_memory_of(source))
-        # Tensors that were made in inference mode are written in it only; others stay as they are.
-        with torch._C._InferenceMode(True) if target.is_inference() else _AS_IT_IS:
-            stage = self._runner.stage
-            self._note_staged({buffer: stage(size, buffer, source.device) for buffer, size in prepared.sizes.items()})
-            call = self._runner.start(prepared, data, output, _NO_TIMEOUT, reduce, coder)
-            assert isinstance(call, StreamCall)  # of the transport that was made here
-            drive(prepared.plan, call)
-        return call
+    def _moves(
+        self, movement: Movement, owned: Sequence[int] | None = None
+    ) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
+        steps, sizes = super()._moves(movement, owned)
+        return steps, {buffer: size for buffer, size in sizes.items() if size}
 
-    def _bound(
-        self, runner: Runner, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: str, root: int
-    ) -> KeptCall:
-        prepared = self._prepared(runner, plan, root)
+    def _kept(self, runner: Runner, movement: Movement) -> KeptCall:
+        """A call on the same tensors again is launched from what was kept of the first."""
+        plan, source, target = movement.plan, movement.source, movement.target
+        key = id(plan), id(source), id(target), source.dtype, movement.op, movement.root
+        found = self._calls.find(key, source, target)
+        if found is None:
+            found = self._bound(runner, movement)
+            self._calls.add(key, source, target, found)
+        return found
+
+    def _bound(self, runner: Runner, movement: Movement) -> KeptCall:
+        source, target, prepared = movement.source, movement.target, self.prepared(runner, movement)
         output = CallMemory(_memory_of(target))
         data = output if source is target else CallMemory(_memory_of(source))
         buffers = runner.buffers(prepared, data, output)
         self._note_staged({buffer: memory for buffer, memory in buffers.items() if buffer in prepared.sizes})
         script = prepared.script
         assert isinstance(script, StreamScript)  # compiled by the transport that was made here
-        bound = bind(script, buffers, reducer(source.dtype, op), None)
-        return KeptCall(plan, script, bound, prepared.sent)
+        reduce = None if movement.kind in ("split", "over", "encoded exchange") else reducer(source.dtype, movement.op)
+        coder = None if movement.codec is None else RowCoder(movement.codec)
+        return KeptCall(movement.plan, script, bind(script, buffers, reduce, coder), prepared.sent)
 
-    def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
-        return runner.prepared(plan, root, lambda: moves_of_call(plan, self.nodes, self.rank, root))
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is launched now is captured in a graph, to be run later."""
+        return self._runner is not None and self._device.is_capturing
+
+    @property
+    def clock(self) -> EventClock:
+        """The clock of its device. The first time of this has the host wait for a stream of its own."""
+        if self._clock is None:
+            self._clock = EventClock(self._told)
+        return self._clock
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
         """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time, else of the host's."""
@@ -191,8 +267,7 @@ class DevicePlans:
         self._device = AcceleratorDevice(device)
         self._told = self._device.stream(is_high=False)
         self._transport = StreamTransport(self._device, messenger_of, messengers, self._lane(), self._place())
-        near = next(members for members in self.nodes if self.rank in members)
-        self._runner = Runner(self._transport, near)
+        self._runner = Runner(self._transport, self.near)
         return self._runner
 
     def use_lane(self, lane: str, is_cut: bool) -> None:

@@ -8,7 +8,7 @@ which all members make together: most groups of a trainer never need it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -18,35 +18,35 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agree.maximum import AgreedMaximum
+from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
+from commlayer.engine.encoded import RowCoder, explain_non_finite, reduce_scatter_in_place
+from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, exchange_times_us, predicted_timeline
 from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive
-from commlayer.engine.split_exchange import SplitExchange, Splits
+from commlayer.engine.split_exchange import SplitCall, SplitExchange
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
 from commlayer.failures.descriptors import CLIENT, require, shortfall
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded, end_wait, keep
-from commlayer.profiles.errors import ClusterError, UsageError
+from commlayer.profiles.errors import ClusterError, InternalError, NonFiniteError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
-from commlayer.scheduler.moves import Moves
-from commlayer.scheduler.plan import Buffer, Op, Plan
+from commlayer.scheduler.plan import Op, Plan
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import MOST_CONNECTIONS, Settings
 from commlayer.transport.connect import sharing_memory
-from commlayer.transport.contract import CallMemory, Channel, StartedPlan, break_connections
+from commlayer.transport.contract import Buffers, CallMemory, Channel, Script, StartedPlan, break_connections
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.marks import mark_of
@@ -56,11 +56,11 @@ __all__ = ["PlannedGroup"]
 
 _Made = TypeVar("_Made")
 _MAX_KEPT = 1024
-_MAX_EXCHANGES = 64
-"""All_to_alls whose moves are kept: some kilobytes each, and a dropless layer never has the same splits again."""
+_MAX_SPLITS = 64
+"""All_to_alls in two levels that are kept: see ``_MAX_EXCHANGES`` of the executor."""
 
 
-class PlannedGroup:
+class PlannedGroup(Executor):
     """Plans and runs the collectives of one group.
 
     ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
@@ -88,10 +88,9 @@ class PlannedGroup:
         rates: tuple[float, ...] = (),
         slow_pairs: tuple[SlowPair, ...] = (),
     ) -> None:
-        self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
-        self.nodes = tuple(tuple(node) for node in nodes)
-        shape = tuple(len(node) for node in self.nodes)
-        self.choices = Choices(shape, planner, settings, rates=rates, slow_pairs=slow_pairs)
+        shape = tuple(map(len, nodes))
+        super().__init__(nodes, rank, Choices(shape, planner, settings, rates=rates, slow_pairs=slow_pairs))
+        self.name, self.global_ranks = name, tuple(global_ranks)
         self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
         self._store = store
@@ -107,7 +106,7 @@ class PlannedGroup:
         self.level = 0
         self.held_s = 0.0
         """For how long chunks of its planned calls were held at their edges, on a lane that yields to others."""
-        self._exchanges = Kept[tuple[int, Splits], SplitExchange](_MAX_EXCHANGES)
+        self._splits = Kept[tuple[object, ...], SplitExchange](_MAX_SPLITS)
         self._edges = Kept[int, tuple[Plan, tuple[tuple[float, bool], ...]]](_MAX_KEPT)
 
     def use_lane(self, lane: str, is_cut: bool) -> None:
@@ -126,13 +125,6 @@ class PlannedGroup:
             self._edges.add(id(plan), kept)
         return Gate(lanes(), self.level, kept[1], timeout_s * HELD_OF_TIMEOUT)
 
-    @property
-    def never_plans_exchanges(self) -> bool:
-        """Whether :meth:`plan_all_to_all` is None for every size. The same on all ranks."""
-        if len(self.nodes) == 1 or len(self.global_ranks) == 1:
-            return True
-        return not self.choices.is_forced and not self.choices.two_level_may_pay
-
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
         """Plan, as ``choices`` does other calls, an all_to_all with any splits; ``num_bytes`` is the larger of what this rank
         sends and receives.
@@ -144,7 +136,7 @@ class PlannedGroup:
         if self.never_plans_exchanges:
             return None
         if self.choices.is_forced:
-            return self.choices.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
+            return self.plan_exchange(1)  # the size decides nothing, and may be 0 on some ranks only
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
             self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s), self.board)
@@ -154,47 +146,79 @@ class PlannedGroup:
         except RuntimeError as error:
             waited_s = time.monotonic() - began
             raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
-        return None if not largest else self.choices.plan("all_to_all_v", 1 << (largest - 1).bit_length())
+        return None if not largest else self.plan_exchange(largest)
 
-    def run(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        op: str = "sum",
-        root: int = 0,
-        timeout_s: float | None = None,
-        issued: Call | None = None,
-    ) -> Sent:
-        """Run ``plan``; returns what this rank has sent, when the output may be used. ``issued`` gets its steps' times,
-        where somebody has asked for them.
-
-        Contiguous tensors of one dtype. all_gather: source [s], target [n·s]; reduce_scatter: source [n·s], target [s];
-        all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
-        Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
-        """
+    def run(self, movement: Movement, *, timeout_s: float | None = None, issued: Call | None = None) -> Ran:
+        """See :meth:`Executor.run`. Returns when the output may be used; whatever breaks the call is told to the others."""
         limit_s = timeout_s or self.timeout_s
         # An asynchronous call runs on another thread than the mode that its tensors were made in. Torch's own context
         # manager around this one is ten calls of Python, which show in a small message's time.
         with torch._C._InferenceMode(True):
             try:
+                plan, source, target = movement.plan, movement.source, movement.target
                 runner = self._runner or self.connect_messages()
-                prepared = runner.kept.get((id(plan), root)) or self._prepared(runner, plan, root)
+                if movement.kind == "in place":
+                    return Ran(self._run_in_place(runner, movement, limit_s))
                 output = CallMemory(as_bytes(target))
                 data = output if source is target else CallMemory(as_bytes(source))
-                mark = mark_of(plan.traffic.collective, source.dtype, op, root)
-                call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op), mark=mark)
+                if movement.kind == "whole":
+                    op, root = movement.op, movement.root
+                    prepared = runner.kept.get((id(plan), root)) or self.prepared(runner, movement)
+                    mark = mark_of(plan.traffic.collective, source.dtype, op, root)
+                    call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op), mark=mark)
+                    self.drive(plan, call, limit_s, issued)
+                    return Ran(prepared.sent)
+                found, call = self._started(runner, movement, data, output, limit_s)
                 self.drive(plan, call, limit_s, issued)
+                return Ran(found.sent)
             except BaseException as error:
-                self.tell(error)
-                raise
-        return prepared.sent
+                told = self._explained(movement, error)
+                self.tell(told)
+                if told is error:
+                    raise
+                raise told from error
+
+    def _started(
+        self, runner: Runner, movement: Movement, source: CallMemory, target: CallMemory, limit_s: float
+    ) -> tuple[Prepared | SplitCall, StartedPlan]:
+        """Begin a call of any other kind. Returns what knows, at its end, what this rank has sent, and the call."""
+        if movement.kind == "split":
+            exchange = self._exchange(runner, movement).start(runner, source, target, limit_s)
+            return exchange, exchange
+        found = self.prepared(runner, movement)
+        reduce = reducer(movement.source.dtype, "sum") if movement.kind == "encoded" else None
+        coder = None if movement.codec is None else RowCoder(movement.codec)
+        return found, runner.start(found, source, target, limit_s, reduce, coder)
+
+    def _run_in_place(self, runner: Runner, movement: Movement, limit_s: float) -> Sent:
+        def drive(script: Script, buffers: Buffers) -> None:
+            self.drive(movement.plan, runner.transport.start(script, buffers, limit_s), limit_s)
+
+        self.connect_messages(movement.plan.connections)
+        return reduce_scatter_in_place(runner, self.rank, len(self.global_ranks), movement, drive)
+
+    def _explained(self, movement: Movement, error: BaseException) -> BaseException:
+        """What a call raises, and tells the others: a codec refuses in the middle of it, when it has seen a piece."""
+        if movement.kind in ("whole", "split", "over"):
+            return error
+        if isinstance(error, NonFiniteError):
+            where = f"rank {self.global_ranks[self.rank]}, group {self.name}"
+            width = 1 if movement.codec is None else movement.codec.wire.row_elements
+            return explain_non_finite(movement.source, width, where, error)
+        if isinstance(error, UsageError):
+            return InternalError(f"{type(error).__name__} in the middle of a call: {error}")
+        return error
+
+    def prepared(self, runner: Runner, movement: Movement) -> Prepared:
+        """See :meth:`Executor.prepared`; over as many connections as the plan takes."""
+        if movement.plan.connections > 1:
+            self.connect_messages(movement.plan.connections)
+        return super().prepared(runner, movement)
 
     def prepare(self, plan: Plan, root: int = 0) -> None:
         """Have ready what a call of ``plan`` needs beside its data, so that the first one takes no longer than others.
         The group's first is collective."""
-        self._prepared(self._runner or self.connect_messages(), plan, root)
+        self.prepared(self._runner or self.connect_messages(), Movement(plan, None, None, root=root))
 
     def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, issued: Call | None = None) -> None:
         """Run a plan that has been started to its end, held where others go first.
@@ -214,67 +238,16 @@ class PlannedGroup:
         """The plan's timeline by the profile; None without one, or where it does not know its operations."""
         return predicted_timeline(plan, self.choices.planner)
 
-    def run_all_to_all(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        source_bytes: Sequence[int],
-        target_bytes: Sequence[int],
-        *,
-        timeout_s: float | None = None,
-        issued: Call | None = None,
-    ) -> Sent:
-        """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it.
-
-        Contiguous tensors. ``issued``, what is returned and raised: as :meth:`run`.
-        """
-        splits, limit_s = (tuple(source_bytes), tuple(target_bytes)), timeout_s or self.timeout_s
-        with torch._C._InferenceMode(True):
-            try:
-                runner = self._runner or self.connect_messages()
-                exchange = self._exchanges.get((id(plan), splits)) or self._exchange(runner, plan, splits)
-                data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
-                call = exchange.start(runner, *data, limit_s)
-                self.drive(plan, call, limit_s, issued)
-            except BaseException as error:
-                self.tell(error)
-                raise
-        return call.sent
-
-    def run_over(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        splits: tuple[Sequence[int], Sequence[int]],
-        *,
-        issued: Call | None = None,
-    ) -> Sent:
-        """Run a plan of :func:`~commlayer.scheduler.rails.exchange_over`; ``splits``: bytes of ``source`` for each member, of
-        ``target`` from each, none for members that are not of the plan's span.
-
-        Contiguous tensors. ``issued``, what is returned and raised: as :meth:`run`.
-        """
-        with torch._C._InferenceMode(True):
-            try:
-                runner = self._runner or self.connect_messages()
-                prepared = runner.prepare(plan, plan.moves(SplitRows(self.rank, *splits)), {})
-                call = runner.start(
-                    prepared, CallMemory(as_bytes(source)), CallMemory(as_bytes(target)), self.timeout_s
-                )
-                self.drive(plan, call, self.timeout_s, issued)
-            except BaseException as error:
-                self.tell(error)
-                raise
-        return prepared.sent
-
-    def _exchange(self, runner: Runner, plan: Plan, splits: Splits) -> SplitExchange:
+    def _exchange(self, runner: Runner, movement: Movement) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and again."""
-        if plan.connections > 1:
-            self.connect_messages(plan.connections)
-        two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
-        return self._exchanges.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
+        plan, splits = movement.plan, (tuple(movement.splits[0]), tuple(movement.splits[1]))
+        found = self._splits.get((id(plan), splits))
+        if found is None:
+            if plan.connections > 1:
+                self.connect_messages(plan.connections)
+            two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
+            found = self._splits.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
+        return found
 
     def tell(self, error: BaseException) -> None:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
@@ -343,22 +316,8 @@ class PlannedGroup:
             groups.append(self._agreed.group)
         self._runner, self._agreed, self.own_calls, self._measured = None, None, None, None
         self._exchanges.clear()
+        self._splits.clear()
         return groups
-
-    def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
-        if plan.connections > 1:
-            self.connect_messages(plan.connections)
-        return runner.prepared(plan, root, lambda: self.moves(plan, root))
-
-    def moves(self, plan: Plan, root: int = 0) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
-        """The moves of this rank in each step of ``plan``, and the bytes of the buffers that it needs for them; not of an
-        all_to_all_v, of which the splits say it."""
-        return moves_of_call(plan, self.nodes, self.rank, root)
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        """The members on this rank's node."""
-        return next(members for members in self.nodes if self.rank in members)
 
     def connect_messages(self, connections: int = 1) -> Runner:
         """The runner of the plans, whose messages inside nodes go through shared memory, and others over the connections of the

@@ -16,10 +16,8 @@ from commlayer.scheduler.two_level import TwoLevel
 from commlayer.transport.contract import CallMemory
 from commlayer.transport.gloo import GlooCall, GlooStep, GlooTransport
 
-__all__ = ["Revealed", "SplitCall", "SplitExchange", "Splits"]
+__all__ = ["Revealed", "SplitCall", "SplitExchange"]
 
-Splits = tuple[tuple[int, ...], tuple[int, ...]]
-"""Bytes that go to each member, and that come from each."""
 _SORT, _PASS_ON = 1, 2
 """The steps that need the counts."""
 

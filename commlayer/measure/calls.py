@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has it too, but not for type checkers
 
+from commlayer.calls.movement import Movement
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.failures.waits import bounded_reduce_scatter, wait
@@ -143,10 +144,10 @@ class StepCall(GroupCall):
         planned.prepare(plan)
 
     def run(self) -> None:
-        self.planned.run(self.plan, self.source, self.target, timeout_s=self.timeout_s)
+        self.planned.run(Movement(self.plan, self.source, self.target), timeout_s=self.timeout_s)
 
     def run_whole(self) -> None:
-        self.planned.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
+        self.planned.run(Movement(build(self.plan.traffic, self.plan.strategy), self.source, self.target))
 
 
 CALL_OPTIONS: dict[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from commlayer.calls.movement import Movement
 from commlayer.devices.device_contract import Messenger
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
@@ -54,8 +55,7 @@ class DeviceStepCall(GroupCall):
         self._run(build(self.plan.traffic, self.plan.strategy))
 
     def _run(self, plan: Plan) -> None:
-        call, _ = self._plans.launch(plan, self.source, self.target)
-        call.finish()
+        self._plans.run(Movement(plan, self.source, self.target)).under_way.finish()
 
 
 class DeviceOwnCall(GroupCall):

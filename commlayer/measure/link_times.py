@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.group_calls import largest, swap
 from commlayer.profiles.pairs import Pair, pair_rounds
@@ -45,7 +46,7 @@ class LinkTimes(NamedTuple):
         return LinkTimes(*({pair: time_us / factor for pair, time_us in each.items()} for each in self))
 
 
-def time_links(planned: PlannedGroup, num_bytes: int) -> LinkTimes:
+def time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
     """Time, for pairs of the group's nodes, how long they take to send each other ``num_bytes`` at once, µs: equal on all ranks.
 
     As many members of each node as the emptiest one has send their part of it side by side. Collective over the group, between
@@ -53,7 +54,7 @@ def time_links(planned: PlannedGroup, num_bytes: int) -> LinkTimes:
     """
     found = LinkTimes({}, {})
     with torch._C._InferenceMode(True):
-        planned.connect_own_calls()
+        _on_host(planned).connect_own_calls()
         for pairs in pair_rounds(len(planned.nodes), MOST_ROUNDS):
             both = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
             for index, pair in enumerate(pairs):
@@ -64,23 +65,40 @@ def time_links(planned: PlannedGroup, num_bytes: int) -> LinkTimes:
     return found
 
 
-def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> tuple[list[float], list[float]]:
+def _on_host(planned: PlannedGroup | DevicePlans) -> PlannedGroup:
+    """The group in which the ranks meet on the host."""
+    return planned.group if isinstance(planned, DevicePlans) else planned
+
+
+def _swapped(planned: PlannedGroup | DevicePlans, pairs: list[Pair], num_bytes: int) -> tuple[list[float], list[float]]:
     """Each pair's time in one round, µs, of its slowest member, and how long one of them waited for a processor at most."""
     places = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
     place = members.index(planned.rank)
     mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
     times, waited, limit_s = [0.0] * len(pairs), [0.0] * len(pairs), planned.timeout_s
-    data, arrived = (torch.zeros(max(1, num_bytes // places), dtype=torch.uint8) for _ in range(2))
-    largest(planned, times, limit_s, _WHAT)  # all start together
+    host, part_bytes = _on_host(planned), max(1, num_bytes // places)
+    largest(host, times, limit_s, _WHAT)  # all start together
     if mine is not None:
         peer = planned.nodes[sum(pairs[mine]) - node][place]
-        begin, waited_us = time.perf_counter(), _waited_us()
-        swap(planned, peer, data, arrived, timeout_s=limit_s, what=_WHAT, tag=_TAG)
-        times[mine] = (time.perf_counter() - begin) * 1e6
+        waited_us = _waited_us()
+        times[mine] = _swap_us(planned, peer, part_bytes)
         waited[mine] = max(0.0, _waited_us() - waited_us)
-    found = largest(planned, [*times, *waited], limit_s, _WHAT)
+    found = largest(host, [*times, *waited], limit_s, _WHAT)
     return found[: len(pairs)], found[len(pairs) :]
+
+
+def _swap_us(planned: PlannedGroup | DevicePlans, peer: int, num_bytes: int) -> float:
+    begin = time.perf_counter()
+    if isinstance(planned, DevicePlans):
+        try:
+            return planned.swap_us(peer, num_bytes)
+        except RuntimeError as error:
+            raise planned.explain(error, _WHAT, 0, time.perf_counter() - begin, planned.timeout_s) from error
+    data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    begin = time.perf_counter()
+    swap(planned, peer, data, arrived, timeout_s=planned.timeout_s, what=_WHAT, tag=_TAG)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _waited_us() -> float:

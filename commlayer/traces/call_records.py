@@ -57,6 +57,7 @@ class CallRecords(Instrument):
     def ended(self, call: Call) -> None:
         record = self._records.get(call)
         if record is not None:
+            record.start_ns = call.started_ns or record.start_ns  # a device says when it began once it has ended
             record.end_ns = call.ended_ns or now()
             _fill(record, call)
 

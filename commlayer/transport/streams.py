@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commlayer.devices.device_contract import Device, Messenger, Stream, StreamEvent
+from commlayer.devices.device_contract import Device, Messenger, Received, Stream, StreamEvent
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Region
@@ -26,6 +26,7 @@ from commlayer.transport.bound_steps import BoundScript, bind
 from commlayer.transport.contract import Buffers, Coder, Reducer, Whole
 from commlayer.transport.nccl import is_high_priority
 from commlayer.transport.stream_lanes import StreamLane
+from commlayer.transport.stream_times import StreamTimes
 
 __all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTransport", "is_high_priority_of"]
 
@@ -254,10 +255,16 @@ class StreamTransport:
 
 
 class StreamCall:
-    """See :class:`~commlayer.transport.contract.StartedPlan`."""
+    """See :class:`~commlayer.transport.contract.StartedPlan`. ``times``: filled with events, where somebody wants to know."""
 
-    def __init__(self, transport: StreamTransport, script: StreamScript, bound: BoundScript) -> None:
+    def __init__(
+        self, transport: StreamTransport, script: StreamScript, bound: BoundScript, times: StreamTimes | None = None
+    ) -> None:
         self._transport, self._script, self._steps = transport, script, bound.steps
+        self.times = times
+        self._is_timing_steps = times is not None and times.has_steps
+        if times is not None and times.has_steps:
+            times.sent_bytes = tuple(sum(each.region.size for each in step.moves.sends) for step in script.steps)
         self._ended: dict[int, StreamEvent] = {}
         self._last: dict[Resource, StreamEvent] = {}
         self._lane = lane = transport.among
@@ -273,6 +280,8 @@ class StreamCall:
                     stream.wait(event)
             for tensor in tensors:
                 stream.keep(tensor)
+            if times is not None:
+                times.began.append(stream.record_time())
         if lane is not None and lane.is_awaited and bound.kept:
             self._announced_until = len(script.steps) - 1
             crosses = any(resource is Resource.INTER for resource, _ in bound.kept)
@@ -293,20 +302,36 @@ class StreamCall:
             stream = self._transport.streams[step.resource]
             for earlier in step.waits_for:
                 stream.wait(self._ended[earlier])
+            began = stream.record_time() if self._is_timing_steps else None
             if communicate is not None:
                 if lane is not None and self._holds and self._holds[index]:
                     lane.hold(stream, self._holds[index], crosses=step.resource is Resource.INTER)
-                with self._transport.device.on(stream):
-                    for work in communicate():
-                        work.wait()
+                self._communicate(stream, communicate)
             if local is not None:
                 stream.launch(local)
-            if step.is_awaited or step.is_last:
-                self._ended[index] = ended = stream.record()
-                if step.is_last:  # not when the call is waited for: the next one may begin before
-                    self._transport.ended[step.resource] = self._last[step.resource] = ended
+            if self.times is not None and began is not None:
+                self.times.steps[index] = began, stream.record_time()
+            if step.is_last:  # not when the call is waited for: the next one may begin before
+                self._ended[index] = self._note_end(step.resource, stream)
+            elif step.is_awaited:
+                self._ended[index] = stream.record()
         if lane is not None and index == self._announced_until:
             self.then(lane.ended())
+
+    def _communicate(self, stream: Stream, enqueue: Callable[[], Sequence[Received]]) -> None:
+        with self._transport.device.on(stream):
+            for work in enqueue():
+                work.wait()
+
+    def _note_end(self, resource: Resource, stream: Stream) -> StreamEvent:
+        ended: StreamEvent
+        if self.times is None:
+            ended = stream.record()
+        else:
+            self.times.ended.append(timed := stream.record_time())
+            ended = timed
+        self._transport.ended[resource] = self._last[resource] = ended
+        return ended
 
     def post_all(self) -> None:
         """Start every step in which this rank has something to do."""
@@ -320,14 +345,16 @@ class StreamCall:
 
     def then(self, work: Callable[[], object]) -> None:
         """Launch ``work`` behind the whole call, as its last part."""
-        for resource, ended in self._last.items():
+        for resource in list(self._last):
             stream = self._transport.streams[resource]
             for other, event in self._last.items():
                 if other is not resource:
                     stream.wait(event)
             stream.launch(work)
-            ended = stream.record()
-            self._transport.ended[resource], self._last = ended, {resource: ended}
+            self._last = {}
+            if self.times is not None:
+                self.times.ended.clear()
+            self._note_end(resource, stream)
             return
         self._transport.device.current.launch(work)  # a call that moves nothing
 

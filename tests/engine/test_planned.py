@@ -14,6 +14,7 @@ from commlayer.engine.runner import Sent, drive
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import ClusterError, DisagreementError
+from commlayer.scheduler.call_moves import rank_moves
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
@@ -43,8 +44,9 @@ def test_what_a_rank_sends_of_a_plan_is_counted_by_link_class(root: int, sent: t
     broadcast, gather = group.choices.plan("broadcast", 128), group.choices.plan("all_gather", 4 * 256)
     assert broadcast is not None
     assert gather is not None
-    assert Sent.by(group.moves(gather)[0], group.near) == (256, 2 * 256)
-    assert Sent.by(group.moves(broadcast, root)[0], group.near) == sent
+    for plan, wanted in ((gather, (256, 2 * 256)), (broadcast, sent)):
+        moves = rank_moves("whole", plan, group.nodes, group.rank, root=root if plan is broadcast else 0)
+        assert Sent.by(moves.steps, group.near) == wanted
 
 
 class OtherSizes:

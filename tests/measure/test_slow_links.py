@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commlayer.calls.movement import Movement
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure import prober, trials
 from commlayer.measure.prober import Prober
@@ -47,7 +48,7 @@ def test_a_slow_card_is_found_and_owns_less_of_a_sum(emulated_cluster: ClusterFa
             plan = build(choices._traffic("all_reduce", 4 * count), Strategy.PIPELINED, chunks)
             assert plan.is_duplex
             x = torch.arange(count).remainder(64).float() + rank
-            group._planned.run(plan, x, x)
+            group._planned.run(Movement(plan, x, x))
             assert torch.equal(x, torch.arange(count).remainder(64).float() * n + sum(range(n)))
         dist.all_reduce(x)
         far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [4, 5])]

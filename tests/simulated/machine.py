@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from commlayer.devices.device_contract import Stream, StreamEvent
+from commlayer.devices.device_contract import Stream, StreamEvent, TimedEvent
 from commlayer.profiles.errors import CommlayerError, UsageError
 from simulated.simulated_memory import SimulatedMemory
 
@@ -55,11 +55,12 @@ class Deadlock(CommlayerError):
 class SimulatedEvent:
     """A point in a stream's work."""
 
-    __slots__ = ("is_past", "stream", "waiting")
+    __slots__ = ("is_past", "reached", "stream", "waiting")
 
     def __init__(self, stream: SimulatedStream) -> None:
         self.stream = stream
         self.is_past = False
+        self.reached = 0
         self.waiting: list[SimulatedStream] = []
 
     def is_done(self) -> bool:
@@ -68,6 +69,11 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Run until the event is done. Raises Deadlock where no program has launched yet what that takes: ``yield`` the event."""
         self.stream.device.machine.run_until(self.is_done)
+
+    def elapsed_us(self, since: TimedEvent) -> float:
+        """How many events of the machine were reached from ``since`` to here: it has no other time."""
+        assert isinstance(since, SimulatedEvent)  # of a simulated device
+        return float(self.reached - since.reached)
 
 
 class StreamTask(ABC):
@@ -111,7 +117,8 @@ class _Recorded(StreamTask):
 
     def run(self, stream: SimulatedStream) -> bool:
         machine = stream.device.machine
-        self.event.is_past = True
+        machine.num_reached += 1
+        self.event.is_past, self.event.reached = True, machine.num_reached
         if machine.watcher is not None:
             machine.watcher.recorded(self.event)
         for waiting in self.event.waiting:
@@ -185,6 +192,9 @@ class SimulatedStream:
         event = SimulatedEvent(self)
         self.enqueue(_Recorded(event))
         return event
+
+    def record_time(self) -> SimulatedEvent:
+        return self.record()
 
     def mark(self) -> SimulatedEvent:
         """Record an event, and run nothing meanwhile."""
@@ -329,6 +339,8 @@ class SimulatedMachine:
         self._impatience = self._of_holds.choice(_IMPATIENCES) if impatience is None else impatience
         self.eagerness = self.draw.choice(_EAGERNESS) if eagerness is None else eagerness
         self.slots, self.watcher = slots, watcher
+        self.num_reached = 0
+        """How many events have been reached."""
         self.streams: list[SimulatedStream] = []
         self.movable: list[Callable[[], None]] = []
         """Messages whose two ends have both begun: each may go at any moment."""

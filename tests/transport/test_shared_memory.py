@@ -24,6 +24,7 @@ from ranks import HALF_AN_HOUR, await_others, be_absent, meet, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer.calls.movement import Movement
 from commlayer.emulation import rights
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard
@@ -551,13 +552,13 @@ def check_collectives(group: PlannedGroup, size: int) -> None:
         if collective == "all_gather":
             mine, target, expected = x[:size].clone(), torch.zeros_like(x), torch.zeros_like(x)
             dist.all_gather(list(expected.view(world, size).unbind(0)), mine)
-            group.run(plan, mine, target)
+            group.run(Movement(plan, mine, target))
         elif collective == "reduce_scatter":
             target, expected = torch.zeros(size, dtype=torch.int32), summed.view(world, size)[rank]
-            group.run(plan, x, target)
+            group.run(Movement(plan, x, target))
         else:
             target, expected = x.clone(), summed
-            group.run(plan, target, target)
+            group.run(Movement(plan, target, target))
         assert torch.equal(target, expected), (collective, size, plan.name)
 
 
@@ -567,13 +568,13 @@ def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: Cluster
         x = torch.ones(3 * 60_000)
         chosen = group.choices.plan("all_reduce", x.nbytes)
         assert chosen is not None
-        group.run(chosen, x, x)
+        group.run(Movement(chosen, x, x))
         dist.barrier()  # all have connected: who has not blames the one that left, too, but in other words
         x = torch.ones(6 * 60_000 if dist.get_rank() == 1 else 3 * 60_000)
         chosen = group.choices.plan("all_reduce", x.nbytes)
         assert chosen is not None
         with pytest.raises(ClusterError) as caught:
-            group.run(chosen, x, x)
+            group.run(Movement(chosen, x, x))
         dist.barrier()
         return type(caught.value).__name__, str(caught.value)
 
@@ -598,7 +599,7 @@ def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFact
         x = torch.ones(6 * size, dtype=torch.int32)
         chosen = group.choices.plan("all_reduce", x.numel() * 4)
         assert chosen is not None
-        group.run(chosen, x, x)
+        group.run(Movement(chosen, x, x))
         meet(1)
         if dist.get_rank() == 1:
             if is_killed:
@@ -606,7 +607,7 @@ def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFact
             be_absent(5)
             return "", ""
         with pytest.raises((PeerError, CollectiveTimeoutError)) as caught:
-            group.run(chosen, x, x)
+            group.run(Movement(chosen, x, x))
         if not is_killed:
             tell("done")
         return type(caught.value).__name__, str(caught.value)

@@ -1,0 +1,524 @@
+"""The calls of a group on tensors of one type of device, in the order in which the program makes them.
+
+A call is launched where it is made, and the host waits for nothing. What a plan cannot do as it is (an operation that it does not
+know, a tensor that is not in one piece, a coalesced block) goes to the inner backend, which on CUDA is NCCL. Of a planned call
+events say when it ran, where an instrument wants to know: that is read when a later call is made, or somebody asks. Of a call
+that goes to the inner backend as it is, nothing more is known here than that it was launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from time import monotonic, sleep
+from time import perf_counter_ns as now
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
+
+from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
+from commlayer.backend.members import Members
+from commlayer.backend.noting import Noted, noted
+from commlayer.backend.own_sums import wires_of_own_sum
+from commlayer.backend.signature_check import described
+from commlayer.backend.tensors import is_dense
+from commlayer.calls.counters import GroupCounters
+from commlayer.calls.instruments import Instruments
+from commlayer.calls.movement import Movement
+from commlayer.calls.ring import Call, StepRecord, Track
+from commlayer.devices.event_clock import EventClock
+from commlayer.engine.device_plans import DevicePlans
+from commlayer.engine.group_plans import Choices
+from commlayer.engine.progress import DONE
+from commlayer.failures.waits import NO_TIMEOUT
+from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
+from commlayer.scheduler.call_moves import Counts
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.wire import WireFormat
+from commlayer.transport.c10d import verb_of
+from commlayer.transport.nccl import Nccl
+from commlayer.transport.stream_times import StreamTimes
+from commlayer.transport.streams import StreamCall
+from commlayer.wire.codecs import Codec
+
+__all__ = ["LaunchedWork", "OnDevice", "TellCounts"]
+
+TellCounts = Callable[[Sequence[int]], list[list[int]]]
+"""Tells all ranks of a group this one's numbers, over the host, and returns everybody's. Collective."""
+_LOOK_S = 0.002
+
+
+class HostOrder(Protocol):
+    """The order of a group's CPU calls, as far as calls on a device use it."""
+
+    members: Members
+    inner: Any
+    sequence: int
+
+    def in_turn(self, label: str, task: Callable[[], None]) -> None: ...
+    def say_refused(self, label: str, error: UsageError) -> None: ...
+
+
+class LaunchedWork(Work):
+    """A planned call that has been launched. Waiting makes the current stream wait for it, not the host."""
+
+    def __init__(self, plans: DevicePlans, call: StreamCall, outputs: Any) -> None:
+        super().__init__()
+        self._plans, self._call, self._outputs = plans, call, outputs
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return at once: what the current stream does from now on comes after the call."""
+        del timeout
+        self._call.finish()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._call.is_done
+
+    def is_success(self) -> bool:
+        return self._call.is_done
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        """The outputs; their values are there for streams that have waited."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs. On CUDA it is set at once, and who waits for it makes a stream wait, as with NCCL's futures;
+        on another device, of whose streams futures know nothing, who waits for it waits on the host."""
+        if self._future is None:
+            self._future = self._plans.future(self._call, self._outputs)
+        return self._future
+
+
+class _Pending(NamedTuple):
+    """A planned call that has perhaps not run yet."""
+
+    call: Call
+    times: StreamTimes
+
+
+class OnDevice:
+    """A group's tensors on one type of device: the inner backend's calls, those by plan, and who listens to both.
+
+    ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call; ``track``: the calls on this
+    device in the ring. ``tell`` exchanges counts. ``sum_formats``: the formats in which the group's own FP32 sums may go; none:
+    as they are. ``is_planning``: whether calls may have plans; ``instead``: runs a call flat whose plan was chosen before that
+    was stopped. ``is_coalescing``: a coalesced block is open.
+    """
+
+    def __init__(
+        self,
+        inner: Nccl,
+        plans: DevicePlans,
+        order: HostOrder,
+        track: Track,
+        counters: GroupCounters,
+        tell: TellCounts,
+        sum_formats: tuple[WireFormat, ...] = (),
+    ) -> None:
+        self.inner, self.plans, self.order, self.track, self.counters = inner, plans, order, track, counters
+        self.members = order.members
+        self._backend: Any = inner.backend
+        self._verbs: Any = inner.verbs or inner.backend
+        self._tell, self._sum_formats = tell, sum_formats
+        self.is_planning, self.is_coalescing = True, False
+        self.instead: Callable[[Movement], None] | None = None
+        self.sequence = 0
+        self._call: Call | None = None  # that is being launched
+        self._pending: deque[_Pending] = deque()
+        self._settling = threading.Lock()
+        self.instruments = Instruments()
+        self.instruments.changed = self._decide_timing
+        self._decide_timing()
+
+    # Issuing
+
+    def issue(self, name: str, collective: str, launch: Callable[..., Work] | None, *args: Any) -> Work:
+        """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's options. ``launch``: see Verb."""
+        described = noted((self, *args), args[-1])
+        if launch is None:
+            return self._issue(collective, described, self._own_compared, name, collective, *args)
+        return self._issue(collective, described, launch, self, *args)
+
+    def _issue(self, collective: str, described: Noted, body: Callable[..., Work], *args: Any) -> Work:
+        self.settle()
+        call = self.track.note(collective, *described, depth=5)
+        instruments = self.instruments
+        try:
+            for hear in instruments.issued:
+                hear(call)
+            self._call, call.started_ns = call, now()
+            for hear in instruments.began:
+                hear(call)
+            self.sequence = call.sequence = self.sequence + 1
+            work = body(*args)
+        except UsageError as error:
+            self._failed(call, error)
+            self.track.take_back(call)
+            self.order.say_refused(collective, error)
+            raise
+        except BaseException as error:
+            self._failed(call, error)
+            raise
+        finally:
+            self._call = None
+        if not self._pending or self._pending[-1].call is not call:
+            self._ended(call, now())
+        return work
+
+    def _failed(self, call: Call, error: BaseException) -> None:
+        call.error, call.ended_ns = type(error).__name__, now()
+        for hear in self.instruments.ended:
+            hear(call)
+
+    def _own_compared(self, name: str, collective: str, *args: Any) -> Work:
+        opts = args[-1]
+        op = opts.reduceOp.op if hasattr(opts, "reduceOp") else None
+        root = opts.rootRank if hasattr(opts, "rootRank") else None
+        self.compare(collective, None, 0, op=op, root=root)
+        return self.own(name, *args)
+
+    def own(self, name: str, *args: Any) -> Work:
+        """Call the inner backend's verb ``name``: the backend's, or where that has not the name, that of the process group around
+        it."""
+        found = getattr(self._backend, name, None)
+        work: Work = (verb_of(self._verbs, name) if found is None else found)(*args)
+        return work
+
+    def own_sparse(self, *args: Any) -> Work:
+        """All_reduce a sparse tensor, by the verb that knows of them."""
+        work: Work = self._verbs.allreduce(*args)
+        return work
+
+    # Deciding
+
+    def when_known(self, attach: Callable[[], None]) -> None:
+        """Call ``attach`` once it is known by what to plan: now, or at the first call that could have a plan."""
+        if self.plans.choices.is_planning:
+            attach()
+        else:
+            self.plans.found_out = attach
+
+    def plan_anew(self, choices: Choices) -> None:
+        """Plan by ``choices`` from the next call on. In the group's order."""
+        self.plans.choices = choices
+
+    def stop_planning(self, instead: Callable[[Movement], None]) -> None:
+        """Use no plans any more. ``instead`` runs calls whose plans were chosen before."""
+        self.is_planning, self.instead = False, instead
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self.members.size
+
+    def look(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        num_bytes: int,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        fits: bool = True,
+    ) -> Plan | None:
+        """The plan for the call that is launched now; None: the inner backend's own. Compares signatures, where that is asked
+        for. ``fits``: whether the sizes are those of a plan."""
+        assert self._call is not None
+        collective, plan = self._call.collective, None
+        may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output) and is_dense(input)
+        if may_plan and (op is None or is_summed_by_plans(op, input.dtype)):
+            plan = self.plans.plan(collective, input, num_bytes)
+        self.compare(collective, input, num_bytes, op=op, root=root, plan=plan)
+        return plan
+
+    def compare(
+        self,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Compare a call with the other ranks', where that is asked for, before anything of it is launched."""
+        signatures, order = self.order.inner.signatures, self.order
+        if signatures is None:
+            return
+        from_rank = None if root is None else self.members.global_ranks[root]
+        words = described(collective, tensor, num_bytes, op, from_rank, None, plan)
+
+        limit_s = order.inner.timeout.total_seconds()
+        self.meet(collective, lambda: signatures.compare(order.sequence + 1, f"{words} on a device", limit_s))
+
+    def meet(self, collective: str, compare: Callable[[], None]) -> None:
+        """``compare()`` a call with the other ranks', in the turn of the group's CPU calls, as one of them."""
+        order = self.order
+
+        def task() -> None:
+            compare()
+            order.sequence += 1
+
+        order.in_turn(collective, task)
+
+    def require_alike(self, collective: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Raises TensorError, before anything is launched, for tensors of two devices or of two dtypes."""
+        if output.device != input.device or output.dtype is not input.dtype:
+            raise TensorError(
+                f"{collective} expected an output of {input.dtype} on {input.device}, as the input is, got one of {output.dtype} "
+                f"on {output.device}"
+            )
+
+    def sum_encoded(
+        self, source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType, outputs: Any
+    ) -> Work | None:
+        """Launch one of the group's own sums in a format, where that is chosen; None where it is not. NaN and infinity pass."""
+        if not self._sum_formats or not self.is_planning or self.is_coalescing:
+            return None
+        if not is_dense(source) or not is_dense(target):
+            return None
+        wires = wires_of_own_sum(self._sum_formats, source, target, op)
+        if not wires:
+            return None
+        assert self._call is not None
+        collective = self._call.collective
+        self.plans.find_out(source.device)
+        plan = self.plans.choices.plan(
+            collective, source.nbytes, is_float=True, wires=wires, element_bytes=source.element_size()
+        )
+        if plan is None or plan.wire.is_native:
+            return None
+        self.compare(collective, source, source.nbytes, op=op, plan=plan)
+        blocks = None if collective == "all_reduce" else (target.nbytes,) * self.size
+        codec = Codec(plan.wire, source.dtype, "pass")
+        movement = Movement(plan, source, target, "encoded", blocks=blocks, codec=codec)
+        return self.launch(movement, plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
+
+    def told(self, sent: Sequence[int], received: Sequence[int]) -> Counts:
+        """Everybody's counts, in bytes. Raises DisagreementError, on all ranks, where two of them do not fit together."""
+        size = self.size
+        everyones = self._tell([*sent, *received])
+        counts = tuple(tuple(each[:size]) for each in everyones)
+        for sender, row in enumerate(counts):
+            for receiver, count in enumerate(row):
+                expected = everyones[receiver][size + sender]
+                if count != expected:
+                    ranks = self.members.global_ranks
+                    raise DisagreementError(
+                        f"{self.members.who}: all_to_all: rank {ranks[sender]} sends {count} bytes to rank {ranks[receiver]}, "
+                        f"which expects {expected}; nothing was sent: make the splits of both fit"
+                    )
+        return counts
+
+    # Launching
+
+    def launch_sum(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: Any, outputs: Any) -> Work:
+        """Launch a reduction by ``plan`` for the call that is made now."""
+        movement = Movement(plan, source, target, op=PLAN_NAMES[op])
+        return self.launch(movement, plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
+
+    def launch(self, movement: Movement, num_bytes: int, outputs: Any, *, is_mean: bool = False) -> Work:
+        """Launch a plan for the call that is made now; count ``num_bytes``. ``is_mean``: a sum becomes a mean."""
+        call, plans, plan = self._call, self.plans, movement.plan
+        assert call is not None
+        call.plan, call.run_bytes = plan, num_bytes
+        if not plans.is_capturing:
+            for hear in self.instruments.moving:
+                hear(call, movement)
+        ran = plans.run(movement, issued=call)
+        started: StreamCall = ran.under_way
+        call.logical_bytes += num_bytes
+        call.inter_bytes, call.intra_bytes = ran.sent
+        self.counters.planned[call.collective, plan.name].add(num_bytes, 0, *ran.sent)
+        times = started.times
+        if times is not None and times.ended:
+            self._pending.append(_Pending(call, times))
+            if call.is_awaited:
+                for event in times.ended:
+                    event.synchronize()
+                self.settle()
+        if is_mean:
+            # A tensor that was made in inference mode is written in it only.
+            target = movement.target
+            with torch._C._InferenceMode(True) if target.is_inference() else contextlib.nullcontext():
+                started.then(partial(target.data.div_, self.size))
+        return LaunchedWork(plans, started, outputs)
+
+    def start(self, movement: Movement) -> Work:
+        """Launch a call of a plan that is known already, in a wire format, or over rails or nodes."""
+        described = movement.source.dtype, -1, -1, None, True, None  # ranks may have sizes of their own
+        return self._issue(movement.plan.traffic.collective, described, self._launch_known, movement)
+
+    def _launch_known(self, movement: Movement) -> Work:
+        plan, source, outputs = movement.plan, movement.source, [movement.target]
+        collective = plan.traffic.collective
+        is_even = collective in ("all_reduce", "reduce_scatter")
+        self.compare(collective, source if is_even else None, source.nbytes if is_even else 0, plan=plan)
+        if self.instead is not None:  # the plan was looked up when the call was made
+            self.instead(movement)
+            return DONE
+        return self.launch(
+            movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else source.nbytes, outputs
+        )
+
+    def start_exchange(
+        self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
+    ) -> Work:
+        """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to each rank, and come from it."""
+        described = source.dtype, source.nbytes, target.nbytes, None, True, (list(rows[1]), list(rows[0]))
+        return self._issue("all_to_all", described, self._launch_exchange, source, target, rows, counts)
+
+    def _launch_exchange(
+        self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
+    ) -> Work:
+        self.compare("all_to_all", None, 0)
+        self.plans.find_out(source.device)
+        may_plan = self.is_planning and not self.plans.never_plans_exchanges
+        work = self.by_counts(target, source, counts) if may_plan else None
+        if work is not None:
+            return work
+        return self.own("all_to_all_single", target, source, list(rows[1]), list(rows[0]), AllToAllOptions())
+
+    def by_counts(self, output: torch.Tensor, input: torch.Tensor, counts: Counts) -> Work | None:
+        """An all_to_all by its plan; None: the inner backend's own. The same on all ranks, for they know the same counts."""
+        largest = max(*map(sum, counts), *map(sum, zip(*counts, strict=True)))
+        plan = self.plans.plan_exchange(largest) if largest else None
+        if plan is None:
+            return None
+        for name, x in (("input", input), ("output", output)):
+            if not x.is_contiguous():
+                raise TensorError(
+                    f"{self.members.who}: all_to_all on {x.device} needs contiguous tensors, got strides {list(x.stride())} for "
+                    f"the {name}: call contiguous() before"
+                )
+        me = self.members.rank
+        splits = counts[me], [row[me] for row in counts]
+        movement = Movement(plan, input.detach(), output.detach(), "split", splits=splits, counts=counts)
+        return self.launch(movement, input.nbytes, [output])
+
+    # Afterwards
+
+    def _decide_timing(self) -> None:
+        self.plans.is_timing = bool(self.instruments.moved or self.instruments.ended)
+
+    def _ended(self, call: Call, ended_ns: int) -> None:
+        call.ended_ns = ended_ns
+        if not self._pending:
+            self.track.done = call.number
+        for hear in self.instruments.ended:
+            hear(call)
+
+    def settle(self) -> None:
+        """Take note of planned calls that have run by now. Does not wait."""
+        if not self._pending or self.plans.is_capturing:
+            return
+        with self._settling:
+            while self._pending and self._pending[0].times.is_done:
+                self._settle_one(self._pending.popleft())
+            self.track.done = self._num_before(self._pending[0] if self._pending else None)
+
+    def _settle_one(self, pending: _Pending) -> None:
+        call, times, clock = pending.call, pending.times, self.plans.clock
+        call.started_ns = min(map(clock.ns, times.began))
+        call.ended_ns = max(map(clock.ns, times.ended))
+        clock.follow(times.ended[-1])
+        call.moved_ns = max(0, call.ended_ns - call.started_ns)
+        self.counters.planned[call.collective, call.plan.name].time_ns += call.moved_ns
+        if times.has_steps:
+            call.steps = _step_records(call.plan, times, clock, call.started_ns)
+        for hear in (*self.instruments.moved, *self.instruments.ended):
+            hear(call)
+
+    def finish(self, patience_s: float) -> None:
+        """Wait so long for planned calls that are noted to be under way, and take note of them."""
+        until, board = monotonic() + patience_s, self.plans.board
+        with contextlib.suppress(RuntimeError):  # a device's error, which whoever waits for its work is told
+            self.settle()
+            while self._pending and not board.is_broken and monotonic() < until:
+                sleep(_LOOK_S)
+                self.settle()
+
+    @property
+    def num_ended(self) -> int:
+        """How many calls have ended, as far as is known without waiting. From any thread."""
+        for pending in list(self._pending):
+            if not pending.times.is_done:
+                return self._num_before(pending)
+        return self._num_before(None)
+
+    def _num_before(self, pending: _Pending | None) -> int:
+        """How many calls came before this one; before the one that is being launched, if any is, where it is None."""
+        call = self._call if pending is None else pending.call
+        return self.track.issued if call is None else call.number - 1
+
+    # Blocks, barriers and messages, which are the inner backend's
+
+    def start_coalescing(self) -> None:
+        """Give the inner backend all calls until :meth:`end_coalescing`, which waits for them as one."""
+        self.is_coalescing = True
+        self._backend._start_coalescing()
+
+    def end_coalescing(self) -> Work:
+        """End the block."""
+        self.is_coalescing = False
+        work: Work = self._backend._end_coalescing()
+        return work
+
+    # The end
+
+    def under_way_after(self, patience_s: float) -> str:
+        """Wait so long for what was launched; what has not run by then in words, empty: all has, or the device has failed, on
+        which nothing runs any more."""
+        until = monotonic() + patience_s
+        try:
+            while (words := self.plans.under_way()) and monotonic() < until:
+                sleep(_LOOK_S)
+            return words or self.inner.under_way_after(max(0.001, until - monotonic()))
+        except RuntimeError:  # a device's error, which whoever waits for its work is told
+            return ""
+
+    def end(self, *, drain: bool) -> None:
+        """Let go of communicators, when what was launched has run (``drain``), or at once."""
+        self._pending.clear()
+        self.plans.found_out = None
+        with contextlib.ExitStack() as stack:  # both, whatever fails
+            stack.callback(self.inner.backend.shutdown if drain else self.inner.backend.abort)
+            stack.callback(self.plans.close if drain else self.plans.abort)
+            stack.callback(self.track.close)
+            stack.callback(self.instruments.closed)
+
+
+def _step_records(plan: Plan, times: StreamTimes, clock: EventClock, started_ns: int) -> tuple[StepRecord, ...]:
+    """The steps of a call; one in which this rank had nothing to do took no time."""
+    found: list[StepRecord] = []
+    for index, step in enumerate(plan.steps):
+        events = times.steps.get(index)
+        earlier_ns = max((found[each].end_ns for each in step.after), default=started_ns)
+        begin_ns, end_ns = (earlier_ns, earlier_ns) if events is None else (clock.ns(events[0]), clock.ns(events[1]))
+        sent = times.sent_bytes[index]
+        found.append(
+            StepRecord(
+                step.op.value,
+                step.resource.value,
+                step.chunk,
+                step.bytes,
+                sent,
+                min(earlier_ns, begin_ns),
+                begin_ns,
+                end_ns,
+            )
+        )
+    return tuple(found)
