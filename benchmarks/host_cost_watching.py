@@ -24,6 +24,7 @@ import commlayer.backend.order
 import commlayer.measure.calibrate  # before the fork, as the others: ranks then start in milliseconds
 from commlayer.auditing import watch as watching
 from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.shadow import Shadow
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.group import CommlayerGroup
 from commlayer.calls.ring import Silent
@@ -36,18 +37,20 @@ from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.catalog import load_profile
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.statistics import stats
+from commlayer.traces.call_records import CallRecords
 
 __all__ = ["WAYS", "print_parts", "print_watching"]
 
-WAYS = ("nothing", "ring", "audit", "drift", "replan")
-"""Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with =on."""
+WAYS = ("nothing", "ring", "audit", "drift", "replan", "trace", "shadow")
+"""Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with =on; and
+records with their steps, as with COMMLAYER_TRACE; and one call in a hundred compared, as with COMMLAYER_SHADOW=100: everything."""
 _SWEEP = SweepOptions(min_bytes=1024, max_bytes=1 << 20, factor=8.0, interference_rounds=0, group_max_bytes=1 << 20)
 _ordering: Any = commlayer.backend.order  # which names what is patched there
 _Found = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class Parts:
-    """The ring, the ledger and the watch of this rank's groups, which are taken away and given back."""
+    """What listens to the calls of this rank's groups, which is taken away and given back."""
 
     def __init__(self) -> None:
         groups: list[Any] = [each for each in dist.distributed_c10d._world.pg_map if isinstance(each, CommlayerGroup)]
@@ -57,6 +60,7 @@ class Parts:
                 group._order.track,
                 group.instruments.find(GroupWatch),
                 group.instruments.find(Ledger),
+                (group.instruments.find(CallRecords), group.instruments.find(Shadow)),
                 getattr(group.instruments.find(Ledger), "heard", None),
             )
             for group in groups
@@ -67,9 +71,9 @@ class Parts:
         """Have all groups keep what ``way`` asks for, from the next call on."""
         level = WAYS.index(way)
         _ordering.noted = self._noted if level >= 1 else _unnoted
-        for group, track, watch, ledger, heard in self._kept:
+        for group, track, watch, ledger, (records, shadow), heard in self._kept:
             group._order.track = track if level >= 1 else self._silent
-            for instrument, least in ((ledger, 2), (watch, 3)):
+            for instrument, least in ((ledger, 2), (watch, 3), (records, 5), (shadow, 6)):
                 if instrument is not None:
                     group.instruments.remove(instrument)
                     if level >= least:
@@ -87,6 +91,7 @@ def _unnoted(args: Any, opts: Any) -> tuple[Any, ...]:
 def _begin(profile: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(COMMLAYER_PROFILE=profile, COMMLAYER_TRIALS="off", COMMLAYER_REPLAN="on")
+    os.environ.update(COMMLAYER_TRACE=str(Path(profile).parent / "trace"), COMMLAYER_SHADOW="100")
     dist.init_process_group("commlayer")
 
 
