@@ -138,7 +138,7 @@ class OnDevice:
         self.sequence = 0
         self._call: Call | None = None  # that is being launched
         self._pending: deque[_Pending] = deque()
-        self._settling = threading.Lock()
+        self._settling = threading.RLock()
         self.instruments = Instruments()
         self.instruments.changed = self._decide_timing
         self._decide_timing()
