@@ -27,6 +27,13 @@ from commlayer.profiles.sweep import Point, summarize
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
 PROGRAM = (sys.executable, "-c", "from commlayer.cli.main import main; main(prog_name='commlayer')")
+QUICK = (
+    sys.executable,
+    "-c",
+    "from commlayer.measure import benchmark; benchmark._SIZE_BUDGET_US = benchmark._PAIR_BUDGET_US = 0.0; "
+    + PROGRAM[2],
+)
+"""The same, where a benchmark runs as few rounds as are asked for: it would go on for seconds to know its medians better."""
 WAYS = {"torch.distributed", "flat", "hierarchical", "DeepSpeed drop/gather", "MoNTA released, 4 chunks"}
 
 
@@ -37,17 +44,19 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def shell(*arguments: object, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(
+    *arguments: object, program: tuple[str, ...] = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: it forks ranks, and its stdout must hold nothing but its result."""
     result = subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
+        [*program, *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
         check=False,
         timeout=120,
     )
-    assert result.returncode == status, result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
@@ -135,7 +144,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
 def test_bench_without_namespaces_claims_no_speed(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     common = ("bench", "--emulate", "2x2", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
-    result = shell(*common, COMMLAYER_EMULATION="loopback")
+    result = shell(*common, program=QUICK, COMMLAYER_EMULATION="loopback")
     assert "no links known to be shaped here" in result.stdout
     assert "ratio" not in result.stdout
     assert "inter" not in result.stdout.split("4 KiB a rank on 2x2")[1].splitlines()[0]
@@ -145,7 +154,7 @@ def test_bench_without_namespaces_claims_no_speed(tmp_path: Path) -> None:
 def test_bench_runs_sizes_that_are_no_power_of_two(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1", "--json")
-    result = json.loads(shell(*common, "-b", "99999", "-e", "99999").stdout)
+    result = json.loads(shell(*common, "-b", "99999", "-e", "99999", program=QUICK).stdout)
     (point,) = result["points"]
     assert point["logical_bytes"] == 100_000  # the nearest that two nodes divide
     assert all(row["num_wrong"] == 0 for row in point["rows"])
@@ -168,7 +177,7 @@ def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> No
         "--",
     )
     bench = ("bench", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
-    output = shell(*cluster, *PROGRAM, *bench, "-o", tmp_path / "r.json").stdout
+    output = shell(*cluster, *QUICK, *bench, "-o", tmp_path / "r.json").stdout
     assert "ratio" not in output
     result = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert (result["is_emulated"], result["inter"]) == (True, None)
