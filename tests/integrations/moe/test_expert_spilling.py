@@ -262,11 +262,11 @@ def test_an_even_load_decides_nothing(emulated_cluster: ClusterFactory) -> None:
 
 ROUTER = RouterConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.01, score="sigmoid", bias_update_rate=1e-3)
 CONFIG = ModelConfig(router=ROUTER, hidden=32, width=32, num_layers=2, num_heads=2, dispatch="all_to_all", chunks=1)
-STEPS = 20
+STEPS = 12
 
 
 def trained(mesh: FoldedMesh, config: ModelConfig, *, moves: bool) -> list[float]:
-    """The losses of some tens of steps under a hot expert."""
+    """The losses of some steps under a hot expert. Where experts move, they do so three times, with steps after each."""
     model = MoELanguageModel(config, mesh)
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.router.expert_bias is not None:
@@ -280,7 +280,7 @@ def trained(mesh: FoldedMesh, config: ModelConfig, *, moves: bool) -> list[float
         optimizer.step()
         if placer is not None:
             placer.step()
-            if step % 8 == 3:
+            if step % 4 == 1:
                 placer.move_to([with_copies(step + at, each) for at, each in enumerate(placer.placements)])
     return losses
 
