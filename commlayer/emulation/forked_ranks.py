@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from commlayer.emulation import syscalls
+from commlayer.emulation.accelerators.starting import DEVICE
 from commlayer.emulation.namespaces import RankSpaces, enter
 from commlayer.emulation.output import RankOutput
 
@@ -120,6 +121,8 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
     for name in job.removed:
         os.environ.pop(name, None)
     os.environ.update(job.environment)
+    if DEVICE not in job.environment:
+        _share_cores()
     if job.call is not None:
         gc.freeze()  # what the parent had is no garbage of this rank: a search for cycles would copy all of the parent's pages
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
@@ -128,6 +131,19 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
             # OMP_NUM_THREADS came too late for a torch that is loaded. One thread also keeps clear of OpenMP's pool,
             # which does not survive a fork.
             torch.set_num_threads(1)
+
+
+def _share_cores() -> None:
+    """Have the kernel run this rank as a batch job: what wakes up waits until a core's present task has had its turn.
+
+    An emulated cluster mostly has more ranks than this machine has cores. Each message would wake up its receiver in
+    place of its sender, which then still holds the lock of their connection. Gloo's thread asks for that lock again and
+    again, which takes up to half of all processor time. Ranks with emulated accelerators stay as they are: their timers
+    must be in time.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a container may refuse it: ranks are slower then
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _become(argv: Sequence[str]) -> NoReturn:

@@ -668,6 +668,41 @@ def test_command_runs_a_program_as_every_rank(
 
 
 @cluster_test
+def test_ranks_and_programs_are_batch_jobs_but_where_an_accelerators_timers_count(
+    emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What wakes up does not push aside who sends: `forked_ranks._share_cores`."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        pytest.skip("these tests have a scheduling policy of their own, which ranks keep")
+
+    def policies() -> tuple[int, list[int]]:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+        return os.sched_getscheduler(0), found
+
+    program = [sys.executable, "-S", "-c", "import os; print(os.sched_getscheduler(0))"]
+    for accelerator, expected in (({}, os.SCHED_BATCH), ({"compute": "1gflops"}, os.SCHED_OTHER)):
+        cluster = emulated_cluster(1, 2, mode="loopback", **accelerator)
+        assert cluster.run(policies) == [(expected, [expected])] * 2
+        assert cluster.command(program) == 0
+        assert capfd.readouterr().out.split() == [str(expected)] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of the parent's nothing changes"
+
+
+@cluster_test
+def test_a_rank_that_may_not_become_a_batch_job_runs_all_the_same(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert emulated_cluster(1, 2, mode="loopback").run(os.getppid) == [os.getpid()] * 2
+
+
+@cluster_test
 def test_command_once_per_node_is_ready_for_torchrun(
     either_cluster: EmulatedCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
