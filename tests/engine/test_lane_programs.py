@@ -71,7 +71,8 @@ class Op:
         return all_given[(rank - 1) % WORLD]
 
     def start(self, rank: int, group: GroupCommunicator) -> tuple[Any, torch.Tensor]:
-        x, out = self.given(rank), torch.full_like(self.wanted(rank), float("nan"))
+        self.expected = self.wanted(rank)
+        x, out = self.given(rank), torch.full_like(self.expected, float("nan"))
         if self.verb == "exchange":
             return group.start_exchange([(x, (rank + 1) % WORLD)], [(out, (rank - 1) % WORLD)]), out
         if self.verb == "all_reduce":
@@ -101,7 +102,7 @@ def run_program(seed: int, rank: int, groups: dict[str, GroupCommunicator]) -> N
             continue
         op, work, result = under_way.pop(mine.randrange(len(under_way)))
         work.wait()
-        assert torch.equal(result, op.wanted(rank)), (seed, op.lane, op.verb, op.count)
+        assert torch.equal(result, op.expected), (seed, op.lane, op.verb, op.count)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "num_programs"), [(2, 2, 500), (4, 1, 250), (1, 4, 250)])
