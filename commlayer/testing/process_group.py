@@ -35,12 +35,13 @@ class ProcessGroupVerbs:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        if dist.get_rank(group) < 0:
+        self._rank = dist.get_rank(group)  # asked for in every check, and torch looks it up in its tables each time
+        if self._rank < 0:
             raise UsageError(f"rank {dist.get_rank()} is not a member of the group of ranks {self._ranks}")
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._rank
 
     @property
     def size(self) -> int:
