@@ -50,10 +50,10 @@ from commlayer.emulation import EmulatedCluster
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.sweep import Repeats
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.named_plans import parse_plan
 from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.testing.nodes import run_on_nodes
 
 CLUSTERS = {"2x4": (4, 4), "2x8": (8, 8), "4x4": (4, 4, 4, 4)}

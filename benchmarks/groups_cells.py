@@ -8,10 +8,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from commlayer.profiles.prediction import prediction_error
+from commlayer.scheduler.group_strategies import candidates
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.strategies import candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.units import format_bytes, format_us
 

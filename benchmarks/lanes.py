@@ -28,9 +28,9 @@ from common import add_output, dated_stem, machine, measure_links, today, versio
 from commlayer.emulation import EmulatedCluster
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import Compute, Forecast, Issue, PlannedCall, Wait, simulate
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
 INTER, _RATE = "200mbit", 25e6

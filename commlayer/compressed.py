@@ -23,8 +23,8 @@ from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, WirePolicy
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single

@@ -13,9 +13,9 @@ from commlayer.profiles.lazy_names import lazy_names
 # Not on first use: a module has the name of its function here (choose, price), and whoever imports such a module first would
 # put it in the place of the function.
 from commlayer.scheduler.decision import Decision, Planner, Policy, choose
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.price import Timeline, price
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic, moe_bytes
 
 if TYPE_CHECKING:

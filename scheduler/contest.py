@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.group_strategies import build_group
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import Wire
@@ -45,7 +45,7 @@ class Contender:
 
     def plan(self, traffic: Traffic, wire: Wire) -> Plan:
         """The plan for ``traffic``. Raises PlanError where the strategy does not apply."""
-        return replace(build_group(traffic, self.strategy, self.chunks, wire), connections=self.connections)
+        return replace(build(traffic, self.strategy, self.chunks, wire=wire), connections=self.connections)
 
 
 _OTHERS = (Contender(Strategy.HIERARCHICAL), Contender(Strategy.PIPELINED, 4), Contender(Strategy.RING, 4))

@@ -14,13 +14,13 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.group_profiles import group_profile
-from commlayer.scheduler.group_strategies import finer_plans
+from commlayer.scheduler.group_strategies import candidates, finer_plans
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
+from commlayer.scheduler.replicated import can_drop
 from commlayer.scheduler.slow_pairs import is_avoided, ring_order
-from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import WireFormat
 
@@ -188,7 +188,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         is_native = any(wire.is_native for wire in traffic.wires)
         allowed = (Strategy.FLAT,) if is_native else (Strategy.DIRECT,)
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks, allowed)
-    priced, unpriced = _priced([plan for plan in plans if plan.strategy in allowed], profile, policy)
+    priced, unpriced = _priced(list(plans), profile, policy)
     if not priced:
         if unpriced:
             raise PlanError(unpriced)

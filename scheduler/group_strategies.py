@@ -1,4 +1,4 @@
-"""Traffic of a group whose ranks all hold tokens of their own → candidate plans.
+"""Traffic → candidate plans: the one table of strategies, for every collective.
 
 Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
 
@@ -11,6 +11,8 @@ Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
   node gathers.
 - all_to_all_v: inside the node to the rank that relays for the destination, the one at its place, then one message from there: l
   times fewer messages between nodes, of the same bytes. It pays where latency rules.
+- all_to_all, of tokens that are the same on all ranks of a node: each rank sends its share of them between nodes, then each node
+  gathers (MoNTA's strategies, :mod:`commlayer.scheduler.replicated`).
 
 ``flat_direct`` is the same with the whole group as one node: every rank to every rank, sums on the spot and in rank order.
 
@@ -28,7 +30,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from commlayer.profiles.errors import PlanError
-from commlayer.scheduler import encoded_legs, group_legs
+from commlayer.scheduler import encoded_legs, group_legs, replicated
 from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
 from commlayer.scheduler.leaders import BY_LEADERS, MOST_STAGED, staging_of_leaders
@@ -40,8 +42,10 @@ from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.two_level import TWO_LEVEL
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["build_group", "finer_plans", "group_candidates", "schedule_of"]
+__all__ = ["CHUNK_COUNTS", "assembled", "build", "candidates", "finer_plans", "schedule_of"]
 
+CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""The chunk counts that are searched. Finer grids change the predicted time by less than any profile's error."""
 _OWN_CALLS = {
     name: LegOrder(((OwnCallLeg(f"own {name}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
     for name, op in ((name, Op(name.removesuffix("_v"))) for name in GROUP_COLLECTIVES)
@@ -55,6 +59,8 @@ _LEAST_DUPLEX = 16
 """Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
 _WHOLE = (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL, Strategy.LEADERS)
 """Strategies of plans in one chunk."""
+_CHUNKED = (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
+_CHUNKED_ENCODED = (Strategy.DIRECT, Strategy.PIPELINED)
 _MOST_IN_RING = 32
 """Nodes that a chunk goes round one after the other. Of more, a pair would have to be below 3 % to be in anybody's way."""
 _LEAST_STEPS = 2
@@ -64,32 +70,60 @@ _TOO_MANY_TAGS = (
 )
 
 
-def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wire = NATIVE, pieces: int = 1) -> Plan:
-    """The plan of that name. Raises PlanError where the strategy does not apply to the traffic, or needs too many chunks."""
-    _check(traffic, strategy, chunks, wire)
-    if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
-        raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
-    steps = schedule_of(traffic, strategy, wire, chunks).steps(
-        Cut(
-            traffic,
-            chunks,
-            pieces,
-            wire,
-            is_on_one_level=strategy is Strategy.DIRECT,
-            is_ring=strategy is Strategy.RING,
-        )
-    )
-    if chunks * pieces > 1 and level_of(traffic.lane):
-        steps = paced(steps, traffic.link)
-    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire, pieces)
-    if strategy is not Strategy.FLAT and len(steps) * plan.tags_per_step > MAX_TAGS:
+def build(
+    traffic: Traffic,
+    strategy: Strategy,
+    chunks: int = 1,
+    gather: Gather = Gather.REMOTE,
+    wire: Wire = NATIVE,
+    pieces: int = 1,
+) -> Plan:
+    """Build the plan of that name. ``gather``: what a node gathers of replicated tokens; other plans have no such choice.
+
+    Raises PlanError where strategy, wire format or pieces do not apply to the traffic, or it needs too many chunks.
+    """
+    if traffic.collective == "all_to_all" and strategy in _WHOLE:
+        chunks = 1
+    _check(traffic, strategy, chunks, wire, pieces)
+    plan = assembled(traffic, strategy, chunks, gather, wire, pieces)
+    if strategy is not Strategy.FLAT and len(plan.steps) * plan.tags_per_step > MAX_TAGS:
         raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
     return plan
 
 
-def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 1) -> LegOrder:
+def assembled(
+    traffic: Traffic,
+    strategy: Strategy,
+    chunks: int = 1,
+    gather: Gather = Gather.REMOTE,
+    wire: Wire = NATIVE,
+    pieces: int = 1,
+) -> Plan:
+    """Put the plan together from its legs, without asking whether it applies to the traffic."""
+    if traffic.collective != "all_to_all" or strategy is Strategy.FLAT:
+        gather = Gather.WHOLE
+    cut = Cut(
+        traffic,
+        chunks,
+        pieces,
+        wire,
+        gather,
+        is_on_one_level=strategy is Strategy.DIRECT,
+        is_ring=strategy is Strategy.RING,
+    )
+    steps = schedule_of(traffic, strategy, wire, chunks, gather).steps(cut)
+    if chunks * pieces > 1 and level_of(traffic.lane):
+        steps = paced(steps, traffic.link)
+    return Plan(traffic, strategy, chunks, gather, steps, wire, pieces)
+
+
+def schedule_of(
+    traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 1, gather: Gather = Gather.REMOTE
+) -> LegOrder:
     """The legs of a strategy that applies to the traffic, in so many chunks."""
     collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
+    if collective == "all_to_all":
+        return replicated.REPLICATED_LEGS[strategy, gather]
     if strategy is Strategy.FLAT:
         return _OWN_CALLS[collective]
     if strategy is Strategy.LEADERS:
@@ -105,33 +139,37 @@ def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 
     return (encoded_legs.ENCODED_ON_ONE_LEVEL if is_direct else encoded_legs.ENCODED_OVER_NODES)[collective]
 
 
-def group_candidates(
+def candidates(
     traffic: Traffic,
-    chunk_counts: tuple[int, ...],
+    gather: Gather,
     min_slice_bytes: float,
     max_chunks: int,
     strategies: Collection[Strategy] = tuple(Strategy),
 ) -> Iterator[Plan]:
-    """Every plan of ``strategies`` worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
+    """Every plan of ``strategies`` worth pricing, simple ones first; where nothing moves a flat one.
+
+    Chunks of which a rank sends less than ``min_slice_bytes`` (MoNTA's I_minimal) are left out: there a step costs its latency
+    and splitting can only lose.
+    """
+    allowed = [each for each in Strategy if each in strategies and (traffic.logical_bytes or each is Strategy.FLAT)]
     counts = [
         count
-        for count in chunk_counts
-        if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
+        for count in CHUNK_COUNTS
+        if count <= max_chunks and traffic.logical_bytes / (count * traffic.num_slices) >= min_slice_bytes
     ]
     all_counts = counts
     if is_duplex(traffic, 2, NATIVE):  # what is collected is a chunk behind what is shared, and prices do not know it
         counts = [count for count in counts if count >= _LEAST_DUPLEX] or counts[-1:]
     for wire in traffic.wires:
-        for strategy in filter(strategies.__contains__, _WHOLE):
+        for strategy in filter(allowed.__contains__, _WHOLE):
             with contextlib.suppress(PlanError):
-                yield build_group(traffic, strategy, 1, wire)
-        if traffic.slow_pairs and wire.is_native and Strategy.RING in strategies:
+                yield build(traffic, strategy, 1, gather, wire)
+        if traffic.slow_pairs and wire.is_native and Strategy.RING in allowed:
             yield from _rings(traffic, all_counts)
-        chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
-        for strategy in filter(strategies.__contains__, chunked):
+        for strategy in filter(allowed.__contains__, _CHUNKED if wire.is_native else _CHUNKED_ENCODED):
             for count in counts:
                 try:
-                    yield build_group(traffic, strategy, count, wire)
+                    yield build(traffic, strategy, count, gather, wire)
                 except PlanError:  # noqa: PERF203  among others: hundreds of nodes, and too many messages to tell apart
                     break
 
@@ -140,7 +178,7 @@ def _rings(traffic: Traffic, counts: Sequence[int]) -> Iterator[Plan]:
     """The plans round the nodes: only where a pair is slow. Else every node sends to every other one as fast, and simpler."""
     for count in (1, *counts):
         try:
-            yield build_group(traffic, Strategy.RING, count)
+            yield build(traffic, Strategy.RING, count)
         except PlanError:  # noqa: PERF203  two nodes, a collective that has none, or too many messages
             return
 
@@ -160,13 +198,13 @@ def finer_plans(
     coarsest = None
     if is_worth is not None and plan.wire.is_native and cuts:
         with contextlib.suppress(PlanError):
-            coarsest = build_group(traffic, *cuts[-1][:2], pieces=cuts[-1][2])
+            coarsest = build(traffic, *cuts[-1][:2], pieces=cuts[-1][2])
     for strategy, chunks, pieces in cuts:
         cut = 1.0 if coarsest is None else chunks * pieces / (coarsest.chunks * coarsest.pieces)
         if coarsest is not None and is_worth is not None and not is_worth(coarsest, cut):
             continue
         with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
-            yield build_group(traffic, strategy, chunks, plan.wire, pieces)
+            yield build(traffic, strategy, chunks, wire=plan.wire, pieces=pieces)
 
 
 def _finer_cuts(plan: Plan, min_slice_bytes: float) -> list[tuple[Strategy, int, int]]:
@@ -184,19 +222,26 @@ def _finer_cuts(plan: Plan, min_slice_bytes: float) -> list[tuple[Strategy, int,
     ]
 
 
-def _check(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> None:
-    is_native = wire.is_native
-    objection = (
-        _objection(traffic, strategy, chunks) if is_native else _encoding_objection(traffic, strategy, chunks, wire)
-    )
-    if not objection and chunks > 1 and _LEAST_STEPS * chunks * len(traffic.nodes) > MAX_TAGS:
+def _check(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire, pieces: int) -> None:
+    if traffic.collective == "all_to_all":
+        objection = replicated.objection(traffic, strategy, chunks, wire, pieces)
+    elif wire.is_native:
+        objection = _objection(traffic, strategy, chunks)
+    else:
+        objection = _encoding_objection(traffic, strategy, chunks, wire)
+    least_apart = len(traffic.nodes) or traffic.group_size
+    if not objection and chunks > 1 and _LEAST_STEPS * chunks * least_apart > MAX_TAGS:
         objection = _TOO_MANY_TAGS  # found before all those steps are made
+    is_in_pieces = strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES
+    if not objection and pieces > 1 and not is_in_pieces:
+        objection = "its exchanges between nodes cannot go out in pieces"
     if objection:
         raise PlanError(_refusal(traffic, strategy, objection))
 
 
 def _refusal(traffic: Traffic, strategy: Strategy, why: str) -> str:
-    return f"{strategy.value} does not apply to {traffic.collective} over nodes {traffic.nodes}: {why}"
+    what = f"{traffic.collective} over nodes {traffic.nodes}" if traffic.nodes else str(traffic)
+    return f"{strategy.value} does not apply to {what}: {why}"
 
 
 def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:

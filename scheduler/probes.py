@@ -1,8 +1,8 @@
 """Probes: every curve that a leg of any strategy is timed by on a cluster, and a plan that exercises it, to be measured.
 
-The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.strategies.candidates`), on the groups
-that every cluster has: the grid of replicated tokens, the world, the ranks of a node, the ranks at one place of every node (a
-rail), and two ranks of a node. A leg that is timed by a curve of its own adds that curve to what is measured.
+The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.group_strategies.candidates`),
+on the groups that every cluster has: the grid of replicated tokens, the world, the ranks of a node, the ranks at one place of
+every node (a rail), and two ranks of a node. A leg that is timed by a curve of its own adds that curve to what is measured.
 
 Where nodes hold different numbers of ranks there is no grid. All nodes work at once, each among its own ranks, and the curve is
 that of the fullest one; there are as many rails as the emptiest node has ranks, which is what :meth:`Cut.over_rails
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.group_strategies import assembled, candidates
 from commlayer.scheduler.legs import OwnCallLeg
 from commlayer.scheduler.moves import Buffer
 from commlayer.scheduler.plan import CurveKey, Cut, Gather, Leg, Op, Plan, Span, Step, Strategy
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK
-from commlayer.scheduler.strategies import candidates, flat, hierarchical, pipelined, pipelined_copy
 from commlayer.scheduler.traffic import Traffic, link_over
 from commlayer.scheduler.wire import Wire, WireFormat
 
@@ -154,7 +154,10 @@ def probes_of_grid(e: int, t: int, link: Resource) -> list[Probe]:
     which has a curve of its own.
     """
     traffic = Traffic(e, e, t, link)
-    plans = (hierarchical(traffic), pipelined(traffic, 2), pipelined_copy(traffic, 2), flat(traffic))
+    ways = (Strategy.HIERARCHICAL, 1), (Strategy.PIPELINED, 2), (Strategy.PIPELINED_COPY, 2), (Strategy.FLAT, 1)
+    plans = [
+        assembled(traffic, *way) for way in ways
+    ]  # also of tokens that are not replicated, whose legs are the same
     found: dict[CurveKey, Probe] = {}
     for key, leg, plan in _timed(plans):
         is_whole = leg.is_exchange and leg.span is Span.GROUP  # then with the rank's own block, as a flat plan has it

@@ -25,21 +25,39 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.legs import ExchangeLeg, LegOrder, LocalLeg, Phase
 from commlayer.scheduler.moves import ALIGN, Buffer, Copy, Message, Moves, Region, filled
-from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span
+from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import Wire
 
 __all__ = [
     "EXCHANGE_SLICES",
-    "FLAT",
     "GATHER",
-    "IN_PLACE",
     "LOCAL_BLOCK",
-    "PIPELINED",
-    "PIPELINED_COPY",
+    "REPLICATED_LEGS",
     "ReplicatedPlace",
+    "can_drop",
+    "objection",
     "replicated_moves",
     "staging_bytes",
 ]
+
+_STRATEGIES = (Strategy.FLAT, Strategy.HIERARCHICAL, Strategy.PIPELINED, Strategy.PIPELINED_COPY)
+
+
+def can_drop(traffic: Traffic) -> bool:
+    """Whether dropping to slices can pay at all: several holders of the same tokens, and a wire between the nodes."""
+    return traffic.replication > 1 and traffic.group_size > 1 and traffic.link is Resource.INTER
+
+
+def objection(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire, pieces: int) -> str:
+    """Say why the strategy does not apply to an all_to_all of replicated tokens; empty where it does."""
+    if pieces > 1 or not wire.is_native:
+        return "tokens that are replicated inside nodes go in chunks, and in their own format"
+    if strategy not in _STRATEGIES:
+        return "it is for groups whose ranks hold tokens of their own: use hierarchical"
+    if strategy is not Strategy.FLAT and not can_drop(traffic):
+        return "it needs tokens that are replicated inside nodes, and a group that crosses nodes: use flat"
+    return "" if chunks >= 1 else f"a pipelined plan needs 1 or more chunks, got {chunks}"
 
 
 def replicated_moves(plan: Plan, ep_index: int, tp_index: int) -> tuple[Moves, ...]:
@@ -227,16 +245,17 @@ _LOCAL: Phase = ((LOCAL_BLOCK, 0),)
 # copies on its own thread has already posted what the copy should overlap.
 _BESIDE: Phase = ((GATHER_STAGED, 0), (PLACE_BESIDE, 1))
 
-FLAT = LegOrder(((WHOLE_BLOCKS, 0),))
-IN_PLACE = {
-    Gather.WHOLE: LegOrder(_EXCHANGE, ((GATHER, 0),)),
-    Gather.REMOTE: LegOrder(_EXCHANGE, _LOCAL, ((GATHER, 0),)),
+_FLAT = LegOrder(((WHOLE_BLOCKS, 0),))
+_IN_PLACE = LegOrder(_EXCHANGE, _LOCAL, ((GATHER, 0),))
+REPLICATED_LEGS = {
+    (Strategy.FLAT, Gather.WHOLE): _FLAT,
+    (Strategy.HIERARCHICAL, Gather.WHOLE): LegOrder(_EXCHANGE, ((GATHER, 0),)),
+    (Strategy.HIERARCHICAL, Gather.REMOTE): _IN_PLACE,
+    (Strategy.PIPELINED, Gather.WHOLE): LegOrder(_EXCHANGE_STAGED, ((GATHER_STAGED, 0), (PLACE_IN_TURN, 0))),
+    (Strategy.PIPELINED, Gather.REMOTE): _IN_PLACE,
+    (Strategy.PIPELINED_COPY, Gather.WHOLE): LegOrder(_EXCHANGE_STAGED, _BESIDE),
+    (Strategy.PIPELINED_COPY, Gather.REMOTE): LegOrder(_EXCHANGE_STAGED, _LOCAL, _BESIDE),
 }
-PIPELINED = {
-    Gather.WHOLE: LegOrder(_EXCHANGE_STAGED, ((GATHER_STAGED, 0), (PLACE_IN_TURN, 0))),
-    Gather.REMOTE: IN_PLACE[Gather.REMOTE],
-}
-PIPELINED_COPY = {
-    Gather.WHOLE: LegOrder(_EXCHANGE_STAGED, _BESIDE),
-    Gather.REMOTE: LegOrder(_EXCHANGE_STAGED, _LOCAL, _BESIDE),
-}
+"""The legs of each strategy: what torch does; MoNTA's O1 (equation 11): each rank sends its 1/t slice between nodes, then the
+node gathers; its O2 (algorithm 1): all_to_all of chunk j+1 ∥ all_gather of chunk j, WHOLE also copies, on the same resource; its
+O3 (algorithm 2): all_to_all ∥ all_gather ∥ copy, three chunks in flight."""

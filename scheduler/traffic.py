@@ -145,6 +145,11 @@ class Traffic:
         return len(set(self.nodes)) <= 1
 
     @property
+    def num_slices(self) -> int:
+        """Into how many slices ranks cut a chunk: one for each holder of the same tokens, else one for each rank."""
+        return self.replication if self.collective == "all_to_all" else self.group_size
+
+    @property
     def block_bytes(self) -> int:
         """Bytes that one rank sends to each rank of the group (itself included)."""
         return self.logical_bytes // self.group_size

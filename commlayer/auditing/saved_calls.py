@@ -26,10 +26,10 @@ from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.strict_json import parse_record
 from commlayer.scheduler.call_moves import MovesKind
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.moves import MAX_TAGS
 from commlayer.scheduler.plan import Gather, Plan, Span, Strategy
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.transport.contract import CallMemory

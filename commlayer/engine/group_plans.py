@@ -15,12 +15,12 @@ from commlayer.scheduler.contest import Contender, Contest, contenders
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import pairs_on
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.named_plans import TRIED, parse_plan
 from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.price import price
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import SlowPair, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.settings import Settings

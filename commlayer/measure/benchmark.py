@@ -27,9 +27,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Decision
+from commlayer.scheduler.group_strategies import candidates
 from commlayer.scheduler.plan import Gather, Plan
 from commlayer.scheduler.price import Timeline, price
-from commlayer.scheduler.strategies import candidates
 
 __all__ = ["BenchOptions", "check_sizes", "nearest_size", "run_bench", "world_groups"]
 

@@ -16,9 +16,9 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.failures.waits import bounded_reduce_scatter, wait
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.replicated import replicated_moves
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.wire import Wire
 from commlayer.wire.codecs import Codec
 

@@ -13,8 +13,8 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.measure.calls import CALL_OPTIONS, GroupCall
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.settings import Settings
 from commlayer.transport.c10d import verb_of
 from commlayer.transport.inner_messages import InnerMessenger

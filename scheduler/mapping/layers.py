@@ -29,6 +29,7 @@ from typing import NamedTuple
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.dispatch_price import row_maps_us
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import (
     MOST_TAKEN,
@@ -55,7 +56,6 @@ from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["LayerBuilder", "group_nodes"]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.group_profiles import group_profile
-from commlayer.scheduler.group_strategies import build_group
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.placement.expert_placement import Array
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.price import price
@@ -52,9 +52,7 @@ class ExchangeTimes:
         self.node_of: Array = np.arange(self.num_ranks) // self.per_node
         self.has_levels = self.num_nodes > 1 and self.per_node > 1
         self.flat = _table(
-            lambda size: (
-                price(build_group(Traffic.on_nodes("all_to_all_v", size, shape), Strategy.FLAT), profile).total_us
-            )
+            lambda size: price(build(Traffic.on_nodes("all_to_all_v", size, shape), Strategy.FLAT), profile).total_us
         )
         self.rails = self.inside = self.flat
         if self.has_levels:

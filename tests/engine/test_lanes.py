@@ -13,7 +13,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner, Policy
-from commlayer.scheduler.group_strategies import build_group
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.lanes import (
     CHUNKS_IN_FLIGHT,
     LANES,
@@ -171,14 +171,14 @@ def test_the_lane_that_goes_first_is_planned_as_if_there_were_no_lanes() -> None
 
 def test_one_rank_on_each_node_is_cut_on_one_level() -> None:
     """Two levels need several ranks on a node."""
-    plan = build_group(traffic(1 << 20, "dp", nodes=(1, 1)), Strategy.DIRECT, 8)
+    plan = build(traffic(1 << 20, "dp", nodes=(1, 1)), Strategy.DIRECT, 8)
     assert plan.chunks == 8
     assert len(exchanges(plan)) == 16  # there and back
 
 
 def test_no_more_than_the_credits_are_on_the_link() -> None:
     """Count as the executor does: when a chunk's exchange is posted, how many of its kind have not been waited for?"""
-    plan = build_group(traffic(1 << 20, "dp"), Strategy.PIPELINED, 16)
+    plan = build(traffic(1 << 20, "dp"), Strategy.PIPELINED, 16)
     waited: set[int] = set()
     for index, step in enumerate(plan.steps):
         waited.update(step.after)
@@ -189,7 +189,7 @@ def test_no_more_than_the_credits_are_on_the_link() -> None:
         ]
         if step.resource is Resource.INTER:
             assert len([earlier for earlier in same if earlier not in waited]) < CHUNKS_IN_FLIGHT
-    free = build_group(traffic(1 << 20), Strategy.PIPELINED, 16)
+    free = build(traffic(1 << 20), Strategy.PIPELINED, 16)
     assert [step.op for step in free.steps] == [step.op for step in plan.steps]
     assert price(plan, profile()).total_us == pytest.approx(price(free, profile()).total_us)
 
@@ -340,4 +340,4 @@ def test_lanes_that_are_off_hold_nobody() -> None:
 
 def test_all_lanes_have_a_level() -> None:
     assert set(LANES) == {"ep", "tp", "pp", "cp", "dp"}
-    assert {step.op for step in build_group(traffic(1 << 20, "dp"), Strategy.PIPELINED, 4).steps} >= {Op.ALL_TO_ALL}
+    assert {step.op for step in build(traffic(1 << 20, "dp"), Strategy.PIPELINED, 4).steps} >= {Op.ALL_TO_ALL}

@@ -17,10 +17,10 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
+from commlayer.scheduler import Buffer, Gather, Op, Plan, Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.group_moves import Group, Layout, even_blocks, group_moves, owned_blocks
-from commlayer.scheduler.group_strategies import group_candidates
-from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
+from commlayer.scheduler.group_strategies import candidates
+from commlayer.scheduler.moves import ALIGN, MAX_TAGS, Message, Moves, Region
 from commlayer.scheduler.named_plans import parse_plan, plan_words
 from commlayer.scheduler.plan import owned_by_node
 from commlayer.scheduler.slow_pairs import ring_order
@@ -511,9 +511,16 @@ def test_a_plan_that_does_not_apply_says_why(
 @pytest.mark.parametrize("chunks", [4000, 9999, 10**9])
 def test_a_plan_of_more_messages_than_tags_is_none(chunks: int) -> None:
     """A call that began with it would break in the middle of a job."""
-    traffic = Traffic(1 << 30, 4, 1, Resource.INTER, "all_reduce", (2, 2))
-    with pytest.raises(PlanError, match=r"more than 16384 message tags.*use fewer chunks"):
-        build(traffic, Strategy.PIPELINED, chunks)
+    for traffic in (Traffic(1 << 30, 4, 1, Resource.INTER, "all_reduce", (2, 2)), Traffic(1 << 30, 4, 2)):
+        with pytest.raises(PlanError, match=r"more than 16384 message tags.*use fewer chunks"):
+            build(traffic, Strategy.PIPELINED, chunks)
+
+
+def test_replicated_tokens_of_many_nodes_get_no_plan_that_could_not_run() -> None:
+    found = list(candidates(Traffic(1 << 30, 512, 8), Gather.REMOTE, 0, 32))
+    assert {plan.strategy for plan in found} >= {Strategy.FLAT, Strategy.HIERARCHICAL, Strategy.PIPELINED}
+    assert max(plan.chunks for plan in found) == 12
+    assert all(len(plan.steps) * plan.tags_per_step <= MAX_TAGS for plan in found)
 
 
 def test_too_many_chunks_for_all_calls_leave_them_flat_and_say_why() -> None:
@@ -528,7 +535,7 @@ def test_candidates_over_thousands_of_nodes_are_those_that_can_be_told_apart() -
     nodes = (2,) * 6000
     found = [
         plan.name
-        for plan in group_candidates(Traffic(1 << 30, 12000, 1, Resource.INTER, "broadcast", nodes), (2,), 0, 2)
+        for plan in candidates(Traffic(1 << 30, 12000, 1, Resource.INTER, "broadcast", nodes), Gather.WHOLE, 0, 2)
     ]
     assert found == ["flat"]
 

@@ -32,7 +32,7 @@ from commlayer.scheduler.moves import Buffer, Copy, Moves, Region
 from commlayer.scheduler.plan import CurveKey, Cut, Leg, Op, Span
 from commlayer.scheduler.price import curves_of
 from commlayer.scheduler.probes import probes
-from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_COPY, replicated_moves
+from commlayer.scheduler.replicated import REPLICATED_LEGS, replicated_moves
 from commlayer.scheduler.step_model import loads_of
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -40,20 +40,12 @@ from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = Wire(WireFormat.BF16, 8)
 SIZE = 1 << 20
-REPLICATED = {
-    Strategy.FLAT: dict.fromkeys(Gather, FLAT),
-    Strategy.HIERARCHICAL: IN_PLACE,
-    Strategy.PIPELINED: PIPELINED,
-    Strategy.PIPELINED_COPY: PIPELINED_COPY,
-}
 
 
 def plans() -> Iterator[tuple[Plan, LegOrder]]:
     """One or more of every strategy of every collective, with the schedule that it was made from."""
-    for strategy, schedules in REPLICATED.items():
-        for gather, schedule in schedules.items():
-            chunks = 1 if strategy in (Strategy.FLAT, Strategy.HIERARCHICAL) else 5
-            yield build(Traffic(SIZE, 2, 4), strategy, chunks, gather), schedule
+    for (strategy, gather), schedule in REPLICATED_LEGS.items():
+        yield build(Traffic(SIZE, 2, 4), strategy, 5, gather), schedule
     for collective in GROUP_COLLECTIVES:
         for wire in (NATIVE, BF16):
             traffic = Traffic(SIZE, 8, 1, Resource.INTER, collective, (4, 4), wires=(NATIVE, BF16), element_bytes=4)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.moves import ALIGN, Region
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Strategy
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
 Rank = tuple[int, int]

@@ -10,9 +10,9 @@ import torch
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Gather, Plan, Span, Strategy
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 from simulated.plan_calls import DeviceCall

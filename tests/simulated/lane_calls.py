@@ -14,9 +14,9 @@ from commlayer.engine.lane_edges import longest_holds_us
 from commlayer.engine.runner import Runner
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.lanes import LANES, LanePolicy, level_of
 from commlayer.scheduler.plan import Plan, Step, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.transport.contract import StartedPlan
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
 from commlayer.transport.streams import StepMessenger, StreamTransport

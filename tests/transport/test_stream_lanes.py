@@ -32,9 +32,9 @@ from commlayer.engine import device_lanes
 from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, longest_holds_us
 from commlayer.engine.runner import Runner
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.lanes import LANES, LanePolicy
 from commlayer.scheduler.plan import Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.transport import stream_lanes, streams
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
 from commlayer.transport.streams import StepMessenger, StreamTransport

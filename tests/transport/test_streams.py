@@ -32,8 +32,8 @@ from commlayer.devices.device_contract import StreamEvent
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Gather, Strategy
-from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.transport import streams
 from commlayer.transport.contract import CallMemory, StartedPlan
