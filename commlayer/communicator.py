@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from time import perf_counter_ns as now
 from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
-from commlayer.agree.communicator_signatures import Signature, check_signatures, signature
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
+from commlayer.agree.signature_check import SignatureCheck, described
 from commlayer.calls.counters import GroupCounters
+from commlayer.calls.instruments import inquiries
+from commlayer.calls.ring import Call, Track, open_track
 from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
-from commlayer.engine.runner import GridRunner
-from commlayer.engine.tracing import traced_on_grid
+from commlayer.engine.runner import Prepared, Runner
+from commlayer.engine.tracing import traced
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, inherited
+from commlayer.failures.waits import keep
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import (
     ClusterError,
-    CollectiveTimeoutError,
     CommlayerError,
-    PeerError,
+    DisagreementError,
     PlanError,
     ProfileNotFoundError,
     TensorError,
@@ -47,18 +51,19 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Decision, Planner, Policy
+from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of, longest_hold_us
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.transfers import Pending
-from commlayer.transport.connect import connect, device_type, require_device_type
+from commlayer.transfers import Pending, moved, needs_gradient
+from commlayer.transport.connect import connect, device_type, gloo_of_grid, require_device_type
+from commlayer.transport.contract import CallMemory
 
 __all__ = ["Communicator", "State"]
 
-_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
 Works = list[dist.Work]
@@ -128,23 +133,53 @@ class Communicator:
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
         self._ep_size, self._tp_size = len(self.grid.ep_ranks), len(self.grid.tp_ranks)
         check_shape(self.profile, self.grid.topology)
-        self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
         self._device_type = device or device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
         self._board = self._watch(members)
-        transport = connect(self.grid, self._device_type, self._board, _get_default_store(), self._timeout_s)
-        self._runner = GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        store = _get_default_store()
+        self._runner = Runner(connect(self.grid, self._device_type, self._board, store, self._timeout_s))
+        self._signatures = self._signature_check(store) if settings.debug == "detail" else None
         self._queue = ProgressQueue("commlayer", self._who)
         self._calls = 0
         self._failure: BaseException | None = None
         self.state = State.OPEN
         self._plans = Kept[tuple[int, bool], Plan](_MAX_PLANS)
+        self._track = self._open_track(int(settings.ring) if self._device_type == "cpu" else 0)
         end_with_program(self)
         disown_in_child(self)
         self.plans_run: Counter[str] = Counter()
         self._counters = GroupCounters(grid_key(members), dist.get_rank(), sorted(member.rank for member in members))
         self._counters.describe = lambda: f"Communicator on lane {lane}"
+
+    def _open_track(self, size: int) -> Track:
+        """Open the track of its calls in the ring of the process; of a device's the host does not see the end."""
+        board, lane = weakref.ref(self._board), self.lane
+        track = open_track(
+            size,
+            self._board.key,
+            self._board.key,
+            self._ranks,
+            lambda: f"Communicator on lane {lane}",
+            lambda: lane,
+            self._board.detector.numbering,
+        )
+        track.rank = dist.get_rank()
+        track.is_broken = lambda: (found := board()) is None or found.is_broken
+        return track
+
+    def _signature_check(self, store: Store) -> SignatureCheck:
+        """Make the comparison of calls, over a group of all ranks of the grid. Collective."""
+        ranks, board = self._ranks, self._board
+        with board.connecting(ranks, "signatures", "signatures", self._timeout_s):
+            gloo = gloo_of_grid("signatures", ranks, board, store, timedelta(seconds=self._timeout_s))
+        own = PrefixStore(f"{board.key}/signatures/", store)
+        return SignatureCheck(gloo, own, self.grid.member, ranks, "of a Communicator", board, self._explain)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """All ranks of the grid, row by row."""
+        return tuple(rank for row in self.grid.ranks for rank in row)
 
     def _watch(self, members: Sequence[Member]) -> FailureBoard:
         """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's own. Collective."""
@@ -153,7 +188,11 @@ class Communicator:
         if detector is None:
             store = PrefixStore(f"{key}/detector/", own_client(_get_default_store()))
             detector = self._own_detector = FailureDetector(store, dist.get_rank(), ranks, self._timeout_s)
-        return FailureBoard(detector, key, dist.get_rank(), ranks)
+        board = FailureBoard(detector, key, dist.get_rank(), ranks)
+        inquiry = None if self._own_detector is detector else inquiries().inquiry_of(detector)
+        if inquiry is not None:  # where a wait lasts too long, all ranks of the job are asked who waits for whom
+            board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
+        return board
 
     @overload
     def all_to_all(
@@ -185,14 +224,19 @@ class Communicator:
         """
         x = _as_tensor(x)
         self._check_tensor(x)
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        if not async_op:
-            if not needs_grad:  # autograd's bookkeeping costs more than a small message
-                return self._exchange(x, replicated, plan, None, "forward")
-            return _move(x, self, replicated, plan, None, "forward")
-        works: Works = []
-        output = _move(x, self, replicated, plan, works, "forward")
-        return Pending(output, works[0])
+        works: Works | None = [] if async_op else None
+
+        def forth(x: torch.Tensor) -> torch.Tensor:
+            left_in = None if works else works  # under way the first time only: gradients of gradients come here again
+            return self._exchange(x, replicated, plan, left_in, "all_to_all")
+
+        def back(gradient: torch.Tensor) -> torch.Tensor:
+            return self._exchange(gradient, replicated, plan, None, "all_to_all of gradients")
+
+        # An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient.
+        # Where there is none, autograd's bookkeeping would cost more than a small message.
+        output = moved(x, forth, back) if needs_gradient(x) else forth(x)
+        return output if works is None else Pending(output, works[0])
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
         """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
@@ -200,16 +244,23 @@ class Communicator:
 
     def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
         """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
+        if self.state is not State.OPEN:
+            raise self._unusable()
         self._check_tensor(x)
         if self._device_type != "cpu":
             raise TensorError("trace() watches host waits, which a device's plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
         source = as_bytes(x)
         self._check_plan(chosen, source.numel(), replicated=True)
-        target, timelines = torch.empty_like(source), list[Timeline]()
-        self._queue.run(
-            "trace", self._guarded, (lambda: timelines.append(traced_on_grid(self._runner, chosen, source, target)),)
-        )
+        timelines: list[Timeline] = []
+
+        def run() -> None:
+            data = CallMemory(source), CallMemory(torch.empty_like(source))
+            started = self._runner.start(self._prepared(chosen), *data, self._timeout_s)
+            timelines.append(traced(chosen, started))
+
+        call = self._note(chosen, x, source, is_async=False)
+        self._queue.run("trace", self._in_turn, (call, run))
         return timelines[0]
 
     @property
@@ -230,7 +281,10 @@ class Communicator:
             if was_open and dist.is_initialized():
                 self._runner.transport.close()
         finally:
+            self._track.close()
             self._board.close()
+            if self._signatures is not None and self._board.has_abandoned:
+                keep(self._signatures.gloo)
             if self._own_detector is not None:
                 self._own_detector.close("it closed its Communicator")
 
@@ -258,8 +312,10 @@ class Communicator:
         self.close()
 
     def _exchange(
-        self, x: torch.Tensor, replicated: bool, plan: Plan | None, works: Works | None, direction: str
+        self, x: torch.Tensor, replicated: bool, plan: Plan | None, works: Works | None, what: str
     ) -> torch.Tensor:
+        """Exchange the blocks of ``x``. ``works``: where an asynchronous call leaves its work; None: return when it has ended.
+        ``what``: the call in words, for signatures."""
         if self.state is not State.OPEN:
             raise self._unusable()
         await_device()
@@ -270,74 +326,100 @@ class Communicator:
             plan = self._planned(source.numel(), replicated)
         else:
             self._check_plan(plan, source.numel(), replicated)
-        self._calls += 1
-        if self._debug_groups is not None:
-            self._compare(self._debug_groups, signature(self._calls, direction, plan.name, x, source), replicated)
+        call = self._note(plan, x, source, is_async=works is not None)
+        if self._signatures is not None:
+            self._compare(self._signatures, call, what, x, source, replicated)
         self.plans_run[plan.name] += 1
-        execute = self._run if source.numel() else _nothing
-        if self._is_on_lane:
-            self._exchange_on_lane(works, execute, plan, source, target)
-        elif works is None:
-            self._queue.run("all_to_all", self._guarded, (execute, plan, source, target))
-        elif self._device_type == "cpu":
-            works.append(self._queue.submit("all_to_all", None, self._guarded, (execute, plan, source, target)))
-        else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
-            self._queue.run("all_to_all", self._guarded, (self._issue, plan, source, target, works))
+        if works is None or self._device_type == "cpu":
+            self._issue(call, works, plan, source, target)
+        else:  # there issuing is enqueueing on streams, so it is asynchronous as it is
+            self._queue.run("all_to_all", self._in_turn, (call, self._launch, plan, source, target, works))
         return output
 
-    def _compare(self, groups: _Groups, mine: Signature, replicated: bool) -> None:
-        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does not come."""
-        ep_group, tp_group = groups
-        board = self._board if self._device_type == "cpu" else None
-        began = time.monotonic()
-        try:
-            check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s, board=board)
-        except (PeerError, CollectiveTimeoutError) as error:
-            others = self._board.others(self._board.ranks)
-            wait = FailedStep(self._board.rank, others, "ep", "all_to_all", mine.plan, "comparison", 0, self._calls)
-            explained = self._board.blame(wait, Failure(error, time.monotonic() - began, self._timeout_s))
-            self._break(explained)
-            raise explained from error
+    def _note(self, plan: Plan, x: torch.Tensor, source: torch.Tensor, *, is_async: bool) -> Call:
+        """Note a call in the ring."""
+        self._calls += 1
+        num_bytes = source.numel()
+        call = self._track.note("all_to_all", x.dtype, num_bytes, num_bytes, None, is_async)
+        call.sequence, call.plan, call.logical_bytes = self._calls, plan, num_bytes
+        return call
 
-    def _exchange_on_lane(
-        self,
-        works: Works | None,
-        execute: Callable[..., object],
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
+    def _compare(
+        self, signatures: SignatureCheck, call: Call, what: str, x: torch.Tensor, source: torch.Tensor, replicated: bool
     ) -> None:
-        expected_s = source.numel() / self._bytes_per_s
-        call = lanes().enter(self._level, expected_s, crosses=self.grid.link is Resource.INTER)
-        task = call, expected_s, self._guarded, execute, plan, source, target
+        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does not come."""
+        words = described(what, x, source.numel(), None, None, tuple(x.shape), call.plan)
         try:
-            if works is None:
-                self._queue.run("all_to_all", self._held, task)
-            else:
-                works.append(self._queue.submit("all_to_all", None, self._held, task))
-        except BaseException:  # perhaps not queued, and so never run
-            lanes().leave(call)
+            signatures.compare(call.sequence, words, self._timeout_s)
+            if replicated:
+                signatures.compare_replicas(call.sequence, words, self.grid.rows, source, self._timeout_s)
+        except DisagreementError:  # on all ranks, and nothing was moved
+            self._track.take_back(call)
+            raise
+        except ClusterError as error:
+            self._break(error)
             raise
 
-    def _held(self, call: Issued, expected_s: float, execute: Callable[..., object], *args: object) -> None:
+    def _issue(self, call: Call, works: Works | None, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run a call in its turn: now, or on the queue's thread; on a lane it is issued from now on."""
+        run: Callable[..., object] = self._in_turn
+        args: tuple[Any, ...] = (call, self._run, plan, source, target)
+        issued: Issued | None = None
+        if self._is_on_lane:
+            expected_s = source.numel() / self._bytes_per_s
+            issued = lanes().enter(self._level, expected_s, crosses=self.grid.link is Resource.INTER)
+            run, args = self._held, (issued, expected_s, *args)
+        try:
+            if works is None:
+                self._queue.run("all_to_all", run, args)
+            else:
+                work = self._queue.submit("all_to_all", None, run, args)
+                work.call = call
+                works.append(work)
+        except BaseException:
+            if issued is not None:  # perhaps not queued, and so never run
+                lanes().leave(issued)
+            raise
+
+    def _held(self, issued: Issued, expected_s: float, call: Call, task: Callable[..., object], *args: object) -> None:
         try:
             if self._level:
                 longest_us = longest_hold_us(max(expected_s * 1e6, 100.0), lanes().policy)
-                lanes().hold(self._level, longest_us, crosses=call.crosses)
-            execute(*args)
+                lanes().hold(self._level, longest_us, crosses=issued.crosses)
+            self._in_turn(call, task, *args)
         finally:
-            lanes().leave(call)
+            lanes().leave(issued)
+
+    def _in_turn(self, call: Call, task: Callable[..., object], *args: object) -> None:
+        """Run ``task(*args)``, which is ``call``; after a failure this Communicator is broken and the others know."""
+        if self.state is not State.OPEN:  # an earlier call of the queue may have failed meanwhile
+            raise self._unusable()
+        call.started_ns = now()
+        try:
+            task(*args)
+            self._track.done = call.number
+        except BaseException as error:
+            call.error = type(error).__name__
+            self._break(error)
+            raise
+        finally:
+            call.ended_ns = now()
 
     def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
-        started = time.perf_counter_ns()
-        self._runner.run(plan, source, target)
-        self._counters.planned["all_to_all", plan.name].add(source.numel(), time.perf_counter_ns() - started)
+        """Run a call to its end. One of no bytes only keeps its place in the queue."""
+        if source.numel():
+            started = now()
+            self._runner.launch(self._prepared(plan), source, target, self._timeout_s)()
+            self._counters.planned["all_to_all", plan.name].add(source.numel(), now() - started)
 
-    def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, works: Works) -> None:
-        works.append(StreamWork(self._runner.issue(plan, source, target) if source.numel() else None))
-        self._counters.planned["all_to_all", plan.name].add(
-            source.numel(), 0
-        )  # on a device the host does not see how long
+    def _launch(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, works: Works) -> None:
+        join = self._runner.launch(self._prepared(plan), source, target, self._timeout_s) if source.numel() else None
+        works.append(StreamWork(join))
+        self._counters.planned["all_to_all", plan.name].add(source.numel(), 0)  # the host does not see how long
+
+    def _prepared(self, plan: Plan) -> Prepared:
+        grid = self.grid
+        return self._runner.prepared(plan, None, lambda: moves_of_call(plan, grid.rows, grid.member))
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
@@ -346,15 +428,13 @@ class Communicator:
             plan = self._plans.add((num_bytes, replicated), self.decide(num_bytes, replicated=replicated).plan)
         return plan
 
-    def _guarded(self, task: Callable[..., object], *args: object) -> None:
-        """``task(*args)``, after whose failure this Communicator is broken and the others know."""
-        if self.state is not State.OPEN:  # an earlier call of the queue may have failed meanwhile
-            raise self._unusable()
-        try:
-            task(*args)
-        except BaseException as error:
-            self._break(error)
-            raise
+    def _explain(
+        self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
+    ) -> ClusterError:
+        """The error to raise where ranks could not compare their calls. Tells the other ranks, and wakes them."""
+        others = self._board.others(self._ranks)
+        wait = FailedStep(self._board.rank, others, "of a Communicator", collective, "flat", collective, 0, sequence)
+        return self._board.blame(wait, Failure(error, waited_s, timeout_s), self._runner.transport.abort)
 
     def _break(self, error: BaseException) -> None:
         """This rank cannot go on: wake the others, and say why where they cannot know."""
@@ -407,35 +487,6 @@ class Communicator:
             )
 
 
-class _AllToAll(torch.autograd.Function):
-    """An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: torch.Tensor,
-        communicator: Communicator,
-        replicated: bool,
-        plan: Plan | None,
-        works: Works | None,
-        direction: str,
-    ) -> torch.Tensor:
-        ctx.call = communicator, replicated, plan  # type: ignore[attr-defined]
-        return communicator._exchange(x, replicated, plan, works, direction)
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
-        communicator, replicated, plan = ctx.call  # type: ignore[attr-defined]
-        moved = _move(gradient, communicator, replicated, plan, None, "backward")
-        return moved, None, None, None, None, None
-
-
-_move: Callable[..., torch.Tensor] = _AllToAll.apply
-"""Typed here, because torch does not annotate it."""
-
-
 def _as_tensor(x: SupportsDLPack) -> torch.Tensor:
     """``x``, or a tensor in the memory of an array. Raises TensorError for what lends none."""
     if isinstance(x, torch.Tensor):
@@ -447,10 +498,6 @@ def _as_tensor(x: SupportsDLPack) -> torch.Tensor:
             f"rank {dist.get_rank()}: expected a tensor, or an array that lends its memory by __dlpack__, got a "
             f"{type(x).__name__} that does not: {error}"
         ) from error
-
-
-def _nothing(*_: object) -> None:
-    """The exchange of no bytes; it keeps its place in the queue."""
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -26,6 +26,7 @@ from commlayer.scheduler.broadcast import BroadcastPlace
 from commlayer.scheduler.leaders import LeaderPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
+from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.scheduler.slow_pairs import ring_order
 
 __all__ = [
@@ -91,8 +92,12 @@ def moves_of_call(plan: Plan, nodes: Nodes, rank: int, root: int = 0) -> tuple[t
     """The moves of ``rank`` in each step of a call, and the bytes of the buffers that it needs for them beside its tensors.
 
     For all collectives but all_to_all_v, of which the splits say it. Where ranks bring, or get, a block each, these are equal.
+    Of an all_to_all of replicated tokens ``nodes`` are the rows of the grid (:mod:`commlayer.scheduler.replicated`).
     """
     size, n = plan.traffic.logical_bytes, sum(map(len, nodes))
+    if plan.traffic.collective == "all_to_all":
+        place, staged = divmod(rank, n // plan.traffic.group_size), staging_bytes(plan)
+        return replicated_moves(plan, *place), {Buffer.STAGING: staged} if staged else {}
     is_callers = plan.traffic.collective in ("all_gather", "reduce_scatter")
     blocks = (size // n,) * n if is_callers else owned_blocks(plan, nodes)
     steps, staging = group_moves(plan, Group(nodes, rank, blocks), root)

@@ -57,6 +57,17 @@ class Grid:
     topology: Topology
 
     @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The members of each row: numbers that go through the grid row by row."""
+        width = len(self.tp_ranks)
+        return tuple(tuple(range(row * width, (row + 1) * width)) for row in range(len(self.ranks)))
+
+    @property
+    def member(self) -> int:
+        """This rank, as one of those members."""
+        return self.ep_index * len(self.tp_ranks) + self.tp_index
+
+    @property
     def ep_ranks(self) -> tuple[int, ...]:
         return tuple(row[self.tp_index] for row in self.ranks)
 

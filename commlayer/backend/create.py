@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug
 
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
+from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend import world
 from commlayer.backend.called_lists import group_key
 from commlayer.backend.device_profiles import DeviceSurvey
@@ -33,7 +34,6 @@ from commlayer.backend.patches import (
     teach_monitored_barrier,
     teach_timeouts,
 )
-from commlayer.backend.signature_check import SignatureCheck
 from commlayer.calls.group_life import stage
 from commlayer.calls.instruments import NewGroup, attach_own, attach_own_on_device, inquiries
 from commlayer.devices.device_contract import Messenger

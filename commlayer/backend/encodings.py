@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
+from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.options import timeout_of
 from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
-from commlayer.backend.signature_check import described
 from commlayer.calls.movement import Movement
 from commlayer.engine.group_plans import Choices
 from commlayer.scheduler.plan import Plan, Span

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from commlayer.backend.signature_check import SignatureCheck
+from commlayer.agree.signature_check import SignatureCheck
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError

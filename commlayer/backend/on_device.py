@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
+from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
 from commlayer.backend.members import Members
 from commlayer.backend.noting import Noted, noted
 from commlayer.backend.own_sums import wires_of_own_sum
-from commlayer.backend.signature_check import described
 from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments

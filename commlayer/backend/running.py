@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
+from commlayer.agree.signature_check import described
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
-from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.calls.counters import GroupCounters, Row
 from commlayer.calls.movement import Movement

@@ -7,7 +7,7 @@ Gloo's threads move what was posted; on CUDA it makes one stream wait for an eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,9 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.contract import CallMemory, Coder, Reducer, Script, StartedPlan, Transport, Whole
+from commlayer.transport.contract import CallMemory, Coder, Reducer, Script, StartedPlan, Transport
 
-__all__ = ["GridRunner", "Prepared", "Runner", "Sent", "drive", "require_tags"]
+__all__ = ["Prepared", "Runner", "Sent", "drive", "require_tags"]
 
 _MAX_KEPT = 1024
 Gate = Callable[[int], object]
@@ -50,8 +49,7 @@ _NOTHING = Sent(0, 0)
 class Prepared:
     """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
 
-    The plan is kept, so that its id stays its own. ``script``: the moves as the transport posts them. ``whole``: the plan as one
-    call of the backend's own, where that is cheaper.
+    The plan is kept, so that its id stays its own. ``script``: the moves as the transport posts them.
     """
 
     plan: Plan
@@ -59,7 +57,6 @@ class Prepared:
     script: Script
     sizes: Mapping[Buffer, int] = field(default_factory=dict)
     sent: Sent = _NOTHING
-    whole: Whole | None = None
 
 
 def require_tags(plan: Plan, num_steps: int) -> None:
@@ -125,6 +122,18 @@ class Runner:
         buffers = self.buffers(prepared, source, target)
         return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
 
+    def launch(
+        self, prepared: Prepared, source: torch.Tensor, target: torch.Tensor, timeout_s: float
+    ) -> Callable[[], None]:
+        """Start every step of a call from ``source`` to ``target``, both 1-D uint8 [bytes] on one device, not overlapping.
+
+        Call what is returned before the output is used or the input changed. On the CPU that waits on the host; on a device it
+        makes the stream that is current *then* wait. Raises PeerError or CollectiveTimeoutError, as that does.
+        """
+        call = self.start(prepared, CallMemory(source), CallMemory(target), timeout_s)
+        drive(prepared.plan, call)
+        return call.finish
+
     def buffers(self, prepared: Prepared, source: CallMemory, target: CallMemory) -> dict[Buffer, CallMemory]:
         """The memory of a call: its own, and what it needs beside."""
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
@@ -139,48 +148,3 @@ class Runner:
         if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
             kept = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))
         return kept
-
-
-class GridRunner(Runner):
-    """Runs the all_to_all of replicated tokens on one rank of a grid: (``ep_index``, ``tp_index``)."""
-
-    def __init__(self, transport: Transport, ep_index: int, tp_index: int, timeout_s: float) -> None:
-        super().__init__(transport)
-        self._place = ep_index, tp_index
-        self._timeout_s = timeout_s
-
-    def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run ``plan`` from ``source`` to ``target``, both 1-D uint8 [logical bytes] on one device, not overlapping.
-
-        Raises PeerError or CollectiveTimeoutError, naming rank, group, plan, step and chunk.
-        """
-        whole = self.meaning(plan).whole
-        if whole is not None:
-            whole(source, target)
-            return
-        self.issue(plan, source, target)()
-
-    def issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Start every step of ``plan``; call what is returned before the output is used or the input changed.
-
-        On the CPU that waits on the host; on a device it makes the stream that is current *then* wait.
-        """
-        call = self.begin(plan, source, target)
-        drive(plan, call)
-        return call.finish
-
-    def begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> StartedPlan:
-        """A call of ``plan`` in steps, to be driven by the caller."""
-        return self.start(self.meaning(plan), CallMemory(source), CallMemory(target), self._timeout_s)
-
-    def meaning(self, plan: Plan) -> Prepared:
-        """The plan as this rank runs it."""
-        return self.prepared(plan, None, lambda: self._moves(plan))
-
-    def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
-        """Prepare as any runner does, and as one call of the backend where that is cheaper."""
-        return replace(super().prepare(plan, steps, sizes), whole=self.transport.whole(plan, self._timeout_s))
-
-    def _moves(self, plan: Plan) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
-        staging = staging_bytes(plan)
-        return replicated_moves(plan, *self._place), {Buffer.STAGING: staging} if staging else {}

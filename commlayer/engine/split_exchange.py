@@ -50,7 +50,9 @@ class SplitExchange:
         staging = runner.stage(self.two_level.staging_bytes, Buffer.STAGING, source.tensor.device)
         staging.bytes[: len(self._counts)] = self._counts
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target, Buffer.STAGING: staging}
-        return SplitCall(self, self._transport.start(self._script, buffers, timeout_s), buffers)
+        call = self._transport.start(self._script, buffers, timeout_s)
+        assert isinstance(call, GlooCall)  # a plan in two levels
+        return SplitCall(self, call, buffers)
 
     def reveal(self, staging: CallMemory) -> Revealed:
         """Find out the rest by the counts that have arrived in ``staging``; the same ones as last time need no work."""

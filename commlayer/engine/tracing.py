@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from commlayer.calls.ring import Call, StepRecord
-from commlayer.engine.runner import GridRunner, drive
+from commlayer.engine.runner import drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Plan
@@ -29,9 +28,7 @@ __all__ = [
     "StepTimes",
     "record_steps",
     "recorded",
-    "recorded_whole",
     "traced",
-    "traced_on_grid",
 ]
 
 
@@ -185,18 +182,12 @@ def _num_sent(moves: Moves) -> int:
     return sum(message.region.size for message in moves.sends)
 
 
-def recorded_whole(run: Callable[[], None]) -> Recorded:
-    """Record, as :func:`recorded`, a plan of one step that the backend does in one call."""
-    begin_ns = time.perf_counter_ns()
-    run()
-    return Recorded([StepTimes(begin_ns, begin_ns, time.perf_counter_ns())], 0)
-
-
 def traced(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> Timeline:
     """Drive ``call`` and return its measured timeline, µs from the call. The call's transport must wait on the host.
 
     A step's start is when it was posted or when its resource became free, whichever is later. ``gate``: as
-    :func:`recorded`. Raises what the call raises.
+    :func:`recorded`. Costs a thread for each resource and a wake-up a step, so it is for pictures and audits, not for timing.
+    Raises what the call raises.
     """
     timed = _driven(plan, call, gate)
     free: dict[Resource, int] = {}
@@ -206,15 +197,3 @@ def traced(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = No
         free[step.resource] = times.end_ns
         spans.append(((start_ns - timed.begin_ns) / 1e3, (times.end_ns - timed.begin_ns) / 1e3))
     return Timeline(plan, tuple(spans))
-
-
-def traced_on_grid(runner: GridRunner, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Timeline:
-    """Run ``plan`` as ``runner.run`` does, and return its measured timeline, as seen by this rank.
-
-    Costs a thread per resource and a wake-up per step, so it is for pictures and audits, not for timing.
-    """
-    whole = runner.meaning(plan).whole
-    if whole is None:
-        return traced(plan, runner.begin(plan, source, target))
-    ((begin_ns, _, end_ns),) = recorded_whole(partial(whole, source, target)).steps
-    return Timeline(plan, ((0.0, (end_ns - begin_ns) / 1e3),))

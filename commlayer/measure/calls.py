@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has it too, but not for type checkers
 
+from commlayer.agree.discovery import Grid
 from commlayer.calls.movement import Movement
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.runner import GridRunner
+from commlayer.engine.runner import Runner
 from commlayer.failures.waits import bounded_reduce_scatter, wait
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Buffer, Op, Plan
-from commlayer.scheduler.replicated import replicated_moves
 from commlayer.scheduler.wire import Wire
+from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.wire.codecs import Codec
 
 __all__ = [
@@ -60,23 +62,28 @@ class IdleCall:
 class GridCall:
     """A plan on the grid of replicated tokens."""
 
-    def __init__(self, runner: GridRunner, plan: Plan, ep_index: int, tp_index: int, device: torch.device) -> None:
-        self.runner, self.plan, self.place = runner, plan, (ep_index, tp_index)
+    def __init__(self, runner: Runner, plan: Plan, grid: Grid, device: torch.device, timeout_s: float) -> None:
+        self.runner, self.plan, self.row = runner, plan, grid.ep_index
         self.source = torch.zeros(plan.traffic.logical_bytes, dtype=torch.uint8, device=device)
         self.target = torch.zeros_like(self.source)
-        runner.meaning(plan)
+        self.prepared = runner.prepared(plan, None, lambda: moves_of_call(plan, grid.rows, grid.member))
+        self._timeout_s = timeout_s
+
+    def start(self) -> StartedPlan:
+        """Begin a call, to be driven and finished by the caller."""
+        return self.runner.start(self.prepared, CallMemory(self.source), CallMemory(self.target), self._timeout_s)
 
     def run(self) -> None:
-        self.runner.run(self.plan, self.source, self.target)
+        self.runner.launch(self.prepared, self.source, self.target, self._timeout_s)()
 
     def num_wrong(self) -> int:
-        (ep, _), traffic, target = self.place, self.plan.traffic, self.target
+        ep, traffic, target = self.row, self.plan.traffic, self.target
         size, block = traffic.logical_bytes, traffic.block_bytes
         blocks = [_pattern(size, k)[ep * block : (ep + 1) * block] for k in range(traffic.group_size)]
         expected = torch.cat(blocks).to(target.device)
         self.source.copy_(_pattern(size, ep))
         target.zero_()
-        steps = replicated_moves(self.plan, *self.place)
+        steps = self.prepared.steps
         for move in steps:  # an all_gather sends from the output what an earlier all_to_all would have brought
             for message in move.sends:
                 if message.region.buffer is Buffer.OUTPUT:

@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorEvent, AcceleratorStream
-from commlayer.engine.runner import GridRunner, drive
+from commlayer.engine.runner import Runner, drive
 from commlayer.failures.board import why_left
 from commlayer.failures.waits import bounded
 from commlayer.measure.all_ranks import AllRanks
@@ -168,12 +168,11 @@ class DeviceProber(Prober):
         return self._timed_groups[where]
 
     @cached_property
-    def grid_runner(self) -> GridRunner:
+    def grid_runner(self) -> Runner:
         """Runs plans on the grid: its rows and columns are groups that are measured anyway. The first access is collective."""
         wanted = {Op.ALL_TO_ALL: self.grid.ep_ranks, Op.ALL_GATHER: self.grid.tp_ranks}
         lines = {op: self._line(ranks) for op, ranks in wanted.items() if len(ranks) > 1}
-        transport = StreamTransport(self._accelerator, lambda step: lines.get(step.op), list(lines.values()))
-        return GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        return Runner(StreamTransport(self._accelerator, lambda step: lines.get(step.op), list(lines.values())))
 
     def _line(self, ranks: Sequence[int]) -> StepMessenger:
         places = [self.ranks.named.index(rank) for rank in ranks]
@@ -198,7 +197,7 @@ class DeviceProber(Prober):
         return (DeviceOwnCall if probe.is_own_call else DeviceStepCall)(group, probe.plan(size))
 
     def on_grid(self, plan: Plan) -> GridCall:
-        return GridCall(self.grid_runner, plan, self.grid.ep_index, self.grid.tp_index, self.links.device)
+        return GridCall(self.grid_runner, plan, self.grid, self.links.device, self._timeout_s)
 
     def codes(self, wire: Wire) -> bool:
         """See :meth:`Prober.codes`: kernels need Triton, and a simulated device has some operators only."""
@@ -327,7 +326,7 @@ class DeviceProber(Prober):
 
     def _started(self, call: GridCall, ends: dict[Resource, AcceleratorEvent]) -> StreamCall:
         """Launch a plan, and note in ``ends`` when the last of each resource's steps has run."""
-        started = call.runner.begin(call.plan, call.source, call.target)
+        started = call.start()
         assert isinstance(started, StreamCall)  # of the transport that was made here
         drive(call.plan, started)
         transport = call.runner.transport

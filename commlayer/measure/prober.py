@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from commlayer.agree.discovery import Grid
 from commlayer.agree.messages import ControlMessage
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.runner import GridRunner
-from commlayer.engine.tracing import traced_on_grid
+from commlayer.engine.runner import Runner
+from commlayer.engine.tracing import traced
 from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
@@ -31,6 +31,7 @@ from commlayer.scheduler.probes import MESSAGE, Probe
 from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.connect import connect
+from commlayer.transport.gloo import GlooTransport
 
 __all__ = ["Prober"]
 
@@ -112,10 +113,9 @@ class Prober:
         return _world_grid(self._topology, self.ranks.rank, self.ranks.named)
 
     @cached_property
-    def grid_runner(self) -> GridRunner:
+    def grid_runner(self) -> Runner:
         """Runs plans on the grid. The first access is collective."""
-        transport = connect(self.grid, self.device, self.board, self._store, self._timeout_s)
-        return GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        return Runner(connect(self.grid, self.device, self.board, self._store, self._timeout_s))
 
     @property
     def _is_on_grid(self) -> bool:
@@ -158,7 +158,7 @@ class Prober:
 
     def on_grid(self, plan: Plan) -> GridCall:
         """A plan on the grid, ready to run."""
-        return GridCall(self.grid_runner, plan, self.grid.ep_index, self.grid.tp_index, self.ranks.device)
+        return GridCall(self.grid_runner, plan, self.grid, self.ranks.device, self._timeout_s)
 
     def _group(self, where: str) -> PlannedGroup:
         """This rank's group of that name. The first call for a name is collective."""
@@ -217,7 +217,7 @@ class Prober:
         seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
         for _ in range(rounds + 1):
             self.ranks.barrier()
-            timeline = traced_on_grid(self.grid_runner, plan, call.source, call.target)
+            timeline = traced(plan, call.start())
             for resource, values in seen.items():
                 spans = zip(plan.steps, timeline.spans, strict=True)
                 values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
@@ -258,7 +258,9 @@ class Prober:
 
     def is_one_call(self, plan: Plan) -> bool:
         """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""
-        return self.agree(float(self.grid_runner.transport.whole(plan, self._timeout_s) is None)) == 0.0
+        transport = self.grid_runner.transport
+        is_one = isinstance(transport, GlooTransport) and transport.is_one_call(plan)
+        return self.agree(float(not is_one)) == 0.0
 
     def close(self) -> None:
         """Let go of connections. Collective."""

@@ -30,7 +30,7 @@ from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import Inner, Nccl, connect_now, is_usable
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
-__all__ = ["connect", "device_type", "require_device_type", "sharing_memory", "wants_shared_memory"]
+__all__ = ["connect", "device_type", "gloo_of_grid", "require_device_type", "sharing_memory", "wants_shared_memory"]
 
 
 def device_type(group: dist.ProcessGroup | None) -> str:
@@ -65,7 +65,8 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
         if len(ranks) < 2:
             continue
         with board.connecting(ranks, name, "messages", timeout_s):
-            channels[op] = _gloo_channel(name, ranks, board, store, timeout, is_inside=is_inside)
+            group = gloo_of_grid(name, ranks, board, store, timeout, is_inside=is_inside)
+        channels[op] = Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
     return GlooTransport(channels, board)
 
 
@@ -112,10 +113,12 @@ def _registered_line(
     return InnerMessenger(inner), tuple(range(len(ranks)))
 
 
-def _gloo_channel(
-    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
-) -> Channel:
-    """Straight from the store, under a name that all ranks agreed on.
+def gloo_of_grid(
+    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool = False
+) -> dist.ProcessGroup:
+    """Make a Gloo group of some ranks of a grid, straight from the store, under a name that all ranks agreed on. Collective.
+
+    ``is_inside``: they are of one node, and share its memory.
 
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
     rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
@@ -131,8 +134,7 @@ def _gloo_channel(
         return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings, board) if is_inside else verbs
 
     settings = Settings.from_environment()
-    group = bounded(make, board, timeout_s, f"connecting group {name}")
-    return Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
+    return bounded(make, board, timeout_s, f"connecting group {name}")
 
 
 def sharing_memory(

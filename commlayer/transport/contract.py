@@ -29,7 +29,6 @@ __all__ = [
     "SizeMismatch",
     "StartedPlan",
     "Transport",
-    "Whole",
     "break_connections",
 ]
 
@@ -46,9 +45,6 @@ _MAY_BE_WRITTEN = 0x200  # PyBUF_WRITE of Python's C interface
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
-
-Whole = Callable[[torch.Tensor, torch.Tensor], None]
-"""Runs a plan from source to target, both 1-D uint8 [bytes]."""
 
 
 class CallMemory:
@@ -189,9 +185,6 @@ class Transport(Protocol):
 
     def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for a buffer of calls, on ``device``: 1-D uint8 [num_bytes]."""
-
-    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
-        """``plan`` as one call of the backend's own, where that is cheaper than its steps. The same on every rank."""
 
     def abort(self, why: str | None = None) -> None:
         """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""

@@ -35,14 +35,13 @@ from commlayer.transport.contract import (
     Coder,
     Reducer,
     SizeMismatch,
-    Whole,
     break_connections,
 )
 from commlayer.transport.marks import mark_text
 from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
 from commlayer.transport.shared_memory.work import SENT, Receive, Send, Waitable
 
-__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooScript", "GlooStep", "GlooTransport"]
+__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport"]
 
 ONE_CALL_BYTES = 128 << 10
 """Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64 KiB the call takes two
@@ -97,7 +96,8 @@ class GlooTransport:
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> GlooScript:
         """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they go."""
-        return GlooScript(plan, tuple(self.compile_step(plan, *each) for each in enumerate(steps)))
+        compiled = tuple(self.compile_step(plan, *each) for each in enumerate(steps))
+        return GlooScript(plan, compiled, is_one_call=self.is_one_call(plan))
 
     def compile_step(self, plan: Plan, index: int, moves: Moves) -> GlooStep:
         """Part the messages of step ``index`` alone."""
@@ -116,8 +116,10 @@ class GlooTransport:
         reduce: Reducer | None = None,
         coder: Coder | None = None,
         mark: int = 0,
-    ) -> GlooCall:
+    ) -> GlooCall | GlooOneCall:
         self.sequence += 1
+        if script.is_one_call:
+            return GlooOneCall(self, script, buffers, timeout_s)
         return GlooCall(self, script, buffers, timeout_s, reduce, coder, mark)
 
     def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -125,11 +127,12 @@ class GlooTransport:
         with torch.inference_mode(False):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
-        channel = self.channels.get(Op.ALL_TO_ALL)
+    def is_one_call(self, plan: Plan) -> bool:
+        """Whether ``plan`` is run as one call of Gloo's own, which is cheaper than its messages. The same on every rank."""
         if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:
-            return None
-        return _GlooOneCall(self, plan, timeout_s) if channel is not None and channel.is_in_order else None
+            return False
+        channel = self.channels.get(Op.ALL_TO_ALL)
+        return channel is not None and channel.is_in_order
 
     def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
         """The error for a wait of step ``index`` that broke; reports it to the other ranks and wakes them first."""
@@ -231,12 +234,12 @@ class GlooStep:
 
 
 class GlooScript:
-    """A plan as this transport posts it. ``receiving``: the steps that receive."""
+    """A plan as this transport posts it. ``receiving``: the steps that receive. ``is_one_call``: it is one call of Gloo's own."""
 
-    __slots__ = ("plan", "receiving", "steps")
+    __slots__ = ("is_one_call", "plan", "receiving", "steps")
 
-    def __init__(self, plan: Plan, steps: tuple[GlooStep, ...]) -> None:
-        self.plan, self.steps = plan, steps
+    def __init__(self, plan: Plan, steps: tuple[GlooStep, ...], *, is_one_call: bool = False) -> None:
+        self.plan, self.steps, self.is_one_call = plan, steps, is_one_call
         self.receiving = tuple(index for index, step in enumerate(steps) if step.near_receives or step.far_receives)
 
 
@@ -478,21 +481,44 @@ def _parted(
     return inside, outside
 
 
-class _GlooOneCall:
-    """A small flat exchange as one call of Gloo's own all_to_all. Made once for a plan, called each time: at these sizes
-    every line of Python shows."""
+class GlooOneCall:
+    """A small flat exchange as one call of Gloo's own all_to_all. See :class:`~commlayer.transport.contract.StartedPlan`."""
 
-    def __init__(self, transport: GlooTransport, plan: Plan, timeout_s: float) -> None:
-        self._transport, self._plan, self._timeout_s = transport, plan, timeout_s
-        self._group = transport.channels[Op.ALL_TO_ALL].group
+    __slots__ = ("_buffers", "_script", "_sequence", "_started", "_timeout_s", "_transport", "_work")
 
-    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._transport.sequence += 1
-        started = time.monotonic()
+    def __init__(self, transport: GlooTransport, script: GlooScript, buffers: Buffers, timeout_s: float) -> None:
+        self._transport, self._script, self._buffers = transport, script, buffers
+        self._started, self._timeout_s = time.monotonic(), timeout_s
+        self._sequence = transport.sequence
+        self._work: dist.Work | None = None
+
+    @property
+    def steps(self) -> Sequence[Moves]:
+        return [step.moves for step in self._script.steps]
+
+    def require(self, earlier: int, index: int) -> None:
+        del earlier, index  # it has one step
+        self.finish()
+
+    def post(self, index: int) -> None:
+        del index
+        source, target = self._buffers[Buffer.INPUT].tensor, self._buffers[Buffer.OUTPUT].tensor
         try:
-            wait_for_collective(self._group.alltoall_base(target, source, [], []), self._transport.board)
+            self._work = self._transport.channels[Op.ALL_TO_ALL].group.alltoall_base(target, source, [], [])
         except RuntimeError as error:
-            transport = self._transport
-            ranks = transport.board.others(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers)
-            failure = Failure(error, time.monotonic() - started, self._timeout_s)
-            raise transport.explain(self._plan, 0, transport.sequence, ranks, failure) from error
+            raise self._explained(error) from error
+
+    def finish(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            wait_for_collective(work, self._transport.board)
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        transport = self._transport
+        ranks = transport.board.others(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers)
+        failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
+        return transport.explain(self._script.plan, 0, self._sequence, ranks, failure)

@@ -23,7 +23,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step
 from commlayer.transport.bound_steps import BoundScript, bind
-from commlayer.transport.contract import Buffers, Coder, Reducer, Whole
+from commlayer.transport.contract import Buffers, Coder, Reducer
 from commlayer.transport.nccl import is_high_priority
 from commlayer.transport.stream_lanes import StreamLane
 from commlayer.transport.stream_times import StreamTimes
@@ -223,10 +223,6 @@ class StreamTransport:
         made = self.device.empty(num_bytes)
         self._staged = [each for each in self._staged if each() is not None] + [weakref.ref(made)]
         return made
-
-    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
-        del plan, timeout_s  # posting a step does not wait for it here: there is nothing to save
-        return None
 
     def abort(self, why: str | None = None) -> None:
         del why  # a torn communicator tells its peers that, and nothing else

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from commlayer import __version__
 from commlayer.agree import discovery, gathered_store, tree
 from commlayer.agree import messages as agree_codec
-from commlayer.agree.communicator_signatures import Signature
 from commlayer.agree.discovery import Member
 from commlayer.agree.messages import (
     ControlMessage,
@@ -55,7 +54,6 @@ MESSAGES: dict[type[ControlMessage], st.SearchStrategy[Any]] = {
         st.lists(st.tuples(small, small, small), max_size=3).map(tuple),
         st.none() | st.text(),
     ),
-    Signature: st.builds(Signature, small, st.text(), st.text(), ranks, st.text(), small),
     agree_codec._Row: st.builds(
         agree_codec._Row, ranks, st.lists(st.binary(), max_size=3).map(tuple), st.none() | st.text()
     ),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR
 from synthetic_profiles import synthetic_profile
+from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer import Communicator, discover_topology
 from commlayer.agree import tree
@@ -67,14 +68,6 @@ def honest_communicator() -> tuple[Callable[[], object], list[Any]]:
     return lambda: Communicator(ep_group, tp_group, profile=profile, timeout_s=HALF_AN_HOUR), [tp_group, ep_group]
 
 
-def honest_call() -> tuple[Callable[[], object], list[Any]]:
-    """The comparison of COMMLAYER_DEBUG=detail."""
-    os.environ["COMMLAYER_DEBUG"] = "detail"
-    make, groups = honest_communicator()
-    communicator: Any = make()
-    return lambda: communicator.all_to_all(torch.zeros(2, 4)), groups
-
-
 def over_the_world(task: Callable[[], object]) -> Callable[[], tuple[Callable[[], object], list[Any]]]:
     def start() -> tuple[Callable[[], object], list[Any]]:
         dist.init_process_group("gloo")
@@ -91,7 +84,6 @@ def honest_planned_group() -> tuple[Callable[[], object], list[Any]]:
 
 PLACES = {
     "Communicator": honest_communicator,
-    "call": honest_call,
     "FoldedMesh": over_the_world(lambda: FoldedMesh({"tp": 2})),
     "planned_group": honest_planned_group,
     "topology": over_the_world(discover_topology),
@@ -129,6 +121,30 @@ def test_a_pickle_is_refused_and_not_run(emulated_cluster: ClusterFactory, tmp_p
     found = emulated_cluster(2, 2).run(job)
     assert not trap.exists(), "a rank ran what its peer sent"
     check(found, HOSTILE, "bytes")
+
+
+def test_a_pickle_in_place_of_a_signature_is_refused_and_not_run(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    """The comparison of calls of COMMLAYER_DEBUG=detail, whose messages have one length."""
+    trap = tmp_path / "made by a peer"
+
+    def job() -> tuple[str, str]:
+        torch.set_num_threads(1)
+        os.environ["COMMLAYER_DEBUG"] = "detail"
+        make, _ = honest_communicator()
+        communicator: Any = make()
+        if dist.get_rank() < HOSTILE:
+            return outcome(lambda: communicator.all_to_all(torch.zeros(2, 4)))
+        words, told = pickle.dumps(Opens(trap)), torch.zeros(1024, dtype=torch.uint8)
+        told[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        communicator._signatures.gloo._allgather_base(told.new_empty(4096), told, AllgatherOptions()).wait()
+        return "", ""
+
+    for kind, text in emulated_cluster(2, 2).run(job)[:HOSTILE]:
+        assert kind == "DisagreementError", text
+        assert f"but rank {HOSTILE} calls" in text
+    assert not trap.exists(), "a rank ran what its peer sent"
 
 
 @pytest.mark.parametrize("announced", [None, 1 << 60, 0, -1])

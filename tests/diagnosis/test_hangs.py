@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, group_with, start_with, tell, wait_until
+from synthetic_profiles import synthetic_profile
 
 import commlayer.backend.create
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
+from commlayer import Communicator, discover_topology
 from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
 from commlayer.diagnosis.log_files import log_name, read_logs
 from commlayer.failures import aborts
+from commlayer.measure.benchmark import world_groups
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -100,6 +104,25 @@ def test_wrong_order_over_two_groups(emulated_cluster: ClusterFactory, tmp_path:
     assert "which has not come to all_reduce #2 of group first" in text
     assert f"{HERE}:" in text
     assert "in test_wrong_order_over_two_groups.<locals>.program" in text
+
+
+def test_wrong_order_of_replicated_tokens_and_a_group(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """A Communicator's calls are in the ring too, and its own timeout has the ranks asked."""
+    x = torch.ones(4, 1 << 18)
+
+    def program(rank: int) -> None:
+        group = group_of(0, 1, 2, 3, name="gradients")
+        ep_group, tp_group = world_groups(discover_topology())
+        profile = synthetic_profile(nodes=2, ranks_per_node=2)
+        communicator = Communicator(ep_group, tp_group, profile=profile, timeout_s=TIMEOUT_S)
+        calls = [partial(communicator.all_to_all, x), partial(dist.all_reduce, x, group=group)]
+        for call in [*calls, *(reversed(calls) if rank == 2 else calls)]:
+            call()
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "wait for each other, in a circle" in text, text
+    assert "rank 2 waits in all_reduce #2 (float32, 4 MiB, SUM) of group gradients" in text, text
+    assert "which has not come to all_to_all #2 of group Communicator on lane ep" in text, text
 
 
 def test_wrong_order_over_three_groups(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ranks import DTYPES, HALF_AN_HOUR, be_absent, meet, tell
 from synthetic_profiles import synthetic_profile
 
 from commlayer import Communicator, discover_topology
+from commlayer.calls.ring import opened_tracks, recorded_calls
 from commlayer.emulation import EmulatedCluster, RanksFailedError
 from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.errors import (
@@ -207,6 +208,29 @@ def test_async_and_sync_calls_keep_their_order(emulated_cluster: ClusterFactory)
     emulated_cluster(nodes=2, ranks_per_node=4).run(job)
 
 
+def test_its_calls_are_in_the_ring(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        communicator, _, _ = start()
+        (track,) = (each for each in opened_tracks() if each.describe() == "Communicator on lane ep")
+        x = tokens(communicator, (4, 300), torch.bfloat16)
+        communicator.all_to_all(x)
+        communicator.all_to_all(x, async_op=True).wait()
+        communicator.trace(x)
+        assert (track.issued, track.done, track.ranks) == (3, 3, (0, 1, 2, 3))
+        calls = [call for call in recorded_calls() if call.track is track]
+        assert [(call.number, call.collective, call.sent_bytes, call.is_async) for call in calls] == [
+            (1, "all_to_all", x.nbytes, False),
+            (2, "all_to_all", x.nbytes, True),
+            (3, "all_to_all", x.nbytes, False),
+        ]
+        assert all(call.plan is not None and 0 < call.started_ns < call.ended_ns for call in calls)
+        assert {call.code.co_filename for call in calls} == {__file__}
+        communicator.close()
+        assert track not in opened_tracks()
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
 def test_two_communicators_on_the_same_ranks_do_not_meet(emulated_cluster: ClusterFactory) -> None:
     def job() -> None:
         first, ep_group, tp_group = start()
@@ -387,12 +411,14 @@ def test_detail_names_both_ranks_and_both_calls(
         dist.barrier()
         different = torch.full((2, 8), float(dist.get_rank()))
         outcomes.append(raised(lambda: communicator.all_to_all(different)))
+        (track,) = (each for each in opened_tracks() if each.describe() == "Communicator on lane ep")
+        assert (track.issued, track.done) == (1, 1), "refused on all ranks: they are not waited for"
         return outcomes
 
     outcomes = emulated_cluster(nodes=2, ranks_per_node=2).run(job)
     for about_shape, about_bytes in outcomes:
         assert about_shape[0] == DisagreementError.__name__
-        for words in ("rank 0 calls", "rank 2 calls", "shape=(4, 8)", "shape=(2, 8)"):
+        for words in ("rank 0 calls", "rank 2 calls", "sizes [4, 8]", "sizes [2, 8]"):
             assert words in about_shape[1]
         assert about_bytes[0] == DisagreementError.__name__
         assert "declared replicated" in about_bytes[1]
@@ -417,9 +443,6 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
                 os.kill(os.getpid(), signal.SIGKILL)
 
             transport.start = start_and_die  # type: ignore[method-assign, assignment]  # a fault
-            communicator._runner.kept.clear()
-            if size == 512:  # one call of the backend
-                transport.whole = lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         name, text = raised(lambda: communicator.all_to_all(x))
         if name != "nothing":
             again = raised(lambda: communicator.all_to_all(x))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend.joining import GroupRequest, joining_group, own_keys
-from commlayer.backend.signature_check import SignatureCheck
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
@@ -95,7 +95,7 @@ def test_comparing_a_call(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         checked(silent).compare(7, "barrier()", 0.1)
     with pytest.raises(PeerError, match=r"rank 4, group ep, call #7 barrier\(\)"):
         checked(Gone()).compare(7, "barrier()", 30.0)
-    monkeypatch.setattr("commlayer.backend.signature_check._STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("commlayer.agree.signature_check._STORE_PATIENCE_S", 0.1)
     refusals: list[Callable[..., None]] = [checked(silent).refuse, checked(Gone()).refuse]
     for refuse in refusals:
         refuse(7, "barrier", TensorError(f"a tensor of {torch.int8}"))  # the caller's own mistake matters more

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from commlayer.backend.signature_check import SignatureCheck
+from commlayer.agree.signature_check import SignatureCheck
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, TensorError

@@ -2,7 +2,8 @@
 it moves a byte.
 
 It costs two small exchanges a call, over an inner group of its own, and a write to the store. It finds what otherwise ends
-in a timeout or in wrong numbers: ranks that call different collectives, or with other sizes, dtypes, roots, operations.
+in a timeout or in wrong numbers: ranks that call different collectives, or with other sizes, dtypes, roots, operations; and
+tokens (or gradients) that were declared replicated and are not.
 """
 
 from __future__ import annotations
@@ -109,6 +110,24 @@ class SignatureCheck:
                         "output splits of the other (nothing was moved)"
                     )
 
+    def compare_replicas(
+        self, sequence: int, call: str, holders: Sequence[Sequence[int]], data: torch.Tensor, timeout_s: float
+    ) -> None:
+        """All ranks agree on their ``call``: check that the members of each of ``holders`` bring the same ``data``, 1-D uint8.
+
+        Raises DisagreementError, on every rank, where two of them do not.
+        """
+        mine = torch.tensor([_checksum(data)], dtype=torch.int64)
+        told = self._gather(mine.view(torch.uint8), sequence, call, timeout_s).view(torch.int64).flatten().tolist()
+        for first, *others in holders:
+            for other in others:
+                if told[other] != told[first]:
+                    raise DisagreementError(
+                        f"group {self._group}: the tensor of call #{sequence} {call} was declared replicated over the tp group, "
+                        f"but ranks {self._global_ranks[first]} and {self._global_ranks[other]} hold different bytes (checksums "
+                        f"{told[first]} and {told[other]}): reduce it over the tp group first, or call with replicated=False"
+                    )
+
     def _gather(self, message: torch.Tensor, sequence: int, call: str, timeout_s: float) -> torch.Tensor:
         """[bytes] of every rank as [n, bytes]."""
         gathered = torch.empty(len(self._global_ranks), message.numel(), dtype=torch.uint8)
@@ -183,6 +202,11 @@ def described(
         parts.append(f"sizes {list(sizes)}")
     parts.append(f"plan {plan.name if plan else 'flat'}")
     return f"{collective}({', '.join(parts)})"
+
+
+def _checksum(data: torch.Tensor) -> int:
+    weights = torch.arange(1, data.numel() + 1, dtype=torch.int64) % 65_521  # order matters, not only the sum
+    return int((data.cpu().to(torch.int64) * weights).sum())
 
 
 def _text(message: torch.Tensor) -> str:
