@@ -20,7 +20,7 @@ from moe_tables import ratios
 
 import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
-from commlayer.compressed import CompressedGroup
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.examples.train import TrainOptions, train
 from commlayer.integrations.language_model import ModelConfig
 from commlayer.integrations.mesh import FoldedMesh
@@ -67,10 +67,10 @@ def start(profile: str) -> dist.ProcessGroup:
     return gloo
 
 
-def policies(*formats: WireFormat) -> CompressedGroup:
+def policies(*formats: WireFormat) -> GroupCommunicator:
     group = dist.group.WORLD
     assert group is not None
-    return CompressedGroup(group, WirePolicy(formats), "benchmark")
+    return GroupCommunicator(group, wire=WirePolicy(formats), name="benchmark")
 
 
 Ways = Mapping[str, tuple[Callable[[], torch.Tensor], Callable[[], str]]]
@@ -110,13 +110,14 @@ def _row(
 
 
 def _plan_of(
-    group: CompressedGroup, collective: str, size: int, width: int, dtype: torch.dtype | None
+    group: GroupCommunicator, collective: str, size: int, width: int, dtype: torch.dtype | None
 ) -> Callable[[], str]:
     """``dtype`` None: natively."""
 
     def name() -> str:
         wires = (Wire(NATIVE),) if dtype is None else group.wires(width, dtype)
-        plan = group.group.encoded_plan(collective, size, wires, 4 if dtype is None else dtype.itemsize)
+        made: Any = group.group
+        plan = made.encoded_plan(collective, size, wires, 4 if dtype is None else dtype.itemsize, torch.empty(0))
         return "flat" if plan is None else str(plan.name)
 
     return name
@@ -127,12 +128,14 @@ def scattered(group: Any, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def scattered_compressed(group: CompressedGroup, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    group.reduce_scatter(out, x).wait()
+def scattered_compressed(group: GroupCommunicator, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    group.reduce_scatter_into(out, x).wait()
     return out
 
 
-def scattered_in_place(group: CompressedGroup, out: torch.Tensor, x: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+def scattered_in_place(
+    group: GroupCommunicator, out: torch.Tensor, x: torch.Tensor, again: torch.Tensor
+) -> torch.Tensor:
     again.copy_(x)
     return scattered_compressed(group, out, again)
 
@@ -143,9 +146,9 @@ def reduced(group: Any, total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def reduced_compressed(group: CompressedGroup, total: torch.Tensor) -> torch.Tensor:
+def reduced_compressed(group: GroupCommunicator, total: torch.Tensor) -> torch.Tensor:
     total.fill_(1.0)
-    group.all_reduce(total).wait()
+    group.all_reduce_in_place(total).wait()
     return total
 
 
@@ -155,9 +158,9 @@ def exchanged(group: Any, out: torch.Tensor, x: torch.Tensor, send: Rows, receiv
 
 
 def exchanged_compressed(
-    group: CompressedGroup, out: torch.Tensor, x: torch.Tensor, send: Rows, receive: Rows, most: int
+    group: GroupCommunicator, out: torch.Tensor, x: torch.Tensor, send: Rows, receive: Rows, most: int
 ) -> torch.Tensor:
-    group.all_to_all(out, x, send, receive, most_rows=most).wait()
+    group.all_to_all_into(out, x, send, receive, most_rows=most).wait()
     return out
 
 
@@ -175,7 +178,7 @@ def gradients(profile: str) -> list[Timed]:
         x = torch.randint(0, _INTEGERS, (size // 4,), generator=generator).float()
         out, again, total = torch.empty(len(x) // n), x.clone(), x.clone()
         bf16 = policies(NATIVE, BF16)
-        in_place = CompressedGroup(bf16.group, WirePolicy((BF16,), in_place=True), "in place")
+        in_place = GroupCommunicator(bf16.group, wire=WirePolicy((BF16,), in_place=True), name="in place")
         ways: Ways = {
             "torch, FP32": (partial(scattered, gloo, out, x), _unnamed),
             "commlayer, FP32": (partial(scattered, None, out, x), _plan_of(bf16, "reduce_scatter", size, 1, None)),
@@ -207,7 +210,7 @@ def dispatches(profile: str) -> list[Timed]:
     n, rank = dist.get_world_size(), dist.get_rank()
     count = _DISPATCH_BYTES // (2 * _HIDDEN)
     uneven = [[count // n + (count // 4 if j == 0 else -(count // 4) // (n - 1)) for j in range(n)] for _ in range(n)]
-    fp8 = CompressedGroup(policies(NATIVE).group, WirePolicy((NATIVE, FP8), power_of_two=True), "dispatch")
+    fp8 = GroupCommunicator(policies(NATIVE).group, wire=WirePolicy((NATIVE, FP8), power_of_two=True), name="dispatch")
     rows = []
     for name, splits in (("all_to_all, even", [[count // n] * n] * n), ("all_to_all, one hot rank", uneven)):
         send, receive = splits[rank], [row[rank] for row in splits]
@@ -270,7 +273,7 @@ def errors_of() -> dict[str, float]:
     dist.all_reduce(exact, group=gloo)
     expected = exact.view(n, -1)[rank]
     out = torch.empty(_ERROR_ELEMENTS)
-    policies(BF16).reduce_scatter(out, x).wait()
+    policies(BF16).reduce_scatter_into(out, x).wait()
     found = {"bf16 all_to_all, FP32 sums": out, "bf16 ring": bf16_ring(x, gloo), "fp32": torch.empty_like(out)}
     dist.reduce_scatter_single(found["fp32"], x, group=gloo)
     errors = {}
@@ -340,14 +343,14 @@ def peaks_of(way: str) -> dict[str, int]:
     group = dist.group.WORLD
     assert group is not None
     formats = (NATIVE,) if way == "native" else (BF16,)
-    compressed = CompressedGroup(group, WirePolicy(formats, in_place=way == "bf16 in place"), way)
+    compressed = GroupCommunicator(group, wire=WirePolicy(formats, in_place=way == "bf16 in place"), name=way)
     n = dist.get_world_size()
     x = torch.ones(MEMORY_BYTES // 4)
     out = x.view(n, -1)[dist.get_rank()] if way == "bf16 in place" else torch.ones(len(x) // n)
     small = torch.ones(1 << 16)
-    compressed.reduce_scatter(torch.ones(len(small) // n), small).wait()
+    compressed.reduce_scatter_into(torch.ones(len(small) // n), small).wait()
     with _Watch() as watch:
-        compressed.reduce_scatter(out, x).wait()
+        compressed.reduce_scatter_into(out, x).wait()
     assert torch.equal(out, torch.full_like(out, n))
     return {"buffer_bytes": x.nbytes, "added_bytes": watch.largest - watch.before}
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from commlayer.backend.group_options import GroupOptions
     from commlayer.collectives import GroupCommunicator
     from commlayer.communicator import Communicator
-    from commlayer.compressed import CompressedGroup
     from commlayer.profiles.catalog import load_profile
     from commlayer.profiles.errors import CommlayerError
     from commlayer.profiles.profile import Profile
@@ -35,7 +34,6 @@ __all__ = [
     "Codec",
     "CommlayerError",
     "Communicator",
-    "CompressedGroup",
     "GroupCommunicator",
     "GroupOptions",
     "Pending",

@@ -1,10 +1,11 @@
-"""Collectives of one process group for model code: differentiable, with uneven rows, planned, on a lane.
+"""Collectives of one process group for model code: differentiable, with uneven rows, planned, on a lane, in wire formats.
 
 ``GroupCommunicator`` is to layers what ``torch.distributed`` is to trainers. Tensors are [rows, …]; ranks exchange rows.
 The plain verbs return when their result may be used. The ``start_`` verbs return at once, and so do their gradients: the
 backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started, or
 where what was sent was held (:meth:`GroupCommunicator.hold`). Autograd runs backward what it ran forward, last first, so what
-ran beside the transfer in one pass does in the other too.
+ran beside the transfer in one pass does in the other too. Verbs with ``_into`` or ``_in_place`` work in memory that the caller
+has, and autograd hears nothing of them. One module for all three forms of a verb, because they share their checks.
 
 All ranks of the group call the same verbs in the same order, also with zero rows; and where a tensor needs a gradient on one
 rank, it does on all, because the gradient is a collective too. In a group of one rank a result is its input.
@@ -12,7 +13,6 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
@@ -20,22 +20,26 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from commlayer.compressed import CompressedGroup
+from commlayer.engine.plain import plain
+from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.plan import Span
-from commlayer.scheduler.wire import WirePolicy
+from commlayer.scheduler.wire import NATIVE, Wire, WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
+from commlayer.wire.governor import Governor
+from commlayer.wire_decider import WireDecider, row_elements
 
 __all__ = ["LANES", "Exchange", "GroupCommunicator", "Held", "Pending"]
 
+_IN_PLACE = "in_place leaves its input undefined, which autograd may still need: leave it out here"
 Rows = Sequence[int] | None
+"""How many rows each rank has; None: all as many."""
 Everyones = Sequence[Sequence[int]] | None
 """The rows that each rank sends to each other one."""
-"""How many rows each rank has; None: all as many."""
 
 
 class Exchange:
@@ -59,14 +63,16 @@ class GroupCommunicator:
         group: one of backend ``commlayer``, such as :func:`commlayer.integrations.planned_group` or a
             :class:`commlayer.integrations.FoldedMesh` makes; None: a group of this rank alone, which sends nothing.
         lane: the class of traffic that it carries, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp`` (docs/lanes.md). A group has
-            one, that of its first communicator.
-        wire: in which formats the elements of what the verbs send may cross the links; None: in their own. The gradients of
-            these verbs go in their own as well, unless ``gradient_wire`` says more. all_reduce and its kin are native.
+            one, that of its first communicator. None: the group stays as it is.
+        wire: in which formats the elements of what the verbs send may cross the links (docs/compression.md); None: in their own.
+            The gradients of these verbs go in their own as well, unless ``gradient_wire`` says more. The differentiable
+            all_reduce and its kin are native.
         gradient_wire: the same for gradients in the backward pass.
+        name: what it carries, for messages; None: its lane.
 
     Raises:
         GroupError: the group has another backend, or this rank is not in it.
-        UsageError: the lane is none.
+        UsageError: the lane is none, or a policy is.
     """
 
     backends: ClassVar[tuple[str, ...]] = ("commlayer",)
@@ -75,47 +81,50 @@ class GroupCommunicator:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        lane: str,
+        lane: str | None = None,
         *,
         wire: WirePolicy | None = None,
         gradient_wire: WirePolicy | None = None,
+        name: str | None = None,
     ) -> None:
-        if lane not in LANES:
+        if lane is not None and lane not in LANES:
             raise UsageError(f"lane must be one of {', '.join(LANES)}, got {lane!r}")
-        self.lane, self.group = lane, group
+        self._told, self.group = (lane, name), group
+        own_lane: str = getattr(group, "lane", "")
+        self.lane = lane or own_lane
+        self.name = name or (f"lane {self.lane}" if self.lane else "a group without a lane")
+        self.wire, self.gradient_wire = _policy(wire), _policy(gradient_wire)
+        if gradient_wire is not None and gradient_wire.in_place:
+            raise UsageError(f"{self.name}: {_IN_PLACE}")
         self.rank, self.size = 0, 1
-        self._forth: CompressedGroup | None = None
-        self._back: CompressedGroup | None = None
+        self._forth: WireDecider | None = None
+        self._back: WireDecider | None = None
         if group is None:
             return
         if not isinstance(group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
-            raise GroupError(f"rank {dist.get_rank()} is not in the group of lane {lane}: pass the group it belongs to")
+            raise GroupError(f"rank {dist.get_rank()} is not in the group of {self.name}: pass the group it belongs to")
         self.rank, self.size = group.rank(), group.size()
         if self.size > 1 and dist.get_backend(group) not in self.backends:
             raise GroupError(
-                f"rank {dist.get_rank()}: the group of lane {lane} has backend {dist.get_backend(group)}: make a planned one "
+                f"rank {dist.get_rank()}: the group of {self.name} has backend {dist.get_backend(group)}: make a planned one "
                 "with commlayer.integrations.planned_group(group)"
             )
-        if self.size > 1 and dist.get_backend(group) == "commlayer":
+        if self.size > 1 and lane is not None and dist.get_backend(group) == "commlayer":
             _on_lane(group, lane)
-        self._forth = self._compressed(wire, "")
-        self._back = self._compressed(gradient_wire, ", gradients")
+        self._forth = self._decider(wire, self.name)
+        self._back = self._decider(gradient_wire, f"{self.name}, gradients")
 
     def with_wire(self, wire: WirePolicy | None, gradient_wire: WirePolicy | None) -> GroupCommunicator:
         """The same group and lane under other policies. Its transfers keep one order with this one's."""
-        return GroupCommunicator(self.group, self.lane, wire=wire, gradient_wire=gradient_wire)
+        lane, name = self._told
+        return GroupCommunicator(self.group, lane, wire=wire, gradient_wire=gradient_wire, name=name)
 
-    def _compressed(self, policy: WirePolicy | None, suffix: str) -> CompressedGroup | None:
-        if policy is not None and not isinstance(policy, WirePolicy):
-            raise UsageError(
-                f"wire must be a WirePolicy, such as WirePolicy(parse_wire('bf16')) of commlayer.scheduler.wire, got {policy!r}"
-            )
+    def _decider(self, policy: WirePolicy | None, name: str) -> WireDecider | None:
+        """What decides in which format calls go; None: they go in their own."""
         if self.size == 1 or policy is None or not policy.allows_encoding:
             return None
-        if policy.in_place:
-            raise UsageError("in_place leaves its input undefined, which autograd may still need: leave it out here")
         assert isinstance(self.group, dist.ProcessGroup)
-        return CompressedGroup(self.group, policy, f"lane {self.lane}{suffix}")
+        return WireDecider(self.group, policy, name)
 
     def __deepcopy__(self, memo: object) -> GroupCommunicator:
         return self  # a copied model, such as an average of weights, communicates in the same group
@@ -187,6 +196,68 @@ class GroupCommunicator:
         """The sum of all ranks' ``x``, used alike by all: the gradient passes unchanged (Megatron's g)."""
         return x if self.size == 1 else moved(x, self._summed, lambda t: t)
 
+    # In memory that the caller has. Each starts a call and returns its Work; outputs are contiguous. In a wire format sums are
+    # FP32, in an order that does not depend on the run, and all ranks hold the same bits.
+
+    def all_reduce_in_place(self, x: torch.Tensor) -> dist.Work:
+        """``x`` becomes the sum over ranks. In a wire format: one rounding of each rank's values (between nodes: of each node's
+        sum), and one of the result. Raises TensorError where ``x`` is not contiguous."""
+        self._check_output("all_reduce", x, x, x.numel())
+        x = x.detach()
+        if self.group is None:
+            return DONE
+        plan = None if self._forth is None else self._forth.plan("all_reduce", x, x.nbytes, x)
+        if plan is not None and self._forth is not None:
+            return self._forth.start(plan, x, x, None)
+        return cast("dist.Work", dist.all_reduce(x, group=self.group, async_op=True))
+
+    def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
+        """``out`` becomes this rank's rows of the sum of all ranks' ``x`` [Σ rows, …]; None: as many for each.
+
+        With the policy's ``in_place`` ``x`` is left undefined, and ``out`` may be this rank's rows of it.
+        Raises TensorError where ``in_place`` cannot be: uneven rows, or another dtype than FP32.
+        """
+        self._check_rows("reduce_scatter", x, rows)
+        mine = x.shape[0] // self.size if rows is None else rows[self.rank]
+        self._check_output("reduce_scatter", out, x, mine * row_elements(x))
+        if self._forth is not None and self._forth.policy.in_place:
+            return self._forth.start_in_place(out, x, self._blocks(x, rows))
+        return self._scatter(out.detach(), plain(x), rows, self._forth)
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
+        """``out`` [Σ rows, …] becomes all ranks' ``x`` [rows[rank], …]; in a wire format each rounded once, this rank's too."""
+        self._check_rows("all_gather", out, rows)
+        mine = out.shape[0] // self.size if rows is None else rows[self.rank]
+        if x.numel() != mine * row_elements(out):
+            raise TensorError(
+                f"{self._who('all_gather')}: into {list(out.shape)}, rows {rows}, expected this rank's rows, got shape "
+                f"{list(x.shape)}"
+            )
+        self._check_output("all_gather", out, x, out.numel())
+        return self._gather(out.detach(), plain(x), rows, self._forth)
+
+    def all_to_all_into(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        send_rows: Rows = None,
+        receive_rows: Rows = None,
+        *,
+        most_rows: int | None = None,
+    ) -> dist.Work:
+        """``send_rows[k]`` rows of ``x`` go to rank k, ``receive_rows[k]`` of ``out`` come from it; None: even.
+
+        ``most_rows``: as in :meth:`all_to_all`.
+        """
+        self._check_rows("all_to_all", x, send_rows)
+        self._check_rows("all_to_all", out, receive_rows)
+        self._check_output("all_to_all", out, x, out.numel())
+        if row_elements(out) != row_elements(x):
+            raise TensorError(
+                f"{self._who('all_to_all')}: rows of {row_elements(x)} elements into rows of {row_elements(out)}"
+            )
+        return self._exchange(out.detach(), plain(x), send_rows, receive_rows, self._forth, most_rows)
+
     # Started, and waited for later
 
     def hold(self, x: torch.Tensor) -> Held:
@@ -254,6 +325,15 @@ class GroupCommunicator:
         return self._forth is not None or self._back is not None
 
     @property
+    def governor(self) -> Governor | None:
+        """The governor of the formats in which the verbs send; None where all goes in its own."""
+        return None if self._forth is None else self._forth.governor
+
+    def wires(self, width: int, dtype: torch.dtype) -> tuple[Wire, ...]:
+        """The forms in which ``wire`` allows rows of ``width`` elements to go: equal on all ranks of all groups that have it."""
+        return (NATIVE,) if self._forth is None else self._forth.wires(width, dtype)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the group, in its order."""
         if self.group is None:
@@ -312,7 +392,7 @@ class GroupCommunicator:
             return cast("float | None", predict(collective, num_bytes, shape, over=over))
         if self._forth is None or rows_of is None:
             return cast("float | None", predict(collective, num_bytes, shape, siblings=siblings))
-        wires = self._forth.wires(*rows_of)
+        wires = self.wires(*rows_of)
         return cast(
             "float | None",
             predict(collective, num_bytes, shape, siblings=siblings, wires=wires, element_bytes=rows_of[1].itemsize),
@@ -343,7 +423,7 @@ class GroupCommunicator:
         x: torch.Tensor,
         send_rows: Rows,
         receive_rows: Rows,
-        compressed: CompressedGroup | None = None,
+        wire: WireDecider | None = None,
         most_rows: int | None = None,
         over: Span = Span.GROUP,
         everyones: Everyones = None,
@@ -357,20 +437,10 @@ class GroupCommunicator:
         out = x.new_empty(rows, *x.shape[1:])
         if over is not Span.GROUP:
             native = self._over(out, x, send_rows, receive_rows, most_rows, over)
-            compressed = compressed if over is Span.RAIL else None
+            wire = wire if over is Span.RAIL else None
         elif everyones is not None:
             native = self._known(out, x, everyones)
-        work: Any
-        if compressed is not None:
-            work = compressed.all_to_all(out, x, send_rows, receive_rows, most_rows=most_rows, native=native)
-            return Pending(out, work, sent=x)
-        if native is not None:
-            return Pending(out, native(), sent=x)
-        outs = None if receive_rows is None else list(receive_rows)
-        work = dist.all_to_all_single(
-            out, x, outs, None if send_rows is None else list(send_rows), group=self.group, async_op=True
-        )
-        return Pending(out, work, sent=x)
+        return Pending(out, self._exchange(out, x, send_rows, receive_rows, wire, most_rows, native), sent=x)
 
     def _over(
         self, out: torch.Tensor, x: torch.Tensor, send_rows: Rows, receive_rows: Rows, most_rows: int | None, over: Span
@@ -408,7 +478,7 @@ class GroupCommunicator:
         counts = tuple(tuple(count * row_bytes for count in row) for row in everyones)
         return partial(start, x, out, (everyones[self.rank], [row[self.rank] for row in everyones]), counts)
 
-    def _all_gather(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
+    def _all_gather(self, x: torch.Tensor, rows: Rows, wire: WireDecider | None) -> Pending:
         self._check_length("all_gather", rows)
         if x.dim() == 0:
             raise TensorError(
@@ -421,30 +491,18 @@ class GroupCommunicator:
             return Pending(x, None)
         total = x.shape[0] * self.size if rows is None else sum(rows)
         out = x.new_empty(total, *x.shape[1:])
-        work: Any
-        if compressed is not None:
-            work = compressed.all_gather(out, x, rows)
-        elif rows is None or len(set(rows)) == 1:
-            work = all_gather_single(out, x, group=self.group, async_op=True)
-        else:
-            work = dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True)
-        return Pending(out, work, sent=x)
+        return Pending(out, self._gather(out, x, rows, wire), sent=x)
 
-    def _reduce_scatter(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
+    def _reduce_scatter(self, x: torch.Tensor, rows: Rows, wire: WireDecider | None) -> Pending:
         self._check_rows("reduce_scatter", x, rows)
+        if wire is not None and wire.policy.in_place:
+            raise UsageError(f"{self._who('reduce_scatter')}: {_IN_PLACE}")
         x = x.detach().contiguous()
         if self.size == 1:
             return Pending(x, None)
         mine = x.shape[0] // self.size if rows is None else rows[self.rank]
         out = x.new_empty(mine, *x.shape[1:])
-        work: Any
-        if compressed is not None:
-            work = compressed.reduce_scatter(out, x, rows)
-        elif rows is None or len(set(rows)) == 1:
-            work = reduce_scatter_single(out, x, group=self.group, async_op=True)
-        else:
-            work = dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True)
-        return Pending(out, work, sent=x)
+        return Pending(out, self._scatter(out, x, rows, wire), sent=x)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -452,7 +510,66 @@ class GroupCommunicator:
             dist.all_reduce(out, group=self.group)
         return out
 
+    # Started: by a plan in a wire format, or natively
+
+    def _exchange(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        send_rows: Rows,
+        receive_rows: Rows,
+        wire: WireDecider | None,
+        most_rows: int | None,
+        native: Callable[[], Any] | None = None,
+    ) -> dist.Work:
+        """``native``: starts the call where nothing is encoded; None: as one of the group's own."""
+        if self.group is None:
+            return _kept(out, x)
+        if wire is not None:
+            most_rows = wire.agree_rows(x, out) if most_rows is None else most_rows
+            plan = wire.plan("all_to_all_v", x, _rounded(most_rows) * _row_bytes(x), x)
+            if plan is not None:
+                return wire.start_exchange(plan, out, x, (self._blocks(x, send_rows), self._blocks(out, receive_rows)))
+        if native is not None:
+            return cast("dist.Work", native())
+        outs = None if receive_rows is None else list(receive_rows)
+        ins = None if send_rows is None else list(send_rows)
+        return cast("dist.Work", dist.all_to_all_single(out, x, outs, ins, group=self.group, async_op=True))
+
+    def _gather(self, out: torch.Tensor, x: torch.Tensor, rows: Rows, wire: WireDecider | None) -> dist.Work:
+        if self.group is None:
+            return _kept(out, x)
+        plan = None if wire is None else wire.plan("all_gather", x, out.nbytes, out)
+        if plan is not None and wire is not None:
+            return wire.start(plan, out, x, self._blocks(out, rows))
+        if rows is None or len(set(rows)) == 1:
+            return cast("dist.Work", all_gather_single(out, x, group=self.group, async_op=True))
+        return cast("dist.Work", dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True))
+
+    def _scatter(self, out: torch.Tensor, x: torch.Tensor, rows: Rows, wire: WireDecider | None) -> dist.Work:
+        if self.group is None:
+            return _kept(out, x)
+        plan = None if wire is None else wire.plan("reduce_scatter", x, x.nbytes, x)
+        if plan is not None and wire is not None:
+            return wire.start(plan, out, x, self._blocks(x, rows))
+        if rows is None or len(set(rows)) == 1:
+            return cast("dist.Work", reduce_scatter_single(out, x, group=self.group, async_op=True))
+        return cast("dist.Work", dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True))
+
+    def _blocks(self, whole: torch.Tensor, rows: Rows) -> tuple[int, ...]:
+        """Bytes of each rank's rows of ``whole``, which has them."""
+        rows = (whole.shape[0] // self.size,) * self.size if rows is None else rows
+        return tuple(each * _row_bytes(whole) for each in rows)
+
     # Checks
+
+    def _check_output(self, verb: str, out: torch.Tensor, x: torch.Tensor, numel: int) -> None:
+        """Check that ``out`` can take the result as it is. Raises TensorError."""
+        if out.dtype != x.dtype or out.device != x.device or out.numel() != numel or not out.is_contiguous():
+            raise TensorError(
+                f"{self._who(verb)}: a tensor of {x.dtype} on {x.device} needs a contiguous output of {numel} elements of the "
+                f"same, got shape {list(out.shape)}, strides {list(out.stride())}, {out.dtype} on {out.device}"
+            )
 
     def _check_rows(self, verb: str, x: torch.Tensor, rows: Rows) -> None:
         self._check_length(verb, rows)
@@ -473,11 +590,32 @@ class GroupCommunicator:
 
     def _who(self, verb: str) -> str:
         where = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
-        return f"{where}{verb} on lane {self.lane}"
+        return f"{where}{verb} on {self.name}"
+
+
+def _policy(policy: WirePolicy | None) -> WirePolicy | None:
+    """``policy``. Raises UsageError for what is none."""
+    if policy is not None and not isinstance(policy, WirePolicy):
+        raise UsageError(
+            f"wire must be a WirePolicy, such as WirePolicy(parse_wire('bf16')) of commlayer.scheduler.wire, got {policy!r}"
+        )
+    return policy
+
+
+def _kept(out: torch.Tensor, x: torch.Tensor) -> dist.Work:
+    """The call of a group of this rank alone."""
+    out.view(-1).copy_(x.view(-1))
+    return DONE
+
+
+def _rounded(count: int) -> int:
+    """Up to three leading bits: sizes that are a fifth apart, at most, are planned alike, and not anew in each call."""
+    bits = max(0, count.bit_length() - 3)
+    return -(-count >> bits) << bits
 
 
 def _row_bytes(x: torch.Tensor) -> int:
-    return math.prod(x.shape[1:]) * x.element_size()
+    return row_elements(x) * x.element_size()
 
 
 def _turned(everyones: Everyones) -> Everyones:

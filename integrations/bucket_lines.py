@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlayer.compressed import CompressedGroup
+from commlayer.collectives import GroupCommunicator
 from commlayer.engine.progress import ProgressQueue, QueuedWork
 from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.moe.routing import who
@@ -46,7 +46,7 @@ class Bucket:
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
-    compressed: CompressedGroup | None = None
+    compressed: GroupCommunicator | None = None
     is_free: bool = True
     is_there: list[bool] = field(default_factory=list)
     flat: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class Bucket:
     def buffer(self) -> torch.Tensor:
         if self.flat is None:
             numel = sum(parameter.numel() for parameter in self.parameters)
-            policy = None if self.compressed is None else self.compressed.policy
+            policy = None if self.compressed is None else self.compressed.wire
             if policy is not None and any(each.is_scaled for each in policy.formats):
                 numel = -(-numel // ROW_ELEMENTS) * ROW_ELEMENTS  # cut into whole rows that share scales
             self.flat = self.parameters[0].new_zeros(numel)
@@ -117,8 +117,8 @@ class BucketLine:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self._started: list[_Started] = []
-        # Before some calls of a CompressedGroup its ranks agree on the format, and wait for each other. In a hook that would be
-        # a deadlock where another rank has no gradient of this bucket, and starts it in finish(). So they, and all that keeps
+        # Before some calls in a wire format the ranks agree on it, and wait for each other. In a hook that would be a
+        # deadlock where another rank has no gradient of this bucket, and starts it in finish(). So they, and all that keeps
         # one order with them, start on a thread of the line.
         is_queued = any(bucket.compressed is not None for bucket in self.buckets)
         self._queue = (

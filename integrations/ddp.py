@@ -4,7 +4,7 @@
     plan_ddp(model)                 # or plan_ddp(model, wire="bf16"): FP32 gradients may travel in BF16
 
 or, with a group at hand, ``model.register_comm_hook(planned_group(), all_reduce_hook)``; with a wire format
-``model.register_comm_hook(CompressedGroup(planned_group(), policy, "dp"), all_reduce_hook)``.
+``model.register_comm_hook(GroupCommunicator(planned_group(), wire=policy), all_reduce_hook)``.
 """
 
 # Without `from __future__ import annotations`: register_comm_hook compares the hook's annotations with torch's classes.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but not for type checkers
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.compressed import CompressedGroup
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.flat_buffers import all_reduce_flat
 from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
@@ -62,14 +62,14 @@ def plan_ddp(
 
 
 def all_reduce_hook(
-    group: dist.ProcessGroup | CompressedGroup, bucket: GradBucket
+    group: dist.ProcessGroup | GroupCommunicator, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the mean of ``bucket``'s gradients over ``group``, for ``register_comm_hook(group, …)``.
 
     Where the plan is flat and native, gradients have the bits that DDP gives them without a hook. All ranks hold the same ones.
     """
-    if isinstance(group, CompressedGroup):
-        buffer = bucket.buffer().mul_(1.0 / group.group.size())
+    if isinstance(group, GroupCommunicator):
+        buffer = bucket.buffer().mul_(1.0 / group.size)
         work = all_reduce_flat(group, buffer)
     else:
         # Multiplied by 1/n before the sum, as DDP's reducer does. Rejected: dividing by n, as torch's own allreduce_hook

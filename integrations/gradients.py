@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.replica_gradients import sum_replica_gradients
@@ -28,7 +27,7 @@ from commlayer.scheduler.wire import WirePolicy
 
 __all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "sum_over_etp", "synchronise_gradients"]
 
-_COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
+_COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], GroupCommunicator | None]] = (
     WeakKeyDictionary()
 )
 """The governors, by mesh, then axis and policy: what a governor has found out in one step holds in the next."""
@@ -146,12 +145,12 @@ def _sum_flat(gradients: list[torch.Tensor], all_reduce: Callable[[torch.Tensor]
         gradient.copy_(place)
 
 
-def _sum_compressed(group: CompressedGroup, flat: torch.Tensor) -> torch.Tensor:
+def _sum_compressed(group: GroupCommunicator, flat: torch.Tensor) -> torch.Tensor:
     all_reduce_flat(group, flat).wait()
     return flat
 
 
-def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> CompressedGroup | None:
+def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> GroupCommunicator | None:
     """The group of ``axis`` under ``policy``, None where that is native; one for all steps. Collective over it at first."""
     kept = _COMPRESSED.setdefault(mesh, {})
     if (axis, policy) not in kept:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from commlayer.agree.messages import require_alike
 from commlayer.collectives import GroupCommunicator
-from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
@@ -114,7 +113,7 @@ def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
     return replace(policy, scaling=Scaling.BLOCK) if policy.scaling is Scaling.TOKEN else policy
 
 
-def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str) -> CompressedGroup | None:
+def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str) -> GroupCommunicator | None:
     """Return ``group`` under what ``wire`` means for a lane's flat buffers; None where that is native. ``what``:
     travels, for messages.
 
@@ -123,16 +122,16 @@ def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what
     policy = flat_policy(wire, lane)
     if policy is None or group.size() == 1:
         return None
-    return CompressedGroup(group, policy, f"lane {lane}, {what}")
+    return GroupCommunicator(group, wire=policy, name=f"lane {lane}, {what}")
 
 
-def require_same_wire(group: dist.ProcessGroup, what: str, *ways: CompressedGroup | None) -> None:
+def require_same_wire(group: dist.ProcessGroup, what: str, *ways: GroupCommunicator | None) -> None:
     """Check that all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others
     not. Collective; nothing for groups of another backend, which have none. Raises DisagreementError.
     """
     if group.size() == 1 or dist.get_backend(group) != "commlayer":
         return
-    mine = "; ".join("native" if way is None else str(way.policy) for way in ways)
+    mine = "; ".join("native" if way is None else str(way.wire) for way in ways)
     require_alike(
         {f"the wire formats of {what} (given to it, or by COMMLAYER_WIRE)": mine},
         group,

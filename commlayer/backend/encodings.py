@@ -1,7 +1,7 @@
 """Collectives in a wire format, and those among the ranks of each rail or node, in a group's order, counted and compared like its
 others: CPU tensors here, those on a device by its own verbs.
 
-c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.collectives` call them.
+c10d has no words for them; :mod:`commlayer.collectives` calls them.
 """
 
 from __future__ import annotations

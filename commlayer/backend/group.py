@@ -110,7 +110,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._calls.encoded_sums = partial(encodings.sum_now, sum_formats) if sum_formats else None
         self._ending = Ending(self._order, batches, self.counters)
         self._call_hooks: CallHooks | None = None
-        # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
+        # Verbs that c10d has not, for GroupCommunicator.
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place

@@ -207,6 +207,6 @@ def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
     if any(each in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2) for each in formats):
         raise UsageError(
             f"GroupOptions.wire: FP8 keeps three or four bits, too few for a group's own sums; got {wire!r}: use int8 or bf16 "
-            "here, and say wire= where it is for activations: plan_fsdp, TokenDispatcher, CompressedGroup (docs/compression.md)"
+            "here, and say wire= where it is for activations: plan_fsdp, TokenDispatcher, GroupCommunicator (docs/compression.md)"
         )
     return () if formats == (WireFormat.NATIVE,) else formats

@@ -21,7 +21,7 @@ from ranks import DTYPES
 from step_flips import flipped_in_step
 
 import commlayer
-from commlayer import CompressedGroup, WireFormat, WirePolicy
+from commlayer import GroupCommunicator, WireFormat, WirePolicy
 from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.saved_calls import read_call
 from commlayer.auditing.shadow import Shadow
@@ -146,8 +146,8 @@ def legal_compressed_programs() -> int:
         (WireFormat.FP8_E5M2, Scaling.TOKEN),
         (WireFormat.INT8, Scaling.BLOCK),
     ]:
-        compressed = CompressedGroup(
-            group, WirePolicy((wire,), scaling, power_of_two=wire is WireFormat.FP8_E5M2), "dp"
+        compressed = GroupCommunicator(
+            group, wire=WirePolicy((wire,), scaling, power_of_two=wire is WireFormat.FP8_E5M2), name="dp"
         )
         for plan in ("flat_direct:2", "hierarchical", "pipelined:3"):
             use_plan(group, plan)
@@ -155,15 +155,18 @@ def legal_compressed_programs() -> int:
                 x = floats((sum(rows), 160), dtype, rank)
                 out, whole = x.new_empty(rows[rank], 160), torch.empty_like(x)
                 received = x.new_empty(rows[rank] * n, 160)
-                works = [compressed.reduce_scatter(out, x, rows), compressed.all_gather(whole, x[: rows[rank]], rows)]
-                works += [compressed.all_to_all(received, x, rows, [rows[rank]] * n)]
+                works = [
+                    compressed.reduce_scatter_into(out, x, rows),
+                    compressed.all_gather_into(whole, x[: rows[rank]], rows),
+                ]
+                works += [compressed.all_to_all_into(received, x, rows, [rows[rank]] * n)]
                 total = x.clone()
-                works += [compressed.all_reduce(total)]
+                works += [compressed.all_reduce_in_place(total)]
                 for work in works:
                     work.wait()
-    in_place = CompressedGroup(group, WirePolicy((WireFormat.BF16,), in_place=True), "dp")
+    in_place = GroupCommunicator(group, wire=WirePolicy((WireFormat.BF16,), in_place=True), name="dp")
     x = floats((n * 333,), torch.float32, rank)
-    in_place.reduce_scatter(x[rank * 333 : (rank + 1) * 333], x).wait()
+    in_place.reduce_scatter_into(x[rank * 333 : (rank + 1) * 333], x).wait()
     shadow = group.instruments.find(Shadow)
     assert not shadow.is_over
     assert shadow.count == shadow.num_compared
@@ -230,7 +233,7 @@ class Calls:
         policy = WirePolicy((WireFormat.FP8_E4M3,))
         given = [torch.full((6, 128), float(k + seed)) for k in range(self.n)]
         out = torch.empty(6 * self.n, 128)
-        CompressedGroup(self.group, policy, "dp").all_gather(out, given[self.rank]).wait()
+        GroupCommunicator(self.group, wire=policy, name="dp").all_gather_into(out, given[self.rank]).wait()
         return out, torch.cat(given)  # one number is its row's largest, and so not rounded
 
 
@@ -353,15 +356,17 @@ def queued_behind_a_difference() -> list[str]:
     """Compressed calls look for their plan when they are made: some are under way when an earlier one is found to differ."""
     group = start()
     rank, n = dist.get_rank(), dist.get_world_size()
-    compressed = CompressedGroup(group, WirePolicy((WireFormat.FP8_E4M3,)), "dp")
-    compressed.all_reduce(torch.ones(8, 128)).wait()  # ranks have agreed on it
+    compressed = GroupCommunicator(group, wire=WirePolicy((WireFormat.FP8_E4M3,)), name="dp")
+    compressed.all_reduce_in_place(torch.ones(8, 128)).wait()  # ranks have agreed on it
     said: list[str] = []
     flip = flipped_in_step(group._planned, 3, mask=0x7F)
     with heard(said), flip if rank == 1 else nullcontext():
         tensors = [torch.full((8, 128), float(number + rank)) for number in range(5)]
         outs = [torch.empty(8 * n, 128) for _ in range(5)]
-        works = [compressed.all_reduce(x) for x in tensors]
-        works += [compressed.all_gather(out, x.clone()) for out, x in zip(outs, torch.ones(5, 8, 128), strict=True)]
+        works = [compressed.all_reduce_in_place(x) for x in tensors]
+        works += [
+            compressed.all_gather_into(out, x.clone()) for out, x in zip(outs, torch.ones(5, 8, 128), strict=True)
+        ]
         for work in works:
             work.wait()
     for number, x in enumerate(tensors):

@@ -19,7 +19,7 @@ from simulated.torch_device import simulated_device
 from simulated.torch_streams import StreamDelays
 
 import commlayer
-from commlayer import CompressedGroup, WireFormat, WirePolicy
+from commlayer import GroupCommunicator, WireFormat, WirePolicy
 from commlayer.auditing.shadow import Shadow
 from commlayer.auditing.watch import GroupWatch
 from commlayer.calls.instruments import Instrument
@@ -242,12 +242,12 @@ def shadowed(cache: str) -> None:
     device, group = start(COMMLAYER_SHADOW="1", COMMLAYER_PLAN="hierarchical", COMMLAYER_CACHE=cache)
     calls = calls_of(group)
     shadow = calls.instruments.find(Shadow)
-    compressed = CompressedGroup(group, WirePolicy((WireFormat.BF16,)), "sums")
+    compressed = GroupCommunicator(group, wire=WirePolicy((WireFormat.BF16,)), name="sums")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*differs from flat")
         every_verb(device)
         x = torch.randn(96, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
-        compressed.all_reduce(x).wait()
+        compressed.all_reduce_in_place(x).wait()
     assert shadow.num_compared == 7
     assert calls.is_planning
     for collective in ("all_reduce", "broadcast"):

@@ -21,7 +21,6 @@ from torch.distributed.nn.functional import all_to_all_single as differentiable
 import commlayer
 from commlayer.backend import group as backend_group
 from commlayer.collectives import GroupCommunicator
-from commlayer.compressed import CompressedGroup
 from commlayer.engine.group_plans import Choices
 from commlayer.integrations import plan_ddp
 from commlayer.profiles.errors import (
@@ -240,7 +239,7 @@ def test_exchanges_over_rails_and_nodes(emulated_cluster: ClusterFactory, monkey
 # Wire formats
 
 
-def compressed(group: CompressedGroup, device: torch.device, turn: int) -> list[torch.Tensor]:
+def compressed(group: GroupCommunicator, device: torch.device, turn: int) -> list[torch.Tensor]:
     """Every verb, of values that rounding changes; blocks of other sizes for each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = [3 + (k + turn) % 2 for k in range(size)]
@@ -250,8 +249,12 @@ def compressed(group: CompressedGroup, device: torch.device, turn: int) -> list[
     whole, own = torch.empty_like(x), x[: rows[rank]].clone()
     received, sent = splits(turn)
     out, going = x.new_empty(sum(received), W), x[: sum(sent)].clone()
-    works = [group.all_reduce(total), group.reduce_scatter(mine, x, rows), group.all_gather(whole, own, rows)]
-    works.append(group.all_to_all(out, going, sent, received))
+    works = [
+        group.all_reduce_in_place(total),
+        group.reduce_scatter_into(mine, x, rows),
+        group.all_gather_into(whole, own, rows),
+    ]
+    works.append(group.all_to_all_into(out, going, sent, received))
     del own, going
     x.new_zeros(rows[rank], W)  # where the input was
     for work in works:
@@ -265,7 +268,7 @@ def every_wire(plan: str) -> None:
     dist.init_process_group("commlayer")
     assert dist.group.WORLD is not None
     for wire in (WireFormat.BF16, WireFormat.FP8_E4M3):
-        group = CompressedGroup(dist.group.WORLD, WirePolicy((wire,)), "lane ep")
+        group = GroupCommunicator(dist.group.WORLD, wire=WirePolicy((wire,)), name="lane ep")
         for turn in range(2):
             simulated_device(StreamDelays(turn, LAGGING.chance))
             wanted = compressed(group, CPU, turn)
@@ -279,11 +282,13 @@ def every_wire(plan: str) -> None:
     x = torch.zeros(8, W, device=device)
     if dist.get_rank() == 2:
         x[3, 3] = float("nan")
-    fp8 = CompressedGroup(dist.group.WORLD, WirePolicy((WireFormat.FP8_E4M3,)), "lane ep")
+    fp8 = GroupCommunicator(dist.group.WORLD, wire=WirePolicy((WireFormat.FP8_E4M3,)), name="lane ep")
     with pytest.raises(NonFiniteError, match="1 values that were to be sent"):
-        fp8.all_reduce(x)
-    passing = CompressedGroup(dist.group.WORLD, WirePolicy((WireFormat.FP8_E4M3,), non_finite="pass"), "lane ep")
-    passing.all_reduce(x).wait()
+        fp8.all_reduce_in_place(x)
+    passing = GroupCommunicator(
+        dist.group.WORLD, wire=WirePolicy((WireFormat.FP8_E4M3,), non_finite="pass"), name="lane ep"
+    )
+    passing.all_reduce_in_place(x).wait()
     assert x.isnan().any()
     dist.destroy_process_group()
 
@@ -331,12 +336,12 @@ def flat_wires() -> None:
     device = simulated_device(LAGGING)
     dist.init_process_group("commlayer")
     assert dist.group.WORLD is not None
-    group = CompressedGroup(dist.group.WORLD, WirePolicy((WireFormat.FP8_E4M3,)), "lane ep")
+    group = GroupCommunicator(dist.group.WORLD, wire=WirePolicy((WireFormat.FP8_E4M3,)), name="lane ep")
     x = torch.randn(8, W, generator=torch.Generator().manual_seed(dist.get_rank()))
     on_cpu, on_device = x.clone(), x.to(device)
-    group.all_reduce(on_cpu).wait()
+    group.all_reduce_in_place(on_cpu).wait()
     before = planned("all_reduce")
-    group.all_reduce(on_device).wait()
+    group.all_reduce_in_place(on_device).wait()
     assert torch.equal(on_device.cpu(), on_cpu)
     assert planned("all_reduce") == before
     dist.destroy_process_group()
@@ -367,10 +372,10 @@ def calls_of(device: torch.device) -> Iterator[tuple[str, Plan | None, Callable[
     exchange = plan("all_to_all_v", 1)
     yield "with splits", exchange, lambda: dist.all_to_all_single(whole, x, ones, ones)
     for wire in (WireFormat.BF16, WireFormat.FP8_E4M3):
-        compressed_group = CompressedGroup(group, WirePolicy((wire,)), "lane ep")
+        compressed_group = GroupCommunicator(group, wire=WirePolicy((wire,)), name="lane ep")
         wires = compressed_group.wires(W, x.dtype)
         encoded = plan("all_reduce", is_float=True, wires=wires, element_bytes=4)
-        yield str(wire), encoded, lambda of=compressed_group: of.all_reduce(x).wait()  # type: ignore[misc]
+        yield str(wire), encoded, lambda of=compressed_group: of.all_reduce_in_place(x).wait()  # type: ignore[misc]
 
 
 def choices_of(group: Any) -> Choices:

@@ -25,7 +25,7 @@ from synthetic_profiles import synthetic_profile
 
 import commlayer
 import commlayer.backend.create
-from commlayer import Communicator, CompressedGroup, GroupOptions, WireFormat, WirePolicy
+from commlayer import Communicator, GroupCommunicator, GroupOptions, WireFormat, WirePolicy
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
@@ -334,7 +334,8 @@ def test_a_storage_is_freed_and_taken_again_between_calls(emulated_cluster: Clus
 
 
 def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
-    """A Communicator and a CompressedGroup: they have nothing to be held against, so nothing at all may be left."""
+    """A Communicator's, and a GroupCommunicator's in memory of the caller: they have nothing to be held against, so nothing at
+    all may be left."""
 
     def afterwards(tensors: Sequence[torch.Tensor], call: Callable[[], object], *, is_in_place: bool) -> list[str]:
         before = [(x._version, owners_of(x)) for x in tensors]
@@ -351,13 +352,13 @@ def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
             or (x._version != version and not is_in_place)
         ]
 
-    def compressed_calls(group: CompressedGroup, size: int) -> list[str]:
+    def compressed_calls(group: GroupCommunicator, size: int) -> list[str]:
         part, whole, other = torch.ones(8, 128), torch.ones(8 * size, 128), torch.ones(8 * size, 128)
         return [
-            *afterwards([whole, part], lambda: group.all_gather(whole, part).wait(), is_in_place=False),
-            *afterwards([part, whole], lambda: group.reduce_scatter(part, whole).wait(), is_in_place=False),
-            *afterwards([whole, other], lambda: group.all_to_all(whole, other).wait(), is_in_place=False),
-            *afterwards([whole], lambda: group.all_reduce(whole).wait(), is_in_place=True),
+            *afterwards([whole, part], lambda: group.all_gather_into(whole, part).wait(), is_in_place=False),
+            *afterwards([part, whole], lambda: group.reduce_scatter_into(part, whole).wait(), is_in_place=False),
+            *afterwards([whole, other], lambda: group.all_to_all_into(whole, other).wait(), is_in_place=False),
+            *afterwards([whole], lambda: group.all_reduce_in_place(whole).wait(), is_in_place=True),
         ]
 
     def job() -> list[str]:
@@ -373,7 +374,7 @@ def test_what_is_no_verb_of_c10d(emulated_cluster: ClusterFactory) -> None:
                 x = torch.ones(count)
                 wrong += afterwards([x], partial(communicator.all_to_all, x), is_in_place=False)
         for wire in (WireFormat.BF16, WireFormat.INT8):
-            wrong += compressed_calls(CompressedGroup(group, WirePolicy((wire,)), "dp"), size)
+            wrong += compressed_calls(GroupCommunicator(group, wire=WirePolicy((wire,)), name="dp"), size)
         dist.destroy_process_group()
         return wrong
 

@@ -53,6 +53,46 @@ def test_what_is_started_gives_what_is_called(emulated_cluster: ClusterFactory, 
     emulated_cluster(1, ranks).run(started_against_plain)
 
 
+def in_memory_of_the_caller() -> None:
+    """Without a format the verbs that write into a given tensor bring what the others bring; a lane that nobody says stays."""
+    ep = start()
+    plain = GroupCommunicator(ep.group)
+    assert plain.lane == ("ep" if plain.size > 1 else "")  # a group of one rank has none
+    assert GroupCommunicator(planned_group(dist.group.WORLD)).name == "a group without a lane"
+    uneven = [rank + 1 for rank in range(plain.size)]
+    for rows in (None, uneven):
+        mine = 3 if rows is None else rows[plain.rank]
+        total = 3 * plain.size if rows is None else sum(rows)
+        x = torch.arange(5.0 * total).view(total, 5) + plain.rank
+        block = x[:mine].clone()
+        gathered, part, summed = torch.empty_like(x), torch.empty_like(block), x.clone()
+        come = None if rows is None else [mine] * plain.size
+        received = x.new_empty(total if come is None else sum(come), 5)
+        plain.all_gather_into(gathered, block, rows).wait()
+        plain.reduce_scatter_into(part, x, rows).wait()
+        plain.all_to_all_into(received, x, rows, come).wait()
+        plain.all_reduce_in_place(summed).wait()
+        assert torch.equal(gathered, ep.all_gather(block, rows))
+        assert torch.equal(part, ep.reduce_scatter(x, rows))
+        assert torch.equal(received, ep.all_to_all(x, rows, come))
+        assert torch.equal(summed, ep.all_reduce(x))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_verbs_in_memory_of_the_caller(emulated_cluster: ClusterFactory, ranks: int) -> None:
+    emulated_cluster(1, ranks).run(in_memory_of_the_caller)
+
+
+def test_verbs_in_memory_of_the_caller_of_a_rank_alone() -> None:
+    alone, x = GroupCommunicator(None, "ep"), torch.arange(6.0).view(3, 2)
+    for verb in ("all_gather_into", "reduce_scatter_into", "all_to_all_into"):
+        out = torch.empty_like(x)
+        getattr(alone, verb)(out, x).wait()
+        assert torch.equal(out, x), verb
+    alone.all_reduce_in_place(x).wait()
+    assert torch.equal(x, torch.arange(6.0).view(3, 2))
+
+
 LOG: list[str] = []
 """The events of this process: what was waited for, and what ran beside."""
 

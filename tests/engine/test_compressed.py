@@ -8,7 +8,7 @@ import re
 import signal
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,17 @@ from ranks import one_by_one, start_with
 
 import commlayer
 import commlayer.backend.create  # once, before ranks are forked
-from commlayer.compressed import CompressedGroup
+from commlayer.collectives import GroupCommunicator
 from commlayer.engine.encoded_flat import FlatEncoded
 from commlayer.integrations import planned_group
-from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, NonFiniteError, PeerError, TensorError
+from commlayer.profiles.errors import (
+    CollectiveTimeoutError,
+    DisagreementError,
+    NonFiniteError,
+    PeerError,
+    TensorError,
+    UsageError,
+)
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 from commlayer.statistics import reset_stats
 from commlayer.testing.plugin import ClusterFactory
@@ -33,14 +40,14 @@ ROUNDING = {BF16: 2.0**-8, INT8: 1 / 254 + 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3
 W = 160
 
 
-def start(plan: str | None = None, **policy: Any) -> CompressedGroup:
+def start(plan: str | None = None, **policy: Any) -> Any:
     torch.set_num_threads(1)
     if plan:
         os.environ["COMMLAYER_PLAN"] = plan
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     reset_stats()
-    return CompressedGroup(planned_group(dist.group.WORLD), WirePolicy(**policy), "dp")
+    return GroupCommunicator(planned_group(dist.group.WORLD), wire=WirePolicy(**policy), name="dp")
 
 
 def everyones(x: torch.Tensor) -> list[torch.Tensor]:
@@ -71,15 +78,15 @@ def sums_are_right(plan: str, formats: tuple[WireFormat, ...]) -> None:
         bound = bound_of(whole, formats[0], dtype)
         outs = [x.new_empty(rows[rank], W) for _ in range(2)]
         for out in outs:
-            group.reduce_scatter(out, x, None if is_even else rows).wait()
+            group.reduce_scatter_into(out, x, None if is_even else rows).wait()
         assert torch.equal(*outs)
         first = sum(rows[:rank])
         mine = slice(first, first + rows[rank])
         assert ((outs[0].double() - expected[mine]).abs() <= bound[mine]).all()
         total = x.clone()
-        group.all_reduce(total).wait()
+        group.all_reduce_in_place(total).wait()
         again = x.clone()
-        group.all_reduce(again).wait()
+        group.all_reduce_in_place(again).wait()
         assert torch.equal(total, again)
         check_same_bits(total)
         result = bound + (expected.abs() + bound).amax(1, keepdim=True) * ROUNDING[formats[0]]
@@ -131,7 +138,7 @@ def gathers_are_right(plan: str, scaling: Scaling, wire: WireFormat = E4M3) -> N
         rows = rows_of(n, is_even=is_even)
         x = torch.randn(rows[rank], W, generator=torch.Generator().manual_seed(rank)).to(dtype)
         out = x.new_empty(sum(rows), W)
-        group.all_gather(out, x, None if is_even else rows).wait()
+        group.all_gather_into(out, x, None if is_even else rows).wait()
         check_same_bits(out)
         expected = torch.cat(everyones(x)).double()
         assert ((out.double() - expected).abs() <= expected.abs().amax() * 2.0**-4).all()
@@ -152,7 +159,7 @@ def shared_scales_on_uneven_nodes(shape: str, plan: str, wire: WireFormat) -> No
     for dtype in (torch.float32, torch.bfloat16):
         x = (torch.randn(rows[rank], W, generator=generator) * 2.0 ** (rank % 5)).to(dtype)
         out = x.new_empty(sum(rows), W)
-        group.all_gather(out, x, rows).wait()
+        group.all_gather_into(out, x, rows).wait()
         codec = Codec(Wire(wire, W, Scaling.CHANNEL), dtype)
         for mine, block in zip(out.split(rows), everyones(x), strict=True):
             codec.encode(block, message := torch.empty(codec.wire_bytes(len(block)), dtype=torch.uint8))
@@ -161,10 +168,10 @@ def shared_scales_on_uneven_nodes(shape: str, plan: str, wire: WireFormat) -> No
         data = torch.randn(sum(rows), W, generator=generator).to(dtype)
         whole = everyones(data)
         expected = torch.stack(whole).double().sum(0)
-        group.reduce_scatter(part := data.new_empty(rows[rank], W), data, rows).wait()
+        group.reduce_scatter_into(part := data.new_empty(rows[rank], W), data, rows).wait()
         first, coarse = sum(rows[:rank]), torch.stack(whole).double().abs().amax() * ROUNDING[wire] * n
         assert ((part.double() - expected[first : first + rows[rank]]).abs() <= coarse).all()
-        group.all_reduce(data).wait()
+        group.all_reduce_in_place(data).wait()
         check_same_bits(data)
         assert ((data.double() - expected).abs() <= 2 * coarse + expected.abs().amax() * ROUNDING[wire]).all()
     ran = {(call["collective"], call["plan"]) for each in commlayer.stats()["groups"] for call in each["calls"]}
@@ -202,7 +209,7 @@ def exchanges_are_right(plan: str, wire: WireFormat) -> None:
         send, receive = counts[rank], [row[rank] for row in counts]
         x = torch.randn(sum(send), W, generator=torch.Generator().manual_seed(rank)).to(dtype)
         out = x.new_empty(sum(receive), W)
-        group.all_to_all(out, x, send, receive).wait()
+        group.all_to_all_into(out, x, send, receive).wait()
         sent = everyones(x)
         for k, part in enumerate(out.split(receive)):
             first = sum(counts[k][:rank])
@@ -239,21 +246,21 @@ def flat_gives_the_same(scaling: Scaling) -> None:
     x = torch.randn(sum(rows), W, generator=torch.Generator().manual_seed(rank))
     blocks = [count * W * 4 for count in rows]
     out, expected = x.new_empty(2, rows[rank], W)
-    group.reduce_scatter(out, x, rows).wait()
+    group.reduce_scatter_into(out, x, rows).wait()
     flat.reduce_scatter(expected, x, blocks).wait()
     assert torch.equal(out, expected)
     mine = x[: rows[rank]].contiguous()
     whole, expected = torch.empty_like(x), torch.empty_like(x)
-    group.all_gather(whole, mine, rows).wait()
+    group.all_gather_into(whole, mine, rows).wait()
     flat.all_gather(expected, mine, blocks).wait()
     assert torch.equal(whole, expected)
     received, expected = x.new_empty(2, rows[rank] * n, W)
-    group.all_to_all(received, x, rows, [rows[rank]] * n).wait()
+    group.all_to_all_into(received, x, rows, [rows[rank]] * n).wait()
     flat.all_to_all(expected, x, (blocks, [blocks[rank]] * n)).wait()
     for k, (theirs, plain) in enumerate(zip(received.split(rows[rank]), expected.split(rows[rank]), strict=True)):
         assert k == rank or torch.equal(theirs, plain)
     total, expected = x.clone(), x.clone()
-    group.all_reduce(total).wait()
+    group.all_reduce_in_place(total).wait()
     flat.all_reduce(expected).wait()
     assert torch.equal(total, expected)
 
@@ -271,8 +278,8 @@ def in_place_is_right(count: int) -> None:
     for theirs in everyones(x):
         expected += theirs[rank * count : (rank + 1) * count].bfloat16()
     within, apart, out = x.clone(), x.clone(), torch.empty(count)
-    group.reduce_scatter(within[rank * count : (rank + 1) * count], within).wait()
-    group.reduce_scatter(out, apart).wait()
+    group.reduce_scatter_into(within[rank * count : (rank + 1) * count], within).wait()
+    group.reduce_scatter_into(out, apart).wait()
     assert torch.equal(out, expected)
     assert torch.equal(within[rank * count : (rank + 1) * count], expected)
 
@@ -287,39 +294,45 @@ def refusals() -> None:
     rank = dist.get_rank()
     for dtype in (torch.int32, torch.float64, torch.complex64):
         with pytest.raises(TensorError, match="allow native too"):
-            group.all_reduce(torch.ones(8, 16, dtype=dtype))
+            group.all_reduce_in_place(torch.ones(8, 16, dtype=dtype))
     with pytest.raises(TensorError, match="longer rows"):
-        group.all_reduce(torch.ones(8))  # a scale for each element
+        group.all_reduce_in_place(torch.ones(8))  # a scale for each element
     with pytest.raises(TensorError, match="must divide the rows"):
-        group.reduce_scatter(torch.empty(1, 16), torch.ones(3, 16))
-    with pytest.raises(TensorError, match="counts of rows"):
-        group.reduce_scatter(torch.empty(1, 16), torch.ones(3, 16), [1, 1])
-    exact = CompressedGroup(group.group, WirePolicy((NATIVE, E4M3)), "dp")
+        group.reduce_scatter_into(torch.empty(1, 16), torch.ones(3, 16))
+    with pytest.raises(TensorError, match="are 2 together"):
+        group.reduce_scatter_into(torch.empty(1, 16), torch.ones(3, 16), [1, 1])
+    exact = GroupCommunicator(group.group, wire=WirePolicy((NATIVE, E4M3)), name="dp")
     whole = torch.full((8,), rank, dtype=torch.int64)
-    exact.all_reduce(whole).wait()  # integers go as they are
+    exact.all_reduce_in_place(whole).wait()  # integers go as they are
     assert whole.tolist() == [1] * 8
     short = torch.full((8,), float(rank))
-    exact.all_reduce(short).wait()  # and what would not be fewer bytes
+    exact.all_reduce_in_place(short).wait()  # and what would not be fewer bytes
     assert short.tolist() == [1.0] * 8
-    uneven = CompressedGroup(group.group, WirePolicy((BF16,), in_place=True), "dp")
+    uneven = GroupCommunicator(group.group, wire=WirePolicy((BF16,), in_place=True), name="dp")
     with pytest.raises(TensorError, match="in_place"):
-        uneven.reduce_scatter(torch.empty(rank + 1), torch.ones(3), [1, 2])
-    uneven.reduce_scatter(torch.empty(0), torch.ones(0)).wait()
+        uneven.reduce_scatter_into(torch.empty(rank + 1), torch.ones(3), [1, 2])
+    uneven.reduce_scatter_into(torch.empty(0), torch.ones(0)).wait()
     for out in (torch.empty(2, 16).bfloat16(), torch.empty(3, 16), torch.empty(16, 2).t()):
         with pytest.raises(TensorError, match="needs a contiguous output of 32 elements"):
-            group.reduce_scatter(out, torch.ones(4, 16))
+            group.reduce_scatter_into(out, torch.ones(4, 16))
     with pytest.raises(TensorError, match="needs a contiguous output"):
-        group.all_reduce(torch.ones(16, 8).t())
+        group.all_reduce_in_place(torch.ones(16, 8).t())
     with pytest.raises(TensorError, match="expected this rank's rows"):
-        group.all_gather(torch.empty(4, 16), torch.ones(3, 16))
+        group.all_gather_into(torch.empty(4, 16), torch.ones(3, 16))
     with pytest.raises(TensorError, match="into rows of 8"):
-        group.all_to_all(torch.empty(4, 8), torch.ones(4, 16))
+        group.all_to_all_into(torch.empty(4, 8), torch.ones(4, 16))
+    with pytest.raises(UsageError, match="autograd may still need"):
+        uneven.reduce_scatter(torch.ones(4))
+    with pytest.raises(UsageError, match="autograd may still need"):
+        GroupCommunicator(group.group, gradient_wire=uneven.wire)
+    with pytest.raises(UsageError, match="wire must be a WirePolicy"):
+        GroupCommunicator(group.group, wire=BF16)  # type: ignore[arg-type]
     wide = torch.ones(32, 4).t()  # an input may have any strides
     out = torch.empty(2, 32)
-    group.reduce_scatter(out, wide).wait()
+    group.reduce_scatter_into(out, wide).wait()
     assert torch.equal(out, torch.full((2, 32), 2.0))
     needing = torch.ones(4, 32, requires_grad=True)
-    group.reduce_scatter(out, needing).wait()
+    group.reduce_scatter_into(out, needing).wait()
     assert torch.equal(out, torch.full((2, 32), 2.0))
 
 
@@ -331,7 +344,7 @@ def one_dtype_is_different() -> str:
     group = start(formats=(E4M3,))
     x = torch.ones(8, 16, dtype=torch.bfloat16 if dist.get_rank() == 1 else torch.float32)
     with pytest.raises(DisagreementError, match="nothing was sent") as found:
-        group.all_reduce(x)
+        group.all_reduce_in_place(x)
     return str(found.value)
 
 
@@ -347,16 +360,16 @@ class _Late:
 
     def __init__(self) -> None:
         start_with(3.0)
-        self.group = CompressedGroup(cast("Any", dist.group.WORLD), WirePolicy((BF16,), error_budget=0.5), "dp")
+        self.group: Any = GroupCommunicator(dist.group.WORLD, wire=WirePolicy((BF16,), error_budget=0.5), name="dp")
 
     def formats(self) -> None:
         self.group.governor.allowed((BF16,), lambda _: (0.0, 1.0))
 
     def rows(self) -> None:
-        self.group._agree(torch.ones(4, 8), torch.ones(4, 8))
+        self.group._forth.agree_rows(torch.ones(4, 8), torch.ones(4, 8))
 
     def kind(self) -> None:
-        self.group._agree_once("all_reduce", torch.float32, 8)
+        self.group._forth._agree_once("all_reduce", torch.float32, 8)
 
 
 def one_rank_does_not_come(wait: str, *, dies: bool) -> str:
@@ -399,7 +412,7 @@ def one_rank_has_nan(policy: dict[str, Any]) -> str:
     if dist.get_rank() == 1:
         x[3, 2] = float("nan")
     with pytest.raises((NonFiniteError, RuntimeError)) as found:
-        group.all_reduce(x).wait()
+        group.all_reduce_in_place(x).wait()
     return f"{type(found.value).__name__}: {found.value}"
 
 
@@ -434,7 +447,7 @@ def nan_passes() -> None:
     x = torch.ones(8, 16)
     if dist.get_rank() == 1:
         x[3, 2], x[4, 5], x[5, 5] = float("nan"), float("inf"), -float("inf")
-    group.all_reduce(x).wait()
+    group.all_reduce_in_place(x).wait()
     assert x[3, 2].isnan()
     assert x[4, 5] == float("inf")
     assert x[5, 5] == -float("inf")
@@ -450,14 +463,16 @@ def budget_is_kept() -> tuple[list[str], int]:
     group = start(formats=(NATIVE, E4M3, BF16), error_budget=0.01, sample_every=4)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with pytest.warns(UserWarning, match="more than the budget") if dist.get_rank() == 0 else _nothing():
-        group.all_reduce(torch.randn(8, 16, generator=generator)).wait()
-    watched = CompressedGroup(group.group, WirePolicy((E4M3,), error_budget=0.05, sample_every=3), "ep")
+        group.all_reduce_in_place(torch.randn(8, 16, generator=generator)).wait()
+    watched: Any = GroupCommunicator(
+        group.group, wire=WirePolicy((E4M3,), error_budget=0.05, sample_every=3), name="ep"
+    )
     calls = 0
     while watched.governor.formats == (E4M3,) and calls < 40:
         x = torch.randn(8, 16, generator=generator)
         if calls > 4 and dist.get_rank() == 1:  # one rank's values alone go bad: smaller than scales reach
             x *= 1e-9
-        watched.all_reduce(x).wait()
+        watched.all_reduce_in_place(x).wait()
         calls += 1
         assert calls > 5 or 0.01 < watched.governor.errors[E4M3] < 0.05
     assert watched.governor.formats == (NATIVE,)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from on_one_gpu import needs_nccl, run_ranks
 
-from commlayer.compressed import CompressedGroup
+from commlayer.collectives import GroupCommunicator
 from commlayer.scheduler.wire import WireFormat, WirePolicy
 
 pytestmark = needs_nccl
@@ -37,11 +37,11 @@ def exchanges(rank: int) -> None:
 def wires(rank: int) -> None:
     assert dist.group.WORLD is not None
     for wire in (WireFormat.BF16, WireFormat.FP8_E4M3):
-        group = CompressedGroup(dist.group.WORLD, WirePolicy((wire,)), "lane dp")
+        group = GroupCommunicator(dist.group.WORLD, wire=WirePolicy((wire,)), name="lane dp")
         x = torch.randn(12, 128, generator=torch.Generator().manual_seed(rank))
         on_device = x.cuda()
-        group.all_reduce(x).wait()
-        group.all_reduce(on_device).wait()
+        group.all_reduce_in_place(x).wait()
+        group.all_reduce_in_place(on_device).wait()
         assert torch.equal(on_device.cpu(), x), wire
 
 

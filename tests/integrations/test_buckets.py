@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
-from commlayer.compressed import CompressedGroup
 from commlayer.integrations import buckets as buckets_module
 from commlayer.integrations.bucket_lines import needs_one_order
 from commlayer.integrations.buckets import GradientBuckets
@@ -301,14 +300,15 @@ def order_over_groups(is_one: bool, wire: str | None) -> list[int]:
         model = nn.ModuleList([experts[0], dense[0], experts[1], dense[1]])
         buckets = GradientBuckets(model, mesh, bucket_bytes=1, wire=wire)
         seen: list[int] = []
-        owner: Any = dist if wire is None else CompressedGroup
-        call = owner.all_reduce
+        owner: Any = dist if wire is None else GroupCommunicator
+        name = "all_reduce" if wire is None else "all_reduce_in_place"
+        call = getattr(owner, name)
 
         def noted(*arguments: Any, **named: Any) -> Any:
             seen.append(arguments[-1].numel())
             return call(*arguments, **named)
 
-        monkeypatch.setattr(owner, "all_reduce", noted)
+        monkeypatch.setattr(owner, name, noted)
         parts = [*experts, *dense] if dist.get_rank() % 2 else [*dense, *experts]
         total = torch.zeros(())
         for part in parts:

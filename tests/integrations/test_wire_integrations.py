@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import LANES, GroupCommunicator
-from commlayer.compressed import CompressedGroup
 from commlayer.integrations import (
     ColumnParallelLinear,
     FoldedMesh,
@@ -258,8 +257,8 @@ def training_goes_on() -> tuple[list[str], float]:
     """The gradients of one rank become such that FP8 leaves the budget: all ranks step back, and go on."""
     start()
     model = small_model()
-    group = CompressedGroup(
-        planned_group(), WirePolicy((E4M3, BF16), Scaling.BLOCK, error_budget=0.01, sample_every=2), "dp"
+    group: Any = GroupCommunicator(
+        planned_group(), wire=WirePolicy((E4M3, BF16), Scaling.BLOCK, error_budget=0.01, sample_every=2), name="dp"
     )
     hooked = DistributedDataParallel(model)
     hooked.register_comm_hook(group, all_reduce_hook)
@@ -391,7 +390,7 @@ def test_parameters_are_gathered_in_place(emulated_cluster: ClusterFactory, plan
 
 def fsdp_refusals() -> None:
     start()
-    with pytest.raises(GroupError, match="wire formats need a group of backend commlayer"):
+    with pytest.raises(GroupError, match="has backend gloo: make a planned one"):
         plan_ddp(DistributedDataParallel(small_model()), dist.new_group(), wire="bf16")
     planned = planned_group()
     with pytest.raises(UsageError, match="a wire format must be one of"):
