@@ -11,7 +11,7 @@ __all__ = ["AUTO", "TRIED", "parse_plan", "plan_words"]
 AUTO = "auto"
 """The word for whatever the profile says."""
 TRIED = "tried"
-"""The word for a plan that is found by contests (:mod:`commlayer.scheduler.contest`)."""
+"""The word for a plan that is found by contests (:mod:`commlayer.scheduler.experience.contenders`)."""
 
 _IN_CHUNKS = (Strategy.DIRECT, Strategy.PIPELINED, Strategy.RING, Strategy.PIPELINED_COPY)
 _MOST_CHUNKS = MAX_TAGS // 2

@@ -136,7 +136,7 @@ def spanning_groups(nodes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], in
 
     Rails over some of the nodes only are not among them. On more than two nodes they would add a fifth of the calls to the probe
     of a job's start, on which every job waits, for groups that few jobs have; those run their contending plans before their
-    first call instead (:mod:`commlayer.scheduler.corrections`).
+    first call instead (:mod:`commlayer.scheduler.experience`).
     """
     largest = max(nodes)
     found = {"world": (tuple(nodes), 1)}

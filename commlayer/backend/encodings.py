@@ -64,7 +64,7 @@ class Encodings:
             is_in_turn=is_in_turn,
         )
         plan = ask()
-        if is_in_turn and plan is not None and plan.connections > 1 and agreed.is_contested:
+        if is_in_turn and plan is not None and plan.connections > 1 and agreed.experience.is_contested:
             from commlayer.measure.trials import connected  # not for those who only import the backend
 
             plan = connected(self._inner.planned, agreed, plan, ask)

@@ -116,7 +116,7 @@ class Calls:
         if plannable and self.is_planning and tensor is not None:
             choices = self.inner.planned.choices
             plan = choices.plan(collective, num_bytes, is_float=is_float, is_in_turn=True)
-            if plan is not None and plan.connections > 1 and choices.is_contested:
+            if plan is not None and plan.connections > 1 and choices.experience.is_contested:
                 from commlayer.measure.trials import connected  # not for those who only import the backend
 
                 again = partial(choices.plan, collective, num_bytes, is_float=is_float, is_in_turn=True)
@@ -127,7 +127,7 @@ class Calls:
             if timeout is None or timeout.total_seconds() < 0:
                 timeout = self.inner.timeout
             self.inner.signatures.compare(self.order.sequence + 1, words, timeout.total_seconds())
-        if choices is not None and choices.pending is not None:
+        if choices is not None and choices.experience.pending is not None:
             from commlayer.measure.trials import run_pending  # not for those who only import the backend
 
             limit_s = 0.0 if timeout is None else timeout.total_seconds()
@@ -291,7 +291,7 @@ class Calls:
         call.logical_bytes += num_bytes
         call.inter_bytes, call.intra_bytes = sent
         self.counters.planned[call.collective, plan.name].add(num_bytes, spent_ns, *sent)
-        if self.inner.planned.choices.is_contested:
+        if self.inner.planned.choices.experience.is_contested:
             from commlayer.measure.trials import judge  # not for those who only import the backend
 
             judge(self.inner.planned, plan, spent_ns / 1e3)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.printable import warn
-from commlayer.scheduler.contest import Contender, Contest, contenders
-from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.experience.contenders import may_try
+from commlayer.scheduler.experience.experience import Experience
 from commlayer.scheduler.group_profiles import pairs_on
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.kept import Kept
@@ -36,15 +36,17 @@ _PLANNED = (*_SUMS, "all_gather", "broadcast", "all_to_all_v")
 
 
 class Choices:
-    """``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its profile says what a group of that
-    shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it applies, or
-    ``settings.reduction`` asks for ordered sums.
+    """Chooses the plans of one group's calls.
 
-    ``planner`` is the group's own. ``pending``: plans that are to be run by all ranks of the group before the call
-    goes for which :meth:`plan` was asked last. ``rates``: of each of its nodes' cards, as a fraction of the usual one; empty:
-    all alike. ``slow_pairs``: two of its nodes each, and the rate of the way between them. ``siblings``: how many groups of
-    its shape use a node at the same time; 0: as many as its ranks make up. ``reasons`` counts by its text why a call was not
-    planned. ``lane``: one that others go before, so that calls are cut finely.
+    ``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its profile says what a group
+    of that shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it
+    applies, or ``settings.reduction`` asks for ordered sums.
+
+    ``planner`` is the group's own. ``experience``: what calls and trials have shown of its prices. ``rates``: of each
+    of its nodes' cards, as a fraction of the usual one; empty: all alike. ``slow_pairs``: two of its nodes each, and the
+    rate of the way between them. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as
+    its ranks make up. ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so
+    that calls are cut finely.
     """
 
     def __init__(
@@ -66,12 +68,9 @@ class Choices:
         self.reasons: Counter[str] = Counter()
         self._is_tried = settings.plan == TRIED
         self._forced = parse_plan(settings.plan) if settings.plan and not self._is_tried else None
-        self._contests: dict[tuple[object, ...], Contest] = {}
-        self._in_contest: Contest | None = None
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
-        self._corrections = Corrections()
-        self.pending: Trial | None = None
+        self.experience = Experience()
         self._at_start: Choices | None = None
         self._warned: set[str] = set()
         self._settings = settings
@@ -105,7 +104,7 @@ class Choices:
     def _plan_for(self, siblings: int) -> None:
         self.siblings = siblings
         self.planner = self._planner()
-        self._corrections, self.pending = Corrections(), None
+        self.experience.forget_prices()
         self._plans.clear()
         self.__dict__.pop("two_level_may_pay", None)
 
@@ -131,14 +130,14 @@ class Choices:
         next call of its size, for so long in all, µs."""
         assert self.job_planner is not None
         found = self.at_other_rates(self.job_planner, self._given_rates)
-        found._corrections = Corrections(budget_us)
+        found.experience = Experience(budget_us)
         return found
 
-    def settle(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
-        """Take what the plans of a pending trial took in each round, µs, equal on all ranks, and decide by it from now on."""
-        self._corrections.learn(trial, rounds)
+    def settle(self, rounds: Sequence[Sequence[float]]) -> None:
+        """Take what the plans of the pending trial took in each round, µs, equal on all ranks, and decide by it from now
+        on."""
+        self.experience.learn(rounds)
         self._plans.clear()
-        self.pending = None
 
     @property
     def link(self) -> Resource:
@@ -174,7 +173,7 @@ class Choices:
         all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
         ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be priced warns once.
         ``lane``: instead of the one that was told last. ``is_in_turn``: the call runs before any other is asked for, and
-        :meth:`ran` hears what it took, so that plans may take turns.
+        ``experience.ran`` is told what it took, so that plans may take turns.
         """
         is_plain = wires == (NATIVE,)
         is_unplanned = self.planner is None and self._forced is None and not (self._is_ordered or self._is_tried)
@@ -197,40 +196,16 @@ class Choices:
 
     def _in_turn(self, plan: Plan) -> Plan:
         """The plan whose turn it is among those that contend for calls of about the size of those of ``plan``, the simplest."""
-        traffic, self._in_contest = plan.traffic, None
-        if traffic.is_ordered or traffic.lane:  # which keeps the order of ranks, or yields to others between its chunks
+        connections = self._settings.connections
+        contender = self.experience.contender(plan, None if connections is None else (connections,))
+        if contender is None:
             return plan
-        key = traffic.collective, traffic.logical_bytes.bit_length(), plan.wire
-        contest = self._contests.get(key)
-        if contest is None:
-            counts = None if self._settings.connections is None else (self._settings.connections,)
-            contest = self._contests[key] = Contest(contenders(traffic, plan.wire, counts))
-        self._in_contest = None if contest.is_over else contest
-        way = contest.way
-        found = self._plans.get((traffic, plan.wire, way))
+        key = plan.traffic, plan.wire, contender
+        found = self._plans.get(key)
         if found is None:
-            found = self._plans.add((traffic, plan.wire, way), way.plan(traffic, plan.wire))
+            found = self._plans.add(key, contender.plan(plan.traffic, plan.wire))
         assert isinstance(found, Plan)  # no reason why there is none is kept under such a key
         return found
-
-    @property
-    def is_contested(self) -> bool:
-        """Whether :meth:`ran` waits to hear what the latest call took."""
-        return self._in_contest is not None
-
-    def ran(self, plan: Plan, time_us: float, agree: Callable[[list[float]], list[float]]) -> None:
-        """Hear what the call of ``plan`` took that was asked for last, in its turn. ``agree`` returns each number's largest over
-        ranks, and is called on all of them after the same call, or on none."""
-        contest, self._in_contest = self._in_contest, None
-        if contest is None or contest.way != Contender(plan.strategy, plan.chunks, plan.connections):
-            return  # another call's, where the one that was asked for went another way
-        if times := contest.ran(time_us / plan.traffic.logical_bytes):
-            contest.settle(agree(times))
-
-    def leave_out_connections(self, connections: int) -> bool:
-        """Have no plan over so many connections or more contend: on all ranks, before the same call, for which :meth:`plan` is to
-        be asked again then. Returns False where nothing else contends."""
-        return all(contest.leave_out(connections) for contest in self._contests.values())
 
     def predicted_us(
         self,
@@ -312,7 +287,7 @@ class Choices:
         if self.planner is None:
             return None
         try:
-            return price(plan, self.planner.profile).total_us * self._corrections.factor(plan)
+            return price(plan, self.planner.profile).total_us * self.experience.factor(plan)
         except PlanError:
             return None
 
@@ -391,8 +366,8 @@ class Choices:
                 return self._connected(decision.plan)
             if self._settings.trials != "off":
                 is_wanted = self._settings.trials == "on"
-                self.pending = self._corrections.trial(self.planner, traffic, is_wanted=is_wanted)
-            return self._connected(self._corrections.best(decision))
+                self.experience.find_trial(self.planner, traffic, is_wanted=is_wanted)
+            return self._connected(self.experience.best(decision))
         except PlanError as error:
             if not wire.is_native:  # there is nothing else that may run
                 return build(traffic, Strategy.DIRECT, wire=wire)

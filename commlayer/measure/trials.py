@@ -24,12 +24,12 @@ _PATIENCE_S = 30.0
 
 
 def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
-    """Run the plans that are pending in the choices of ``planned``, and settle them. Collective over the group, between calls.
+    """Run the plans of the trial that is pending in a group, and settle it. Collective over the group, between calls.
 
     They run in turn, on tensors of their own; what counts is the fastest time of each, the largest over ranks. ``timeout_s``
     bounds each wait, None: the group's. Raises PeerError and CollectiveTimeoutError as a call does.
     """
-    trial, limit_s = planned.choices.pending, timeout_s or planned.timeout_s
+    trial, limit_s = planned.choices.experience.pending, timeout_s or planned.timeout_s
     if trial is None:
         return
     rounds: list[list[float]] = []
@@ -38,13 +38,15 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
         calls = [_call(planned, plan, limit_s) for plan in trial.plans]
         while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:
             rounds.append(largest(planned, [_timed_us(planned, call, limit_s) for call in calls], limit_s, _WHAT))
-        planned.choices.settle(trial, rounds)
+        planned.choices.settle(rounds)
 
 
 def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
-    """Tell the choices of ``planned`` what the call of ``plan`` took that just ran in its turn. Collective over the group. Raises
-    PeerError and CollectiveTimeoutError as a call does."""
-    planned.choices.ran(plan, time_us, lambda times: largest(planned, times, planned.timeout_s, _WHAT))
+    """Tell the group's experience what the call of ``plan`` took that just ran in its turn. Collective over the group.
+
+    Raises PeerError and CollectiveTimeoutError as a call does.
+    """
+    planned.choices.experience.ran(plan, time_us, lambda times: largest(planned, times, planned.timeout_s, _WHAT))
 
 
 def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callable[[], Plan | None]) -> Plan | None:
@@ -54,12 +56,12 @@ def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callabl
     Raises PeerError and CollectiveTimeoutError as a call does; ClusterError where no plan takes fewer.
     """
     found: Plan | None = plan
-    while found is not None and choices.is_contested and found.connections > planned.num_connections:
+    while found is not None and choices.experience.is_contested and found.connections > planned.num_connections:
         connections = found.connections
         why = _refused(planned, connections)
         if not why:
             return found
-        if not choices.leave_out_connections(connections):
+        if not choices.experience.leave_out_connections(connections):
             raise ClusterError(f"group {planned.name}: {why}: name fewer connections, or none")
         if planned.most_connections >= connections:  # not in another contest of this group
             planned.most_connections = connections - 1

@@ -72,7 +72,7 @@ def trials(seed: int) -> Iterator[str]:
             yield "other siblings"
         plan = choices.plan(collective, size, is_float=True, is_in_turn=True)
         yield f"{collective} {size}: {name_of(plan)}"
-        if (trial := pending(choices)) is not None:
+        if (trial := choices.experience.pending) is not None:
             plans = " ".join(each.name for each in trial.plans)
             yield f"  try {plans}, {trial.runs} times, {number(trial.longest_us)} µs, also at {trial.holds_at}"
             rounds = [
@@ -82,23 +82,11 @@ def trials(seed: int) -> Iterator[str]:
                 ]
                 for _ in range(pick.randrange(1, trial.runs + 1))
             ]
-            settle(choices, rounds)
+            choices.settle(rounds)
             plan = choices.plan(collective, size, is_float=True)
-            yield f"  then {name_of(plan)}, spent {number(spent_us(choices))}"
+            yield f"  then {name_of(plan)}, spent {number(choices.experience.spent_us)}"
         promised_us = choices.promised_flat_us(collective, size) if plan is None else choices.promised_us(plan)
         yield f"  promised {number(promised_us)}"
-
-
-def pending(choices: Choices) -> Any:
-    return choices.pending
-
-
-def settle(choices: Choices, rounds: list[list[float]]) -> None:
-    choices.settle(choices.pending, rounds)  # type: ignore[arg-type]
-
-
-def spent_us(choices: Choices) -> float:
-    return choices._corrections.spent_us
 
 
 # Plans that take turns
@@ -124,17 +112,18 @@ def contests(seed: int) -> Iterator[str]:
         )
         plan = ask()
         if call == 30 and pick.random() < 0.5:
-            yield f"left out: {choices.leave_out_connections(pick.choice((2, 4, 8)))}"
+            yield f"left out: {choices.experience.leave_out_connections(pick.choice((2, 4, 8)))}"
             plan = ask()
-        yield f"{collective} {size}: {name_of(plan)} {choices.is_contested}"
-        if plan is not None and choices.is_contested:
+        yield f"{collective} {size}: {name_of(plan)} {choices.experience.is_contested}"
+        if plan is not None and choices.experience.is_contested:
             taken_us = size / 1e3 * wrong[plan.strategy, plan.connections] * pick.lognormvariate(0.0, 0.05)
-            slower = [pick.uniform(0.9, 1.2) for _ in range(32)]
-            choices.ran(plan, taken_us, lambda times, slower=slower: list(map(max, times, _scaled(times, slower))))  # type: ignore[misc]
+            agree = partial(_with_slower, [pick.uniform(0.9, 1.2) for _ in range(32)])
+            choices.experience.ran(plan, taken_us, agree)
 
 
-def _scaled(times: list[float], by: list[float]) -> list[float]:
-    return [time_us * factor for time_us, factor in zip(times, by, strict=False)]
+def _with_slower(by: list[float], times: list[float]) -> list[float]:
+    """The times of this rank and another one, which takes so many times as long: the larger ones."""
+    return [max(time_us, time_us * factor) for time_us, factor in zip(times, by, strict=False)]
 
 
 # A job whose links change, on the first rank of a group
@@ -205,7 +194,7 @@ class OwnLedger:
         assert planner is not None
         self.job.planned_for = planner.profile.peaks.inter_gbps / coarse(0.1).peaks.inter_gbps
         plan = choices.plan("all_reduce", 1 << 20, is_float=True)
-        trial = pending(choices)
+        trial = choices.experience.pending
         tried = " ".join(each.name for each in trial.plans) if trial is not None else "nothing"
         self.job.said.append(f"plans by {planner.profile.name}, rates {choices.rates}: {name_of(plan)}, trying {tried}")
 

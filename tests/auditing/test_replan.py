@@ -171,7 +171,7 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
         for _ in range(4):
             check_sum()
         choices = group._planned.choices
-        return choices._corrections.spent_us, sorted(str(key) for key in choices._corrections._factors)
+        return choices.experience.spent_us, sorted(str(key) for key in choices.experience._factors)
 
     found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert len({str(each) for each in found}) == 1

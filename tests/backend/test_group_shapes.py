@@ -82,10 +82,10 @@ def test_plans_that_contend_are_tried_and_every_rank_takes_the_same(emulated_clu
         for _ in range(2):
             check_sums(group)
         choices = group._planned.choices
-        spent = choices._corrections.spent_us
+        spent = choices.experience.spent_us
         check_sums(group)
         plan = choices.plan("reduce_scatter", 4 * COUNT * 4)
-        return spent, choices._corrections.spent_us, plan.name if plan else "flat"
+        return spent, choices.experience.spent_us, plan.name if plan else "flat"
 
     found = emulated_cluster(2, 4).run(job)
     for ranks in (found[0::2], found[1::2]):  # of one group
@@ -100,7 +100,7 @@ def test_a_forced_plan_and_trials_that_are_off_run_nothing_first(emulated_cluste
         check_sums(group)
         plan = group._planned.choices.plan("all_reduce", COUNT * 4)
         assert plan.strategy is Strategy.HIERARCHICAL
-        return [group._planned.choices._corrections.spent_us]
+        return [group._planned.choices.experience.spent_us]
 
     assert emulated_cluster(2, 4).run(job) == [[0.0]] * 8
 

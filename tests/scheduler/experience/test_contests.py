@@ -8,7 +8,7 @@ import pytest
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.contest import LEAST_BYTES, Contender, Contest, contenders
+from commlayer.scheduler.experience.contenders import LEAST_BYTES, Contender, Contest, contenders
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.traffic import Traffic, link_over
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -28,7 +28,7 @@ def held(times: dict[Contender, list[float]], *others: dict[Contender, list[floa
     contests = [Contest(list(times)) for _ in ranks]
     calls = 0
     while not contests[0].is_over:
-        ways = {contest.way for contest in contests}
+        ways = {contest.current for contest in contests}
         assert len(ways) == 1, "ranks run the same plan"
         (way,) = ways
         told = [contest.ran(next(rank[way])) for contest, rank in zip(contests, ranks, strict=True)]
@@ -37,8 +37,8 @@ def held(times: dict[Contender, list[float]], *others: dict[Contender, list[floa
             agreed = [max(each) for each in zip(*told, strict=True)]
             for contest in contests:
                 contest.settle(agreed)
-    assert len({contest.way for contest in contests}) == 1
-    return contests[0].way, calls
+    assert len({contest.current for contest in contests}) == 1
+    return contests[0].current, calls
 
 
 def test_the_fastest_is_kept_and_who_is_far_behind_runs_once() -> None:
@@ -58,18 +58,24 @@ def test_ways_that_cannot_be_connected_are_left_out_in_their_turn() -> None:
     one, two, four, eight = FOUR
     ring = Contender(Strategy.RING, 4)
     contest = Contest([*FOUR, ring])
-    assert [contest.way, contest.ran(3.0), contest.way, contest.ran(2.0), contest.way] == [one, [], two, [], four]
+    assert [contest.current, contest.ran(3.0), contest.current, contest.ran(2.0), contest.current] == [
+        one,
+        [],
+        two,
+        [],
+        four,
+    ]
     assert contest.leave_out(4)
-    assert contest.way == ring, "eight are more than four"
+    assert contest.current == ring, "eight are more than four"
     assert contest.ran(5.0) == [3.0, 2.0, 5.0]
     last = Contest([one, two])
     last.ran(3.0)
     assert last.leave_out(2)
     assert last.is_over
-    assert last.way == one
+    assert last.current == one
     alone = Contest([four, eight])
     assert not alone.leave_out(4)
-    assert alone.way == four
+    assert alone.current == four
 
 
 def test_equally_fast_plans_leave_the_simplest() -> None:
