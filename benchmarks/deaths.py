@@ -51,6 +51,7 @@ from commlayer.emulation.outcomes import RankOutcome
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector, leave_all
 from commlayer.profiles.errors import BLAMING
+from commlayer.scheduler.experience.experience import MEASURE, TRY
 
 SHAPES = ((3, 2), (2, 2), (2, 4), (1, 4), (3, 1))
 PLANS = ("auto", "none", "hierarchical", "flat_direct", "pipelined:3")
@@ -226,7 +227,7 @@ def _plan_anew_all_the_time() -> None:
     def lead(watch: Any, _now_s: float) -> None:
         kept = watch._appointments
         if not kept.is_open:
-            purpose, value = ((watching._MEASURE, 1.0), (watching._TRY, 3e5))[kept._last % 2]
+            purpose, value = ((MEASURE, 1.0), (TRY, 3e5))[kept._last % 2]
             kept.make(purpose, value, watching._LEAST_AHEAD)
 
     watching.GroupWatch._lead = lead  # type: ignore[method-assign, assignment]

@@ -51,8 +51,8 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.running import Calls
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure.link_times import LinkTimes
-from commlayer.scheduler.link_rates import LinkRates, card_gbps
+from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY
+from commlayer.scheduler.experience.link_rates import LinkRates, LinkTimes, card_gbps
 
 SHAPES = ((2, 2), (3, 1), (2, 1), (3, 2))
 FAULTS = {"killed": 6, "stopped": 2, "stopped for a while": 5, "slow": 4, "store lost": 4}
@@ -330,7 +330,7 @@ def _change_links(struck: Struck) -> None:
     def measuring(measure: Any) -> Any:
         def measure_other(watch: Any, slowdown: float, **how: bool) -> None:
             if not how.get("is_second"):  # that confirms the one before it
-                rates[:] = [_SLOW_RATE if watch._rates == LinkRates(1.0, ()) else 1.0]
+                rates[:] = [_SLOW_RATE if watch._experience.links == LinkRates(1.0, ()) else 1.0]
             measure(watch, slowdown, **how)
 
         return measure_other
@@ -388,10 +388,10 @@ def appoint(watch: Any, pick: random.Random) -> None:
     """On the first rank: make an appointment wherever there is none."""
     kept = watch._appointments
     if not kept.is_open:
-        purpose = watching._TRY if pick.random() < 0.2 else watching._MEASURE
-        if watch._suspected is not None:
-            purpose = watching._CONFIRM
-        kept.make(purpose, 3e4 if purpose == watching._TRY else 1.0, pick.randrange(2, 12), _PATIENCE_S)
+        purpose = TRY if pick.random() < 0.2 else MEASURE
+        if watch._experience.suspected is not None:
+            purpose = CONFIRM
+        kept.make(purpose, 3e4 if purpose == TRY else 1.0, pick.randrange(2, 12), _PATIENCE_S)
 
 
 def host_store(notes: Notes) -> None:

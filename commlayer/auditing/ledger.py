@@ -33,8 +33,8 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
-from commlayer.profiles.learnt import Learning, learnt_profile
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings

@@ -1,10 +1,11 @@
-"""Watching the audits of a process's groups while its job runs: finding drift, and having all ranks re-plan at the same call.
+"""Watching the audits of a process's groups while its job runs, and having all ranks re-plan at the same call.
 
-One sleeping thread a process, woken by calls. Every rank publishes how long its latest calls took; the first rank of each group
-compares them. Of the times of one call the shortest is that of the rank that came last, and waited for nobody: that is held
-against what was promised (the others waited for it). Where calls have drifted (:mod:`commlayer.scheduler.drift`), and measuring
-costs less than is lost, the group's ranks make an appointment (:mod:`commlayer.agree.appointments`), time their links at it, and
-go on with plans for the rates that they found. What was found to be as before is not measured again soon.
+One sleeping thread a process, woken by calls. Every rank publishes how long its latest calls took; the first rank of
+each group compares them. Of the times of one call the shortest is that of the rank that came last, and waited for
+nobody: that one is held against what was promised. The group's experience
+(:mod:`commlayer.scheduler.experience.experience`) is told, and says what the ranks are to do. For that they make an
+appointment (:mod:`commlayer.agree.appointments`): they time their links at it, and go on with plans for what these can
+do.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import and_
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from commlayer.agree.appointments import PATIENCE_S, Appointments
 from commlayer.auditing.ledger import Ledger
@@ -33,18 +33,15 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
 from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import read_times
-from commlayer.profiles.pairs import Pair, pair_rounds
+from commlayer.profiles.pairs import pair_rounds
 from commlayer.profiles.printable import say
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.drift import Drift
+from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY, Experience, LinksSeen, NextStep
+from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps, rates_from
 from commlayer.scheduler.group_profiles import most_siblings
-from commlayer.scheduler.link_rates import LinkRates, card_gbps, profile_at, rates_from
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from commlayer.measure.link_times import LinkTimes
 
 __all__ = ["GroupWatch"]
 
@@ -67,37 +64,14 @@ _MOST_MISSED = 3
 """So often in turn an appointment that was called off is made again, each time twice as far ahead, before there is a pause."""
 _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
-_MORE_LOOKS = 2
-"""How often as much is measured again where links are seen to be other than they were."""
 _MOST_LOOKS = 6
 """How often such a message usually goes between two nodes."""
-_MOST_TRIED = 2
-"""How often plans are tried anew for the same links: prices that are wrong then are taken for what they are."""
-_LEAST_CALLS = 32
-"""A group is expected to make as many more calls as it has made, and at least so many."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 60.0
-"""How long nothing is measured after a measurement that found nothing, at first; twice as long each time after that."""
 _END_S = 2.0
 """How long the end of the program waits for the thread: for one question to the store."""
-_MEASURE, _CONFIRM, _TRY = "measure", "confirm", "try"
-_CONFIRM_S, _LAPSE_S = 0.5, 5.0
-"""How long after links were seen to be slower they are measured again, at the earliest and at the latest: work that keeps a
-processor busy comes and goes."""
-_TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
-"""The part of the time of as many more calls as have been made that trials may take where prices are wrong; they wait until that
-is the least with which plans can be compared, and take no more than the most, µs."""
 
 
 def _at_once(task: Callable[[], None]) -> None:
     task()
-
-
-class _Found(NamedTuple):
-    """The outcome of measuring links. ``is_doubtful``: they were slower, but waits for a processor may explain that."""
-
-    rates: LinkRates
-    has_changed: bool
-    is_doubtful: bool
 
 
 class GroupWatch(Instrument):
@@ -117,9 +91,9 @@ class GroupWatch(Instrument):
         plan_anew: Callable[[Choices], None],
         in_turn: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
-        base = planned.choices.job_planner
-        assert base is not None
-        self._base, self._planned, self._ledger, self._plan_anew = base, planned, ledger, plan_anew
+        assert planned.choices.job_planner is not None
+        self._profile = planned.choices.job_planner.profile
+        self._planned, self._ledger, self._plan_anew = planned, ledger, plan_anew
         self._in_turn = in_turn
         self._own_store = partial(own_client, store)  # another thread that waits in the group's would hold up decisions
         self._store: Any = None
@@ -129,22 +103,18 @@ class GroupWatch(Instrument):
         self._is_publishing = planned.rank % every == 0
         self._is_replanning = planned.settings.replan == "on"
         self._appointments = Appointments(self._asked, planned.rank, size, self._refuse)
-        self._drift = Drift()
-        self._rates = LinkRates(1.0, planned.choices.rates)
+        rounds = _MOST_LOOKS * len(pair_rounds(len(planned.nodes), 3))
+        self._measuring_us = rounds * _MEASURED_US
         self._published = self._compared = 0
-        self._latest_s = self._next_s = self._quiet_until_s = 0.0
-        self._pause_s = _FIRST_PAUSE_S
+        self._latest_s = self._next_s = 0.0
         self._rest_s = self._cost_s = 0.0  # between looks, by what they cost
         self._has_all_told = False
         self._pace: deque[tuple[int, float]] = deque([(0, time.monotonic())])
         self._calls_per_s = 0.0
-        self._num_tried = self._num_missed = 0
-        self._owes_trials = False  # prices are wrong, and calls have not taken long enough for trials yet
-        self._has_doubted = False  # trials were begun at the latest appointment
-        self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
-        self._found: _Found | None = None
-        self._suspected: LinkRates | None = None  # seen once, equal on all ranks
-        self._lapses_s = 0.0
+        self._num_missed = 0
+        self._awaits_outcome = False  # of the appointment that was made last
+        self._seen: LinksSeen | None = None  # at that appointment
+        self._are_plans_tried = False  # since that appointment
         self._is_closed = False
         me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
         ledger.heard = lambda: None if (watch := me()) is None else watch._heard()
@@ -177,7 +147,7 @@ class GroupWatch(Instrument):
                 error, "re-planning", self._appointments.calls, waited_s, planned.timeout_s
             ) from error
         if appointment is not None:
-            purposes = {_MEASURE: self._measure, _CONFIRM: self._confirm, _TRY: self._doubt}
+            purposes = {MEASURE: self._measure, CONFIRM: self._confirm, TRY: self._doubt}
             self._in_turn(partial(purposes[appointment.purpose], appointment.value))
             self._appointments.end()
             _watching.wake()
@@ -201,49 +171,30 @@ class GroupWatch(Instrument):
             first = planned.global_ranks[0]
             raise RuntimeError(f"Timed out waiting for rank {first} to say whether plans change: look at its log")
 
-    def _measure(self, slowdown: float, *, is_second: bool = False) -> None:
-        """Time the links, with all ranks, and plan by what they can do now.
+    @property
+    def _experience(self) -> Experience:
+        """The group's experience with the prices by which it plans now."""
+        return self._planned.choices.experience
 
-        Nothing but a link makes calls faster. Slower they become by a busy processor, too: what the links may owe to that is not
-        believed, nor is what was not seen at two appointments, of which this one ``is_second``.
-        """
-        profile, choices = self._base.profile, self._planned.choices
-        cluster = tuple(map(len, Topology.parse(profile.topology).nodes))
-        rates = partial(
+    def _measure(self, slowdown: float, *, is_second: bool = False) -> None:
+        """Time the links, with all ranks, and plan by what they can do now. ``is_second``: to confirm what was seen."""
+        choices, experience = self._planned.choices, self._experience
+        cluster = tuple(map(len, Topology.parse(self._profile.topology).nodes))
+        rates_of = partial(
             rates_from,
-            expected_us=self._measured_bytes / (card_gbps(profile) * 1e3),
+            expected_us=self._measured_bytes / (card_gbps(self._profile) * 1e3),
             siblings=choices.siblings or most_siblings(cluster, choices.shape),
-            slowdown=slowdown / self._rates.fabric,  # since the profile was measured
+            slowdown=slowdown / experience.links.fabric,  # since the profile was measured
         )
-        times = self._look(1.0)
-        for _ in range(_MORE_LOOKS):
-            found = rates(times.taken_us)
-            if not found.differs(self._rates):
-                break
-            faster = (
-                found.fabric / self._rates.fabric
-            )  # a burst that a card lets pass at once is no rate: then it takes more
-            times = self._look(faster) if faster > 1.0 else times.shorter(self._look(1.0))
-        found, suspected, is_doubtful = rates(times.taken_us), self._suspected, False
-        self._suspected = None
-        slower = found.slower(self._rates)
-        if any(slower):
-            least = rates(_certain_us(times, slower)).slower(self._rates)
-            if not any(map(and_, slower, least)):
-                found, is_doubtful = self._rates, True
-            elif not is_second or suspected is None or found.differs(suspected):
-                self._suspected, found = found, self._rates
-        has_changed = found.differs(self._rates)
-        if has_changed:
-            self._rates = found
-            planner = Planner(profile_at(profile, found.fabric), self._base.policy)
-            self._take(choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape)))
-        self._found = _Found(found, has_changed, is_doubtful)
+        seen = experience.look_at_links(self._look, rates_of, is_second=is_second)
+        if seen.has_changed:
+            self._take(choices.at_other_rates(seen.rates))
+        self._seen = seen
 
     @property
     def _measured_bytes(self) -> int:
         """How large a message between two nodes is that is measured."""
-        return round(min(max(card_gbps(self._base.profile) * 1e3 * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
+        return round(min(max(card_gbps(self._profile) * 1e3 * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
 
     def _look(self, larger: float) -> LinkTimes:
         """Time links by a message that is so many times larger, and say what the usual one would have taken."""
@@ -253,15 +204,15 @@ class GroupWatch(Instrument):
         return time_links(self._planned, num_bytes).over(num_bytes / self._measured_bytes)
 
     def _confirm(self, slowdown: float) -> None:
-        """Measure as :meth:`_measure` does, to confirm what that has found."""
+        """Measure as :meth:`_measure` does, to confirm what that has seen."""
         self._measure(slowdown, is_second=True)
 
     def _doubt(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were measured, which
-        trials would take for wrong prices."""
+        """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were
+        measured, which trials would take for wrong prices."""
         self._measure(1.0)
-        if self._found is not None and not self._found.has_changed and self._suspected is None:
-            self._found, self._has_doubted = None, True
+        if self._seen is not None and not self._seen.has_changed and self._experience.suspected is None:
+            self._are_plans_tried = True
             self._take(self._planned.choices.doubted(budget_us))
 
     def _take(self, choices: Choices) -> None:
@@ -326,111 +277,69 @@ class GroupWatch(Instrument):
         self._asked().set(f"times/{self._planned.rank}", self._ledger.durations().tobytes())
 
     def _lead(self, now_s: float) -> None:
-        """On the group's first rank: compare, and have the others act."""
+        """Compare, and have the others act: on the group's first rank."""
         self._compare()
         self._keep_pace(now_s)
         if self._appointments.is_open:
             return  # or its purpose is being fulfilled
-        if self._asked_for:
+        if self._awaits_outcome:
             self._settle(now_s)
             return
-        if self._owes_trials and self._trials_us >= _LEAST_TRIED_US:
-            self._try_plans()
+        step = self._next_step(now_s)
+        if step is None:
             return
-        slowdown = self._drift.change()
-        if slowdown is None or now_s < self._quiet_until_s:
-            return
-        if not self._is_replanning:
-            self._pause(now_s)
-            self._drift.accept()
-            self._happened(
-                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit",
-                is_said=True,
-            )
-        elif self._is_worth_measuring(slowdown):
-            self._appoint(_CONFIRM if now_s < self._lapses_s else _MEASURE, slowdown)
+        if step.purpose:
+            self._appoint(step.purpose, step.value)
+        if step.event:
+            self._happened(step.event, is_said=True)
+
+    def _next_step(self, now_s: float) -> NextStep | None:
+        recent = self._ledger.samples[-_PUBLISHED:]
+        return self._experience.next_step(
+            now_s,
+            calls=self._appointments.calls,
+            call_us=sum(sample.measured_us for sample in recent) / max(1, len(recent)),
+            measuring_us=self._measuring_us,
+            may_measure=self._is_replanning,
+        )
 
     def _appoint(self, purpose: str, value: float) -> None:
-        self._asked_for = purpose
-        turn_s = max(
-            self._turn_s, self._rest_s
-        )  # who is in more groups may rest longer: then it is missed, and made anew
+        self._awaits_outcome = True
+        # Who is in more groups may rest longer: then the appointment is missed, and made anew.
+        turn_s = max(self._turn_s, self._rest_s)
         ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * turn_s * _AHEAD_TURNS)) << self._num_missed
         self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * turn_s))
 
     def _settle(self, now_s: float) -> None:
         """Take note of what has become of the last appointment."""
-        purpose, outcome = self._asked_for, self._found
-        self._asked_for, self._found = "", None
-        if purpose == _TRY and self._has_doubted:
-            self._has_doubted = False
-            self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
-            self._quiet_until_s = now_s
-            return
-        if outcome is None:
+        seen, are_plans_tried = self._seen, self._are_plans_tried
+        self._awaits_outcome, self._seen, self._are_plans_tried = False, None, False
+        if are_plans_tried:
+            self._experience.forget_calls()
+        elif seen is None:
             self._miss(now_s)
-            return
-        self._num_missed = 0
-        if self._suspected is not None:
-            self._quiet_until_s, self._lapses_s = now_s + _CONFIRM_S, now_s + _LAPSE_S
-            return
-        if outcome.has_changed:
-            self._drift.begin_anew()
-            self._quiet_until_s, self._pause_s, self._num_tried = now_s, _FIRST_PAUSE_S, 0
-            self._owes_trials = False
+        elif seen.has_changed:
+            self._num_missed = 0
+            self._experience.forget_calls()
             self._compared = self._ledger.numbered
-            self._happened(f"{outcome.rates}: plans are made anew", is_said=True)
-            return
-        may_try = self._planned.settings.trials != "off" and self._num_tried < _MOST_TRIED
-        is_of_prices = self._drift.is_of_prices and may_try
-        self._pause(now_s)
-        if outcome.is_doubtful and not is_of_prices:
-            # What is seen is not accepted, or it would never be looked into again.
-            self._happened(
-                "calls had become slower, and links between nodes may have, or processors were busy: measured again later"
-            )
-            return
-        self._drift.accept()
-        if is_of_prices:
-            self._owes_trials = True
+            self._happened(f"{seen.rates}: plans are made anew", is_said=True)
         else:
-            self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
-
-    @property
-    def _trials_us(self) -> float:
-        """The time that trials may take now, µs."""
-        return min(_TRIED * self._call_us * self._appointments.calls, _MOST_TRIED_US)
-
-    def _try_plans(self) -> None:
-        self._owes_trials = False
-        self._num_tried += 1
-        self._appoint(_TRY, self._trials_us)
-        self._happened(
-            "links between nodes have not changed, but calls do not take what was promised: plans are tried",
-            is_said=True,
-        )
+            self._num_missed = 0
+            event = self._experience.settle(seen, now_s, may_try=self._planned.settings.trials != "off")
+            if event:
+                self._happened(event)
 
     def _miss(self, now_s: float) -> None:
         """Take note that the last appointment was called off: a rank had passed its call already, or did not answer."""
         self._num_missed = (self._num_missed + 1) % (_MOST_MISSED + 1)
         if not self._num_missed:
-            self._quiet_until_s = now_s + max(self._pause_s, PATIENCE_S)
-
-    def _pause(self, now_s: float) -> None:
-        """Leave calls alone for a while, the longer the more often."""
-        self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._experience.rest(now_s, PATIENCE_S)
 
     def _happened(self, what: str, *, is_said: bool = False) -> None:
         self._ledger.happened(self._appointments.calls, what)
         if is_said:
             text = f"group {self._planned.name}, call {self._appointments.calls}: {what}"
             say(text)
-
-    @property
-    def _call_us(self) -> float:
-        """The time that a call takes at present, µs."""
-        recent = self._ledger.samples[-_PUBLISHED:]
-        return sum(sample.measured_us for sample in recent) / len(recent)
 
     def _compare(self) -> None:
         """Compare the times of the ranks, call by call."""
@@ -450,7 +359,7 @@ class GroupWatch(Instrument):
             last = min(known, key=known.__getitem__)
             others_us = median(known.values())
             self._ledger.came_last(self._planned.global_ranks[last], others_us - known[last])
-            self._drift.add(sample.kind, known[last] / sample.promised_us)
+            self._experience.told(sample.kind, sample.promised_us, known[last])
 
     def _told(self) -> dict[int, array[float]] | None:
         """The times that the ranks have published; None while one has not yet."""
@@ -474,12 +383,6 @@ class GroupWatch(Instrument):
         self._calls_per_s = max((calls - made) / (now_s - then_s) for made, then_s in (pace[0], pace[-1]))
         pace.append((calls, now_s))
 
-    def _is_worth_measuring(self, slowdown: float) -> bool:
-        """Whether what a measurement costs is less than what drift costs, over as many more calls as have been made."""
-        lost_us = self._call_us * abs(1.0 - 1.0 / slowdown) * max(self._appointments.calls, _LEAST_CALLS)
-        rounds = _MOST_LOOKS * len(pair_rounds(len(self._planned.nodes), 3))
-        return lost_us >= rounds * _MEASURED_US * max(slowdown, 1.0)
-
     def _give_up(self, error: Exception) -> None:
         if self._is_closed:
             return
@@ -493,18 +396,6 @@ class GroupWatch(Instrument):
         """The group is over."""
         self._is_closed = True
         _watching.discard(self)
-
-
-def _certain_us(times: LinkTimes, slower: list[bool]) -> dict[Pair, float]:
-    """The least that those pairs can have taken that are said to be slower; of others what they took.
-
-    ``slower``: whether the fabric is, which all pairs are of, then each node's card.
-    """
-    cards = {node for node, is_slower in enumerate(slower[1:]) if is_slower}
-    return {
-        pair: times.certain_us[pair] if slower[0] or cards & set(pair) else time_us
-        for pair, time_us in times.taken_us.items()
-    }
 
 
 def _time_of(window: array[float], number: int) -> float | None:

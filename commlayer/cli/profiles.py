@@ -19,10 +19,10 @@ from commlayer.profiles.compare import diff
 from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError, UsageError
-from commlayer.profiles.learnt import merge_learnt
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.sampling import doubts
+from commlayer.scheduler.experience.learnt_profiles import merge_learnt
 from commlayer.units import format_bytes
 
 __all__ = ["profiles"]

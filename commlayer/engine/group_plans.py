@@ -14,6 +14,7 @@ from commlayer.profiles.printable import warn
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.experience.contenders import may_try
 from commlayer.scheduler.experience.experience import Experience
+from commlayer.scheduler.experience.link_rates import LinkRates, profile_at
 from commlayer.scheduler.group_profiles import pairs_on
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.kept import Kept
@@ -70,7 +71,7 @@ class Choices:
         self._forced = parse_plan(settings.plan) if settings.plan and not self._is_tried else None
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
-        self.experience = Experience()
+        self.experience = Experience(LinkRates(1.0, self.rates))
         self._at_start: Choices | None = None
         self._warned: set[str] = set()
         self._settings = settings
@@ -117,21 +118,31 @@ class Choices:
             return job.of_group(self.shape, self.siblings, self._slowest)
         return job
 
-    def at_other_rates(self, job_planner: Planner, rates: tuple[float, ...]) -> Choices:
-        """The choices of the same group by another profile of the job, and other rates of its nodes' cards. What trials taught
-        is forgotten: it was learnt at the rates that were."""
-        found = Choices(self.shape, job_planner, self._settings, self.lane, rates, self.slow_pairs)
-        found.reasons, found._at_start = self.reasons, self.agreed
-        found._plan_for(self.siblings)
-        return found
+    def at_other_rates(self, links: LinkRates) -> Choices:
+        """Return the choices of the same group where links between nodes have other rates than the job's profile says.
+
+        What trials taught is forgotten: it was learnt at the rates that were.
+        """
+        start = self.agreed.job_planner
+        assert start is not None
+        job_planner = Planner(profile_at(start.profile, links.fabric), start.policy)
+        new = self._anew(job_planner, links.nodes or (1.0,) * len(self.shape))
+        new.experience = self.experience.after(links)
+        return new
 
     def doubted(self, budget_us: float) -> Choices:
-        """The same choices by prices that calls have shown to be wrong: the fastest plan of every strategy is tried before the
-        next call of its size, for so long in all, µs."""
+        """Return the same choices by prices that calls have shown to be wrong: the fastest plan of every strategy is
+        tried before the next call of its size, for so long in all, µs."""
         assert self.job_planner is not None
-        found = self.at_other_rates(self.job_planner, self._given_rates)
-        found.experience = Experience(budget_us)
-        return found
+        new = self._anew(self.job_planner, self._given_rates)
+        new.experience = self.experience.doubted(budget_us)
+        return new
+
+    def _anew(self, job_planner: Planner, rates: tuple[float, ...]) -> Choices:
+        new = Choices(self.shape, job_planner, self._settings, self.lane, rates, self.slow_pairs)
+        new.reasons, new._at_start = self.reasons, self.agreed
+        new._plan_for(self.siblings)
+        return new
 
     def settle(self, rounds: Sequence[Sequence[float]]) -> None:
         """Take what the plans of the pending trial took in each round, µs, equal on all ranks, and decide by it from now

@@ -35,7 +35,6 @@ from commlayer.measure.profiler import (
     measure_cluster,
     node_hosts,
 )
-from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
@@ -45,6 +44,7 @@ from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.settings import Settings
 
 __all__ = ["CHECKED", "DEVICE_PROBE", "PROBE", "as_probe", "cache_folder", "calibrated", "cluster_key", "planner_for"]
@@ -264,9 +264,9 @@ def _described(ranks: AllRanks, links: DeviceLinks, job: str) -> str:
 def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None) -> str:
     """Say how far a profile is off; empty where it holds. Collective."""
     if links is None:
-        return drift(profile, ranks)
+        return why_stale(profile, ranks)
     with DeviceProber(topology, timeout_s, ranks, links) as prober:
-        return drift(profile, prober)
+        return why_stale(profile, prober)
 
 
 def _measured(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -13,8 +12,9 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.group_calls import largest, swap
 from commlayer.profiles.pairs import Pair, pair_rounds
+from commlayer.scheduler.experience.link_rates import LinkTimes
 
-__all__ = ["MOST_ROUNDS", "REPEATS", "LinkTimes", "time_links"]
+__all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
 
 REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
@@ -23,27 +23,8 @@ MOST_ROUNDS = 3
 _WHAT = "the measurement of its links"
 _TAG = (1 << 31) - 1 - (1 << 16)
 """A tag beyond those of programs, whose messages go over the same connections, and of their batches."""
-
-
 _LEAST_PART = 0.01
-
-
-class LinkTimes(NamedTuple):
-    """How long pairs of nodes took, µs. ``certain_us``: without the time in which a thread of theirs was ready
-    and waited for a processor, as far as the kernel tells that."""
-
-    taken_us: dict[Pair, float]
-    certain_us: dict[Pair, float]
-
-    def shorter(self, other: LinkTimes) -> LinkTimes:
-        """The shorter time of each pair, of two measurements."""
-        return LinkTimes(
-            *({pair: min(mine[pair], theirs[pair]) for pair in mine} for mine, theirs in zip(self, other, strict=True))
-        )
-
-    def over(self, factor: float) -> LinkTimes:
-        """The times of so many times fewer bytes."""
-        return LinkTimes(*({pair: time_us / factor for pair, time_us in each.items()} for each in self))
+"""The part of a pair's time that is certain at least, however long a thread of theirs waited for a processor."""
 
 
 def time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:

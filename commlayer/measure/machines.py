@@ -1,7 +1,7 @@
 """A rank's machine as the cache of profiles tells machines apart: by its links and processor, and not by its name.
 
 Pods and cloud machines have another name in every job, and the same links. Whatever this does not see (a switch, a quota of the
-network) is found by the check of a cached profile (recheck.py).
+network) is found by the check of a cached profile (`scheduler/experience/start_check.py`).
 """
 
 from __future__ import annotations

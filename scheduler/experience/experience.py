@@ -1,8 +1,11 @@
-"""Experience: the one object that doubts a price. It is told what plans took, and asked what follows from that. Pure.
+"""Experience: the one object that doubts a price. It is told what plans, calls and links took, and asked what follows. Pure.
 
-A group's curves may be interpolated, or come from a probe that knows little. Where the plans that contend are closer to
-each other than the profile's error, running them says more than the profile does. What is learnt at one size holds for
-sizes like it of the same collective too, so that a few trials settle a group.
+- *By what factor is a price wrong?* A group's curves may be interpolated, or come from a probe that knows little. What a
+  trial shows at one size holds for sizes like it of the same collective too, so that a few trials settle a group.
+- *Which plans contend?* Where plans are closer to each other than the profile's error, running them says more than the
+  profile does: in trials before a call, or in turns of the program's calls.
+- *Have the links changed?* Calls that have become slower or faster are a reason to measure links, and nothing more: a
+  busy processor slows calls too. What is measured twice is believed.
 
 An experience belongs to the prices by which a group plans: where these change, a new one begins.
 """
@@ -10,8 +13,11 @@ An experience belongs to the prices by which a group plans: where these change, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from operator import and_
+from typing import NamedTuple
 
+from commlayer.profiles.pairs import Pair
 from commlayer.scheduler.decision import Decision, Planner
 from commlayer.scheduler.experience.contenders import (
     Contender,
@@ -23,25 +29,78 @@ from commlayer.scheduler.experience.contenders import (
     may_try,
     unchunked,
 )
+from commlayer.scheduler.experience.departures import Departures
+from commlayer.scheduler.experience.link_rates import AS_PRICED, LinkRates, LinkTimes
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["Experience"]
+__all__ = ["CONFIRM", "MEASURE", "TRY", "Experience", "LinksSeen", "NextStep"]
+
+MEASURE, CONFIRM, TRY = "measure", "confirm", "try"
+"""What the ranks of a group do together: time their links, time them again to confirm what was seen, or try the plans of
+calls to come because prices are wrong."""
 
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
 _ALIKE = 8
 """Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
+_MORE_LOOKS = 2
+"""How often links are timed again in one measurement, where they seem to be other than they were."""
+_MOST_TRIED = 2
+"""How often plans are tried anew for the same links: prices that are wrong then are taken for what they are."""
+_LEAST_CALLS = 32
+"""A group is expected to make as many more calls as it has made, and at least so many."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 60.0
+"""How long nothing is measured after a measurement without a result, at first; twice as long each time after that."""
+_CONFIRM_S, _LAPSE_S = 0.5, 5.0
+"""How long after links were seen to be slower they are measured again, at the earliest and at the latest: work that
+keeps a processor busy comes and goes."""
+_TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
+"""Where prices are wrong, trials may take this part of the time of as many more calls as have been made. They wait until
+that is the least with which plans can be compared, and take no more than the most, µs."""
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 
-class Experience:
-    """The experience of one group with its prices. It knows only times on which all ranks have agreed.
+class LinksSeen(NamedTuple):
+    """The outcome of timing links: their rates; whether those are believed, and others than the group's prices have;
+    whether links seemed slower, but waits for a processor may explain that."""
 
-    ``doubted_us``: above 0 where calls have shown that prices are wrong; plans may then be tried for so long in all, µs.
+    rates: LinkRates
+    has_changed: bool = False
+    is_doubtful: bool = False
+
+
+class NextStep(NamedTuple):
+    """A step that the ranks of a group take together: its purpose, a number for it, and an event to note; "": none.
+
+    ``value``: by what factor calls have become slower, or for how long plans may be tried, µs.
     """
 
-    def __init__(self, doubted_us: float = 0.0) -> None:
+    purpose: str
+    value: float
+    event: str = ""
+
+
+class Experience:
+    """The experience of one group with its prices.
+
+    It knows only times on which all ranks have agreed, but for those of :meth:`told`, which the group's first rank knows.
+
+    ``links``: the rates of the group's links, as the prices have them. ``doubted_us``: above 0 where calls have shown
+    that prices are wrong; plans may then be tried for so long in all, µs.
+    """
+
+    def __init__(self, links: LinkRates = AS_PRICED, *, doubted_us: float = 0.0) -> None:
+        self.links = links
+        self.suspected: LinkRates | None = None
+        """Rates that links were seen to have once, slower than :attr:`links`; equal on all ranks."""
+        self._departures = Departures()
+        self._quiet_until_s = self._lapses_s = 0.0
+        """Until when nothing is measured, and until when a measurement confirms the one before."""
+        self._pause_s = _FIRST_PAUSE_S
+        self._num_tried = 0
+        self._owes_trials = False
+        """Whether prices are wrong, and calls have not taken long enough for trials yet."""
         self._doubt = Doubt(doubted_us, doubted_us, of_all=True) if doubted_us else Doubt()
         self._factors: dict[tuple[str, Strategy], dict[int, float]] = {}
         """How many times its price each plan takes: by collective and strategy, then by size in bytes."""
@@ -54,6 +113,19 @@ class Experience:
         self._contests: dict[tuple[object, ...], Contest] = {}
         self._contest: Contest | None = None
         """The contest to which the call belongs whose plan was asked for last."""
+
+    def after(self, links: LinkRates) -> Experience:
+        """Return the experience that begins with the prices of other links."""
+        new = Experience(links)
+        new._lapses_s = self._lapses_s
+        return new
+
+    def doubted(self, budget_us: float) -> Experience:
+        """Return the experience that begins where prices are wrong: the fastest plan of every strategy is tried before
+        the next call of its size, for so long in all, µs."""
+        new = Experience(self.links, doubted_us=budget_us)
+        new._pause_s, new._lapses_s, new._num_tried = self._pause_s, self._lapses_s, self._num_tried
+        return new
 
     def forget_prices(self) -> None:
         """Forget what trials have taught: calls are priced otherwise from now on. Contests, which know no price, go on."""
@@ -152,6 +224,105 @@ class Experience:
         """Have no plan over so many connections or more contend: on all ranks, before the same call, whose plan is to be
         asked for again then. Returns False where nothing else contends."""
         return all(contest.leave_out(connections) for contest in self._contests.values())
+
+    # Have the links changed?
+
+    def told(self, kind: Hashable, promised_us: float, measured_us: float) -> None:
+        """Take what the next call of this kind took: on the rank that came last, and waited for nobody."""
+        self._departures.add(kind, measured_us / promised_us)
+
+    def next_step(
+        self, now_s: float, *, calls: int, call_us: float, measuring_us: float, may_measure: bool
+    ) -> NextStep | None:
+        """Say what the ranks of the group are to do together now; None: nothing.
+
+        ``calls``: how many the group has made, of which one takes ``call_us`` at present. ``measuring_us``: the time of a
+        measurement of links as they were. Where the ranks may not measure, calls that have changed are an event without
+        a purpose.
+        """
+        trials_us = min(_TRIED * call_us * calls, _MOST_TRIED_US)
+        if self._owes_trials and trials_us >= _LEAST_TRIED_US:
+            self._owes_trials = False
+            self._num_tried += 1
+            event = "links between nodes have not changed, but calls do not take what was promised: plans are tried"
+            return NextStep(TRY, trials_us, event)
+        slowdown = self._departures.change()
+        if slowdown is None or now_s < self._quiet_until_s:
+            return None
+        if not may_measure:
+            self._pause(now_s)
+            self._departures.accept()
+            event = f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit"
+            return NextStep("", slowdown, event)
+        lost_us = call_us * abs(1.0 - 1.0 / slowdown) * max(calls, _LEAST_CALLS)
+        if lost_us < measuring_us * max(slowdown, 1.0):
+            return None
+        return NextStep(CONFIRM if now_s < self._lapses_s else MEASURE, slowdown)
+
+    def look_at_links(
+        self,
+        look: Callable[[float], LinkTimes],
+        rates_of: Callable[[dict[Pair, float]], LinkRates],
+        *,
+        is_second: bool = False,
+    ) -> LinksSeen:
+        """Time the links by ``look``, as often as it takes to believe what is seen. The same on all ranks.
+
+        Nothing but a link makes calls faster. They become slower by a busy processor, too: what the links may owe to that
+        is not believed, nor is what was not seen in two measurements, of which this one ``is_second``.
+
+        ``look`` times links by a message that is so many times larger than the usual one, and returns what that one
+        would have taken. ``rates_of`` returns the rates that such times say.
+        """
+        times = look(1.0)
+        for _ in range(_MORE_LOOKS):
+            rates = rates_of(times.taken_us)
+            if not rates.differs(self.links):
+                break
+            # A burst that a card lets pass at once is no rate: then it takes more bytes.
+            faster = rates.fabric / self.links.fabric
+            times = look(faster) if faster > 1.0 else times.shorter(look(1.0))
+        rates, suspected = rates_of(times.taken_us), self.suspected
+        self.suspected = None
+        slower = rates.slower(self.links)
+        if any(slower):
+            certainly = rates_of(times.least_us(slower)).slower(self.links)
+            if not any(map(and_, slower, certainly)):
+                return LinksSeen(self.links, is_doubtful=True)
+            if not is_second or suspected is None or rates.differs(suspected):
+                self.suspected = rates
+                return LinksSeen(self.links)
+        return LinksSeen(rates, rates.differs(self.links))
+
+    def settle(self, seen: LinksSeen, now_s: float, *, may_try: bool) -> str:
+        """Take note of a measurement after which the group's prices are what they were. Returns an event; "": none.
+
+        ``may_try``: plans may be tried where prices are wrong.
+        """
+        if self.suspected is not None:
+            self._quiet_until_s, self._lapses_s = now_s + _CONFIRM_S, now_s + _LAPSE_S
+            return ""
+        are_prices_wrong = self._departures.is_of_prices and may_try and self._num_tried < _MOST_TRIED
+        self._pause(now_s)
+        if seen.is_doubtful and not are_prices_wrong:  # not accepted, or it would never be looked into again
+            return "calls had become slower, and links between nodes may have, or processors were busy: measured again later"
+        self._departures.accept()
+        if are_prices_wrong:
+            self._owes_trials = True
+            return ""
+        return "calls had become slower or faster, but links between nodes are as they were: plans stay"
+
+    def rest(self, now_s: float, least_s: float) -> None:
+        """Leave links alone for as long as at present after a measurement without a result, and for ``least_s``."""
+        self._quiet_until_s = now_s + max(self._pause_s, least_s)
+
+    def forget_calls(self) -> None:
+        """Forget the calls of which it was told: they were made by other prices."""
+        self._departures = Departures()
+
+    def _pause(self, now_s: float) -> None:
+        """Leave calls alone for a while, the longer the more often."""
+        self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _size_class(num_bytes: int) -> int:

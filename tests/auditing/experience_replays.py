@@ -24,11 +24,12 @@ from commlayer.auditing import watch as watching
 from commlayer.auditing.ledger import Sample
 from commlayer.engine.group_plans import Choices
 from commlayer.measure import link_times
-from commlayer.measure.link_times import LinkTimes
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.link_rates import card_gbps
+from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile, merge_learnt
+from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps, profile_at
+from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 from commlayer.settings import Settings
@@ -345,23 +346,18 @@ class Timed:
 
 
 def checks(seed: int) -> Iterator[str]:
-    from commlayer.measure.recheck import drift
-
     pick = random.Random(seed)
     profile = load_profile("emulated-2x4")
     for _ in range(40):
         factor, scatter = pick.choice((0.2, 0.4, 0.55, 0.7, 1.0, 1.4, 1.8, 2.2, 3.0, 9.0)), pick.choice((0.0, 0.1, 0.6))
         ranks = Timed(pick, profile, factor, scatter)
-        yield f"{factor} {scatter}: {drift(profile, ranks) or 'it holds'}, asked {ranks.asked}"
+        yield f"{factor} {scatter}: {why_stale(profile, ranks) or 'it holds'}, asked {ranks.asked}"
 
 
 # Profiles of what was learnt
 
 
 def learnt(seed: int) -> Iterator[str]:
-    from commlayer.profiles.learnt import Learning, learnt_profile, merge_learnt
-    from commlayer.scheduler.link_rates import profile_at
-
     pick = random.Random(seed)
     base = load_profile(pick.choice(("emulated-2x4", "emulated-2x8")))
     fabric, nodes = pick.choice((1.0, 0.5, 0.13, 4.0)), pick.choice(({}, {0: 1.0, 1: 0.5}, {0: 0.3, 1: 1.0}))

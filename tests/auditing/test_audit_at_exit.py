@@ -21,10 +21,9 @@ from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import Ledger
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.learnt import merge_learnt
 from commlayer.profiles.profile import Profile, read_profile
-from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.link_rates import profile_at
+from commlayer.scheduler.experience.learnt_profiles import merge_learnt
+from commlayer.scheduler.experience.link_rates import LinkRates, profile_at
 from commlayer.testing.plugin import ClusterFactory
 
 
@@ -202,8 +201,7 @@ def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: C
         assert written is not None
         seen = []
         for fabric, nodes in ((0.25, (1.0, 1.0)), (1.0, (1.0, 0.5)), (1.0, (1.0, 1.0)), (0.5, (1.0, 0.5))):
-            planner = Planner(profile_at(choices.job_planner.profile, fabric), choices.job_planner.policy)
-            ledger.use_choices(choices.at_other_rates(planner, nodes))
+            ledger.use_choices(choices.at_other_rates(LinkRates(fabric, nodes)))
             dist.barrier()  # before this rank looks, the first one has to have written
             if dist.get_rank() == 0:
                 written.write()

@@ -19,9 +19,8 @@ import commlayer
 from commlayer.auditing.watch import GroupWatch
 from commlayer.emulation import request_shape
 from commlayer.measure import link_times
-from commlayer.measure.link_times import LinkTimes
 from commlayer.profiles.errors import ClusterError
-from commlayer.scheduler.link_rates import card_gbps
+from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -104,7 +103,7 @@ def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster
             request_shape(inter="60mbit", node=1)
         dist.barrier()
         slower = calls_until_changed(group) if group._planned.choices is first else 0
-        fabric = group.instruments.find(GroupWatch)._rates.fabric
+        fabric = group._planned.choices.experience.links.fabric
         for _ in range(3):
             check_sum()
         until = time.monotonic() + 30.0
@@ -185,15 +184,15 @@ def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulate
         check_sum()
         set_times(4 * usual_us(group))
         appoint(group, "try", 3e6, 2)
-        first, watch = group._planned.choices, group.instruments.find(GroupWatch)
+        first = group._planned.choices
         for _ in range(2):
             check_sum()
         is_tried = group._planned.choices is not first
-        suspected = watch._suspected.fabric
+        suspected = group._planned.choices.experience.suspected.fabric
         appoint(group, "confirm", 4.0, 2)
         for _ in range(2):
             check_sum()
-        return is_tried, suspected, watch._rates.fabric
+        return is_tried, suspected, group._planned.choices.experience.links.fabric
 
     found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert len(set(found)) == 1
@@ -219,7 +218,7 @@ def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_clus
             appoint(group, purpose, 4.0, 2)
             for _ in range(2):
                 check_sum()
-            found.append(group.instruments.find(GroupWatch)._suspected is not None)
+            found.append(first.experience.suspected is not None)
             assert group._planned.choices is first
         return found
 
@@ -242,14 +241,14 @@ def test_what_a_busy_processor_may_explain_is_measured_again_until_links_show(em
 
         link_times.time_links = time_links  # type: ignore[assignment]
         watch._compare = lambda: None
-        watch._is_worth_measuring = lambda _: True
+        watch._measuring_us = 0.0
         for ratio in [1.0] * 6 + [4.0] * 6:
-            watch._drift.add("calls", ratio)
+            group._planned.choices.experience.told("calls", 1.0, ratio)
         calls_until_changed(group)
         until = time.monotonic() + 30.0
         while dist.get_rank() == 0 and not any("anew" in event for event in events()) and time.monotonic() < until:
             time.sleep(0.01)  # another thread notes them
-        return asked > 9, watch._rates.fabric, events()
+        return asked > 9, group._planned.choices.experience.links.fabric, events()
 
     found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert {(is_seen, fabric < 0.5) for is_seen, fabric, _ in found} == {(True, True)}

@@ -1,5 +1,4 @@
-"""How often a group is looked at: no more often than what a look costs allows, but at once while an appointment is open. And when
-plans are tried: once the calls have taken long enough for it."""
+"""How often a group is looked at: no more often than what a look costs allows, but at once while an appointment is open."""
 
 from __future__ import annotations
 
@@ -43,21 +42,3 @@ def test_an_open_appointment_is_looked_after_as_ever(looked: Any) -> None:
     looked._rest(100.0, 0.01)
     looked._rest(100.0, 0.01)
     assert (looked._next_s, looked._rest_s) == (100.1, watch._LONGEST_TURN_S)
-
-
-def test_trials_wait_until_calls_have_taken_long_enough_for_them(looked: Any) -> None:
-    appointed = list[tuple[str, float]]()
-    looked._compare = looked._keep_pace = lambda *_: None
-    looked._drift = SimpleNamespace(change=lambda: None)
-    looked._asked_for, looked._owes_trials, looked._num_tried = "", True, 0
-    looked._planned = SimpleNamespace(name="group")
-    looked._appoint = lambda purpose, value: appointed.append((purpose, value))
-    looked._ledger = SimpleNamespace(samples=[SimpleNamespace(measured_us=5e3)] * 3, happened=lambda *_, **__: None)
-    looked._appointments.calls = 1000
-    looked._lead(100.0)
-    assert not appointed  # a twentieth of five seconds is less than trials take
-    looked._appointments.calls = 1400
-    looked._lead(101.0)
-    looked._lead(102.0)
-    [(purpose, budget_us)] = appointed
-    assert (purpose, round(budget_us)) == ("try", 350_000)

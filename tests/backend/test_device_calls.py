@@ -29,6 +29,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.executor import Ran
 from commlayer.measure.link_times import time_links
 from commlayer.profiles.errors import DisagreementError, TensorError
+from commlayer.scheduler.experience.link_rates import LinkRates
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces.rank_files import read_folder
 
@@ -285,7 +286,7 @@ def audited(path: str) -> tuple[Any, list[float]]:
     (found,) = [each for each in commlayer.audit()["groups"] if each["group"].endswith(" on simulated")]
     times = time_links(calls.plans, 1 << 12)
     before = calls.plans.choices
-    calls.order.in_turn("re-planning", partial(watch._take, before.at_other_rates(watch._base, (0.5, 1.0))))
+    calls.order.in_turn("re-planning", partial(watch._take, before.at_other_rates(LinkRates(1.0, (0.5, 1.0)))))
     assert calls.plans.choices is not before
     every_verb(device, 1 << 14)  # by the new choices
     dist.destroy_process_group()

@@ -29,13 +29,13 @@ from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calibrate import cluster_key
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import UNFINISHED
-from commlayer.measure.recheck import drift
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource, SlowLink
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner, choose
+from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -233,20 +233,20 @@ class Timed:
 def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, ...], size: int) -> None:
     profile = of_all_ranks(*times_us)
     ranks = Timed(profile.curves[-1].at(size))
-    assert drift(profile, ranks) == ""
+    assert why_stale(profile, ranks) == ""
     assert set(ranks.asked) == {size}
     assert len(ranks.asked) <= 3
 
 
 @pytest.mark.parametrize("factor", [0.51, 0.6, 1.0, 1.5, 1.9])
 def test_a_profile_that_is_about_right_holds(factor: float) -> None:
-    assert drift(of_all_ranks(1e2, 1e3), Timed(1e3 * factor)) == ""
+    assert why_stale(of_all_ranks(1e2, 1e3), Timed(1e3 * factor)) == ""
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 0.39, 0.45, 2.2, 2.6, 1000.0])
 def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
     ranks = Timed(1e3 * factor)
-    said = drift(of_all_ranks(1e2, 1e3), ranks)
+    said = why_stale(of_all_ranks(1e2, 1e3), ranks)
     assert said == f"an all_reduce of {4096 * 24} bytes takes {1e3 * factor:.0f} µs, and it says 1000"
     assert sum(1e3 * factor for _ in ranks.asked[:-2]) < 1e5  # two rounds at most once the time is spent
 
@@ -259,7 +259,7 @@ def test_a_larger_call_decides_where_latency_may_hide_other_links(factor: float,
     small, large = 4096 * 128, 4096 * 256
     small_us, large_us = map(profile.curves[-1].at, (small, large))
     ranks = Timed(*[small_us / 2] * 3, large_us * factor)
-    said = drift(profile, ranks)
+    said = why_stale(profile, ranks)
     assert said.startswith(f"an all_reduce of {large} bytes takes") == is_off == bool(said)
     assert ranks.asked[:3] == [small] * 3
     assert set(ranks.asked[3:]) == {large}
@@ -267,14 +267,14 @@ def test_a_larger_call_decides_where_latency_may_hide_other_links(factor: float,
 
 
 def test_a_hiccup_is_no_drift() -> None:
-    assert drift(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 1e3)) == ""
-    assert drift(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 9e3, 9e3, 1e3)) == ""
-    assert drift(of_all_ranks(1e2, 1e3), Timed(1e2, 1e2, 1e2, 1e2, 1e3)) == ""
+    assert why_stale(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 1e3)) == ""
+    assert why_stale(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 9e3, 9e3, 1e3)) == ""
+    assert why_stale(of_all_ranks(1e2, 1e3), Timed(1e2, 1e2, 1e2, 1e2, 1e3)) == ""
 
 
 def test_a_profile_without_calls_of_all_ranks_is_not_checked() -> None:
     ranks = Timed(1e9)
-    assert drift(synthetic_profile(), ranks) == ""
+    assert why_stale(synthetic_profile(), ranks) == ""
     assert not ranks.asked
 
 
@@ -337,7 +337,7 @@ def test_a_probe_whose_time_is_up_leaves_curves_to_later_jobs(
     def job(deadline_s: float) -> tuple[list[tuple[str, str, int]], str | None]:
         os.environ.pop("COMMLAYER_PROFILE", None)
         os.environ["COMMLAYER_CACHE"] = str(tmp_path)
-        setattr(calibrate, "drift", lambda *_: "")  # noqa: B010  # in this rank's process
+        setattr(calibrate, "why_stale", lambda *_: "")  # noqa: B010  # in this rank's process
         setattr(calibrate, "PROBE", replace(calibrate.PROBE, deadline_s=deadline_s))  # noqa: B010
         dist.init_process_group("commlayer")
         total = torch.ones(1 << 16)
@@ -370,7 +370,7 @@ def test_a_cached_profile_without_a_format_is_completed_and_nothing_else_is_meas
     def job() -> list[str]:
         os.environ.pop("COMMLAYER_PROFILE", None)
         os.environ["COMMLAYER_CACHE"] = str(tmp_path)
-        setattr(calibrate, "drift", lambda *_: "")  # noqa: B010  # in this rank's process: links are not shaped, and others work
+        setattr(calibrate, "why_stale", lambda *_: "")  # noqa: B010  # in this rank's process: links are not shaped, and others work
         options = GroupOptions(wire="int8")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commlayer.measure import link_times
-from commlayer.measure.link_times import LinkTimes
+from commlayer.scheduler.experience.link_rates import LinkTimes
 
 
 def test_of_two_measurements_the_shorter_time_of_each_pair_counts() -> None:

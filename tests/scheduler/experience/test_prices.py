@@ -142,11 +142,11 @@ def test_trials_of_a_group_end_when_their_time_is_spent() -> None:
 
 def test_a_plan_far_off_does_not_keep_the_others_from_a_doubted_trial() -> None:
     planner, call = Planner(coarse()), traffic(1 << 19)
-    everything = Experience(1e9).find_trial(planner, call, is_wanted=False)
+    everything = Experience(doubted_us=1e9).find_trial(planner, call, is_wanted=False)
     assert everything is not None
     times = sorted(timeline.total_us for timeline in everything.contenders)
     assert len(times) > 3
-    two = Experience(sum(times[:2]) * contenders.RUNS * 1.001).find_trial(planner, call, is_wanted=False)
+    two = Experience(doubted_us=sum(times[:2]) * contenders.RUNS * 1.001).find_trial(planner, call, is_wanted=False)
     assert two is not None
     assert [timeline.total_us for timeline in two.contenders] == times[:2]
 

@@ -9,7 +9,7 @@ import pytest
 from commlayer.profiles import Profile, load_profile
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import Planner
-from commlayer.scheduler.link_rates import LinkRates, card_gbps, profile_at, rates_from
+from commlayer.scheduler.experience.link_rates import LinkRates, card_gbps, profile_at, rates_from
 
 
 @pytest.fixture

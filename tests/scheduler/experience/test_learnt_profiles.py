@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from commlayer.cli.main import main
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import ProfileError, ProfileMismatchError
-from commlayer.profiles.learnt import Learning, learnt_profile, merge_learnt
 from commlayer.profiles.links import Resource, SlowLink
 from commlayer.profiles.profile import Profile, read_profile
-from commlayer.scheduler.link_rates import profile_at
+from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile, merge_learnt
+from commlayer.scheduler.experience.link_rates import profile_at
 
 BASE = catalog.load("emulated-2x4")
 

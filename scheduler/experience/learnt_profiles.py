@@ -1,6 +1,6 @@
-"""Learnt profiles: what a running job has found out of its links, and how it is taken over into another profile. Pure.
+"""Profiles that running jobs have learnt, and merging them into another one. Pure.
 
-Nothing is written over: a job offers a profile beside the one that it was given, which says in its environment from which one it
+Nothing is written over: a job offers a profile beside the one that it was given. Its environment says from which one it
 was learnt, where and when; :func:`merge_learnt` makes a third one of the two.
 """
 
@@ -24,10 +24,11 @@ _FROM, _FABRIC, _NODES, _WHERE, _WHEN = (f"learnt.{name}" for name in ("from", "
 
 @dataclass(frozen=True)
 class Learning:
-    """A job's findings: against which profile (its fingerprint ``base``), by which group, at which Unix time.
+    """The rates that a job has measured: against which profile (its fingerprint ``base``), by which group, at which Unix
+    time.
 
-    ``fabric_rate``: the rate of links between nodes, of what that profile says; 1.0: as it says. ``node_rates``: the card of
-    each of these nodes beside the usual one.
+    ``fabric_rate``: the rate of links between nodes, as a fraction of that profile's. ``node_rates``: of the card of each
+    of these nodes, as a fraction of the usual one's.
     """
 
     base: str
@@ -38,7 +39,7 @@ class Learning:
 
 
 class MergedProfile(NamedTuple):
-    """A merged profile, which curves were taken over, and what a user should know of it."""
+    """A merged profile, the curves that were taken over, and notes for its user."""
 
     profile: Profile
     curves: tuple[str, ...]
@@ -46,7 +47,7 @@ class MergedProfile(NamedTuple):
 
 
 def learnt_profile(now: Profile, learning: Learning) -> Profile:
-    """The profile ``now``, by which a job plans, with the cards of ``learning`` and where all that comes from."""
+    """Return the profile ``now``, by which a job plans, with the cards of ``learning`` and where all that comes from."""
     kept = [link for link in now.slow_links if not (len(link.nodes) == 1 and link.nodes[0] in learning.node_rates)]
     cards = [SlowLink((node,), rate) for node, rate in sorted(learning.node_rates.items()) if rate < 1.0]
     about = {
@@ -66,7 +67,7 @@ def _said(learning: Learning) -> str:
 
 
 def merge_learnt(base: Profile, learnt: Profile) -> MergedProfile:
-    """``base`` with the curves, peak and slow links that a running job has learnt in place of its own; the rest stays.
+    """Return ``base`` with the curves, peak and slow links that a running job has learnt in place of its own.
 
     Raises:
         ProfileError: ``learnt`` is no profile that a job has learnt, or says so in a damaged way.
