@@ -38,8 +38,8 @@ from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.expert_spilling import require_prices
 from commlayer.integrations.moe.expert_work import measured_work
 from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.migration_times import MigrationTimes, PlacementPromise
 from commlayer.integrations.moe.observed_loads import ObservedLoads
-from commlayer.integrations.moe.placement_watch import PlacementPromise, PlacementWatch
 from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers
 from commlayer.integrations.moe.routing import who
@@ -131,7 +131,7 @@ class ExpertPlacer:
         self._spills: list[bool] | None = None  # what is announced of spilling, while experts are on their way
         self._round: _Summing | _Deciding | None = None
         self._migration: ExpertMigration | None = None
-        self._watch = PlacementWatch(self._group)
+        self._migration_times = MigrationTimes(self._group)
         self._reason = ""
         self._promise: PlacementPromise | None = None
         self._steps = 0
@@ -162,12 +162,12 @@ class ExpertPlacer:
             _slots_of(layer).has_summed = False
         if self._is_closed:
             return
-        self._watch.end_step(is_moving=self.is_moving)
+        self._migration_times.end_step(is_moving=self.is_moving)
         if self._every and not self._is_off:
             self._loads.end_step()
             if self._migration is None:
                 self._decide_on()
-        self._watch.begin_step()
+        self._migration_times.begin_step()
 
     def _decide_on(self) -> None:
         if self._round is not None:
@@ -222,7 +222,7 @@ class ExpertPlacer:
             migration.wait()  # all ranks have sent theirs: a group is destroyed with nothing on its way
         if under_way is not None:
             under_way.wait()
-        self._watch.close()
+        self._migration_times.close()
         dist.destroy_process_group(self._group.group)
 
     def _leave(self) -> tuple[ExpertMigration | None, _Summing | _Deciding | None]:
@@ -405,7 +405,7 @@ class ExpertPlacer:
             if (placement.slots != _slots_of(layer).placement.slots).any()
         }
         self._reason, self._promise = reason, promise
-        self._watch.begins()
+        self._migration_times.begins()
         self._migration = ExpertMigration(self._places, self._optimizers, wanted, self._node_of)
         self._note_changing()
 
@@ -431,7 +431,7 @@ class ExpertPlacer:
         self._note_changing()
         self.num_migrations += 1
         noted = None if self._group.rank else self._tell(self._reason, migration.num_layers, migration.num_copies)
-        self._watch.switched(migration, noted, self._promise)
+        self._migration_times.switched(migration, noted, self._promise)
 
     def _tell(self, reason: str, layers: int, copies: int) -> PlacementStats:
         """Note a decision, on rank 0, and say it."""

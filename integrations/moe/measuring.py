@@ -1,6 +1,7 @@
 """Measurements of the work on one rank at the first call: the experts, and rows that are moved in memory.
 
-All ranks measure at the same time, as they will work, so that what they share (cores, memory) is shared here too.
+All ranks measure at the same time, as they will work, so that what they share (cores, memory) is shared here too. These
+times are prices that no profile has; what doubts a price is :mod:`commlayer.scheduler.experience`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""The watch over migrations of experts: what each takes, and what training steps take behind it, against what was promised.
+"""The times of migrations of experts, and of training steps before and behind them, beside what was promised.
 
-A step's time is the host's, from the end of one call of :meth:`ExpertPlacer.step` to the beginning of the next, so all that is
-trained is in it, and what the placer does itself is not. The median of some steps before experts begin to move, less what the
-decision promises to save, is what steps are promised to take; the median of those behind the migration is what they take.
-Steps beside which experts travel count in neither. Rejected: the time of MoE layers alone, which on a device is known only to who
-waits for it, and which says nothing of what the rest of a step hides.
+They are written into the statistics, and nothing is decided by them: what plans and links are promised and take is the
+business of :mod:`commlayer.scheduler.experience`.
 
-A migration has arrived on a rank long before this waits for it. What it took is known on each rank by a thread that does wait
-(:class:`~commlayer.integrations.moe.expert_migration.ExpertMigration`); ranks tell each other behind the switch, and
+A step's time is the host's, from the end of one call of :meth:`ExpertPlacer.step` to the beginning of the next, so all
+that is trained is in it, and what the placer does itself is not. The median of some steps before experts begin to move,
+less what the decision promises to save, is what steps are promised to take; the median of those behind the migration is
+what they take. Steps beside which experts travel count in neither. Rejected: the time of MoE layers alone, which on a
+device is known only to who waits for it, and which says nothing of what the rest of a step hides.
+
+A migration has arrived on a rank long before this waits for it. What it took is known on each rank by a thread that does
+wait (:class:`~commlayer.integrations.moe.expert_migration.ExpertMigration`); ranks tell each other behind the switch, and
 the slowest counts.
 """
 
@@ -25,7 +28,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.expert_migration import ExpertMigration
 from commlayer.statistics import PlacementStats
 
-__all__ = ["PlacementPromise", "PlacementWatch"]
+__all__ = ["MigrationTimes", "PlacementPromise"]
 
 _WINDOW, _LEAST = 16, 3
 """The steps of a median, at most and at least."""
@@ -39,8 +42,8 @@ class PlacementPromise:
     saving_us: float
 
 
-class PlacementWatch:
-    """The watch of one placer. ``group``: the ranks of the stage, on which the migration's times are agreed."""
+class MigrationTimes:
+    """The times around the migrations of one placer. ``group``: the ranks of the stage, which agree on them."""
 
     def __init__(self, group: GroupCommunicator) -> None:
         self._group = group
@@ -89,7 +92,7 @@ class PlacementWatch:
             noted["promised_step_us"] = max(0.0, self._before_us - promise.saving_us)
 
     def close(self) -> None:
-        """Hear of the last migration what is to be heard. Collective over the stage."""
+        """Note the times of the last migration before the group closes. Collective over the stage."""
         self._hear()
         self._tell()
         self._hear()

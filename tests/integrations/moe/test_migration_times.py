@@ -1,4 +1,4 @@
-"""The watch over migrations: medians of steps before and behind it, what was promised, and the slowest rank's times."""
+"""The kept over migrations: medians of steps before and behind it, what was promised, and the slowest rank's times."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from commlayer.integrations.moe import placement_watch
-from commlayer.integrations.moe.placement_watch import PlacementPromise, PlacementWatch
+from commlayer.integrations.moe import migration_times
+from commlayer.integrations.moe.migration_times import MigrationTimes, PlacementPromise
 from commlayer.statistics import PlacementStats, came_of_placement
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in seconds, that the watch sees."""
+    """The time, in seconds, that the kept sees."""
     now = [100.0]
-    monkeypatch.setitem(vars(placement_watch), "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setitem(vars(migration_times), "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -31,7 +31,7 @@ def slowest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return SimpleNamespace(wait=lambda: told.copy_(torch.maximum(told, torch.tensor(theirs))))
 
     monkeypatch.setitem(
-        vars(placement_watch), "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
+        vars(migration_times), "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
     )
     return theirs
 
@@ -56,11 +56,11 @@ def migration(took_us: float | None, waited_us: float = 20.0) -> Any:
     return SimpleNamespace(took_us=took_us, waited_us=waited_us)
 
 
-def make_steps(watch: PlacementWatch, clock: list[float], *times_us: float, is_moving: bool = False) -> None:
+def make_steps(kept: MigrationTimes, clock: list[float], *times_us: float, is_moving: bool = False) -> None:
     for time_us in times_us:
-        watch.begin_step()
+        kept.begin_step()
         clock[0] += time_us / 1e6
-        watch.end_step(is_moving=is_moving)
+        kept.end_step(is_moving=is_moving)
         clock[0] += 1000.0  # what the placer does itself is in no step
 
 
@@ -68,20 +68,20 @@ def test_steps_before_and_behind_are_compared_and_those_beside_it_are_not(
     clock: list[float], slowest: list[int]
 ) -> None:
     group: Any = SimpleNamespace(group=None)
-    watch, noted = PlacementWatch(group), new_record()
-    make_steps(watch, clock, 500.0, 300.0, 400.0, 9000.0, 410.0)
-    watch.begins()
-    make_steps(watch, clock, 7000.0, is_moving=True)  # as where an optimizer leaves a step out
+    kept, noted = MigrationTimes(group), new_record()
+    make_steps(kept, clock, 500.0, 300.0, 400.0, 9000.0, 410.0)
+    kept.begins()
+    make_steps(kept, clock, 7000.0, is_moving=True)  # as where an optimizer leaves a step out
     slowest[:] = [90_000, 5_000]
-    watch.switched(migration(80.0), noted, PlacementPromise(60.0, 110.0))
-    make_steps(watch, clock, 8000.0)
+    kept.switched(migration(80.0), noted, PlacementPromise(60.0, 110.0))
+    make_steps(kept, clock, 8000.0)
     assert (noted["promised_migration_us"], noted["migration_us"]) == (60.0, None)
     assert noted["step_before_us"] == pytest.approx(410.0)
     assert noted["promised_step_us"] == pytest.approx(300.0)
-    make_steps(watch, clock, 330.0, 320.0)
+    make_steps(kept, clock, 330.0, 320.0)
     assert (noted["migration_us"], noted["waited_us"]) == (90.0, 20.0)
     assert noted["step_us"] is None, "two steps are no median"
-    make_steps(watch, clock, 310.0)
+    make_steps(kept, clock, 310.0)
     assert noted["step_us"] == pytest.approx(320.0)
     said = came_of_placement(noted)
     assert said == (
@@ -92,32 +92,32 @@ def test_steps_before_and_behind_are_compared_and_those_beside_it_are_not(
 
 def test_nothing_is_promised_of_what_nobody_predicted(clock: list[float], slowest: list[int]) -> None:
     group: Any = SimpleNamespace(group=None)
-    watch, noted = PlacementWatch(group), new_record()
-    make_steps(watch, clock, 500.0)
-    watch.begins()
-    watch.switched(migration(None), noted, None)
-    watch.close()
+    kept, noted = MigrationTimes(group), new_record()
+    make_steps(kept, clock, 500.0)
+    kept.begins()
+    kept.switched(migration(None), noted, None)
+    kept.close()
     assert noted == {**new_record(), "waited_us": 20.0}
     assert came_of_placement(new_record()) == ""
 
 
 def test_more_is_not_saved_than_a_step_takes(clock: list[float], slowest: list[int]) -> None:
     group: Any = SimpleNamespace(group=None)
-    watch, noted = PlacementWatch(group), new_record()
-    make_steps(watch, clock, 500.0, 500.0, 500.0)
-    watch.begins()
-    watch.switched(migration(1.0), noted, PlacementPromise(60.0, 1e6))
+    kept, noted = MigrationTimes(group), new_record()
+    make_steps(kept, clock, 500.0, 500.0, 500.0)
+    kept.begins()
+    kept.switched(migration(1.0), noted, PlacementPromise(60.0, 1e6))
     assert noted["promised_step_us"] == 0.0
 
 
 def test_migrations_one_after_the_other_have_each_its_own_times(clock: list[float], slowest: list[int]) -> None:
     group: Any = SimpleNamespace(group=None)
-    watch, first, second = PlacementWatch(group), new_record(), new_record()
+    kept, first, second = MigrationTimes(group), new_record(), new_record()
     for each, took_us in ((first, 1.0), (second, 2.0)):
-        watch.begins()
-        watch.switched(migration(took_us), each, None)
-        make_steps(watch, clock, 5.0)
-    make_steps(watch, clock, 5.0, 5.0, 5.0)
+        kept.begins()
+        kept.switched(migration(took_us), each, None)
+        make_steps(kept, clock, 5.0)
+    make_steps(kept, clock, 5.0, 5.0, 5.0)
     assert (first["migration_us"], second["migration_us"]) == (1.0, 2.0)
     assert first["step_us"] is None
     assert second["step_us"] == pytest.approx(5.0)
