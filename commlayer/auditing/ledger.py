@@ -251,7 +251,7 @@ class Ledger(Instrument):
             "nodes": [list(node) for node in self._nodes],
             "began_s": self._began_s,
             "profile": "" if planner is None else planner.profile.name,
-            "fabric_rate": self._fabric_rate,
+            "fabric_rate": self._choices.experience.links.fabric,
             "node_rates": list(self._choices.rates),
             "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
             "beside_calls": self._beside.calls,
@@ -262,13 +262,6 @@ class Ledger(Instrument):
             "late": sorted(map(_copied, list(self.late.values())), key=lambda late: -late["waited_us"]),
             "events": list(self.events),
         }
-
-    @property
-    def _fabric_rate(self) -> float:
-        base, now = self._at_start.job_planner, self._choices.job_planner
-        if base is None or now is None:
-            return 1.0
-        return now.profile.peaks.inter_gbps / base.profile.peaks.inter_gbps
 
     def learnt(self) -> Profile | None:
         """The profile of the job by which the group plans now, where measurements in the running job have changed it; None on all
@@ -284,7 +277,7 @@ class Ledger(Instrument):
         events = list(self.events)
         learning = Learning(
             base=base.profile.fingerprint,
-            fabric_rate=self._fabric_rate,
+            fabric_rate=choices.experience.links.fabric,
             node_rates=self._placed(choices.rates) if has_other_nodes else {},
             where=f"group {self.group} of {counted(len(self._counters.ranks), 'rank')}",
             time_s=events[-1]["time_s"] if events else self._began_s,

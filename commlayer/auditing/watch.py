@@ -36,8 +36,8 @@ from commlayer.peer_words import read_times
 from commlayer.profiles.pairs import pair_rounds
 from commlayer.profiles.printable import say
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY, Experience, LinksSeen, NextStep
-from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps, rates_from
+from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY, Experience, LinksSeen
+from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps
 from commlayer.scheduler.group_profiles import most_siblings
 
 if TYPE_CHECKING:
@@ -178,15 +178,15 @@ class GroupWatch(Instrument):
 
     def _measure(self, slowdown: float, *, is_second: bool = False) -> None:
         """Time the links, with all ranks, and plan by what they can do now. ``is_second``: to confirm what was seen."""
-        choices, experience = self._planned.choices, self._experience
+        choices = self._planned.choices
         cluster = tuple(map(len, Topology.parse(self._profile.topology).nodes))
-        rates_of = partial(
-            rates_from,
+        seen = choices.experience.look_at_links(
+            self._look,
             expected_us=self._measured_bytes / (card_gbps(self._profile) * 1e3),
             siblings=choices.siblings or most_siblings(cluster, choices.shape),
-            slowdown=slowdown / experience.links.fabric,  # since the profile was measured
+            slowdown=slowdown,
+            is_second=is_second,
         )
-        seen = experience.look_at_links(self._look, rates_of, is_second=is_second)
         if seen.has_changed:
             self._take(choices.at_other_rates(seen.rates))
         self._seen = seen
@@ -285,23 +285,20 @@ class GroupWatch(Instrument):
         if self._awaits_outcome:
             self._settle(now_s)
             return
-        step = self._next_step(now_s)
-        if step is None:
-            return
-        if step.purpose:
-            self._appoint(step.purpose, step.value)
-        if step.event:
-            self._happened(step.event, is_said=True)
-
-    def _next_step(self, now_s: float) -> NextStep | None:
         recent = self._ledger.samples[-_PUBLISHED:]
-        return self._experience.next_step(
+        step = self._experience.next_step(
             now_s,
             calls=self._appointments.calls,
             call_us=sum(sample.measured_us for sample in recent) / max(1, len(recent)),
             measuring_us=self._measuring_us,
             may_measure=self._is_replanning,
         )
+        if step is None:
+            return
+        if step.purpose:
+            self._appoint(step.purpose, step.value)
+        if step.event:
+            self._happened(step.event, is_said=True)
 
     def _appoint(self, purpose: str, value: float) -> None:
         self._awaits_outcome = True

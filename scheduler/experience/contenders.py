@@ -32,7 +32,6 @@ __all__ = [
     "RUNS",
     "Contender",
     "Contest",
-    "Doubt",
     "Trial",
     "contenders",
     "find_trial",
@@ -51,6 +50,8 @@ _CONTENDS = 2.0
 both ways."""
 _LEAST_ERROR = 0.2
 """The profile's error is taken to be as large as this at least: leaving out a point does not show all of it."""
+_LONGEST_US, _BUDGET_US = 1.5e5, 3e5
+"""The longest trial, as predicted, and all trials of a group together."""
 RUNS = 2
 """How often each plan of a trial runs at least, in turn; the fastest time counts, for others' work only adds to it."""
 _MOST_RUNS = 8
@@ -77,19 +78,6 @@ round. Then the simplest of those that are left is kept."""
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """How far prices are doubted: for how long plans may be tried.
-
-    ``longest_us``: one trial. ``budget_us``: all trials together. ``of_all``: calls have shown that prices are wrong, so
-    that the fastest plan of every strategy is tried, whatever its price.
-    """
-
-    longest_us: float = 1.5e5
-    budget_us: float = 3e5
-    of_all: bool = False
-
-
-@dataclass(frozen=True)
 class Trial:
     """The plans of one call that contend, to be run in turn, each :attr:`runs` times.
 
@@ -98,7 +86,7 @@ class Trial:
     """
 
     contenders: tuple[Timeline, ...]
-    longest_us: float = Doubt.longest_us
+    longest_us: float = _LONGEST_US
     holds_at: int = 0
 
     @property
@@ -117,32 +105,37 @@ def may_try(traffic: Traffic) -> bool:
     return traffic.collective in _TRIED and is_plain
 
 
-def find_trial(planner: Planner, traffic: Traffic, doubt: Doubt, spent_us: float, *, is_wanted: bool) -> Trial | None:
+def find_trial(
+    planner: Planner, traffic: Traffic, spent_us: float, doubted_us: float, *, is_wanted: bool
+) -> Trial | None:
     """Find the plans to run before a call is planned; None where trying them would not pay.
 
     A call that takes long is tried at a smaller size, down to a fourth of its own. One that takes longer yet is tried
     only where the simpler plan is kept though another is predicted faster. These two run at a size still smaller, where
     they are predicted to compare as they do at the call's own.
 
-    ``spent_us``: the time of earlier trials. ``is_wanted``: however good the profile is. A profile whose curves of such a
-    group are derived from other groups does not know how good it is, and is tried too.
+    ``spent_us``: the time of earlier trials. ``doubted_us``: above 0 where calls have shown that prices are wrong: then
+    the fastest plan of every strategy is tried, whatever its price, for so long in all. ``is_wanted``: however good the
+    profile is. A profile whose curves of such a group are derived from other groups does not know how good it is, and is
+    tried too.
     """
-    is_wanted = is_wanted or doubt.of_all or _is_derived(planner.profile)
+    is_wanted = is_wanted or doubted_us > 0 or _is_derived(planner.profile)
+    longest_us = doubted_us or _LONGEST_US
+    round_us = min(longest_us, (doubted_us or _BUDGET_US) - spent_us) / RUNS
 
     def limit_us(decision: Decision) -> float:
         """The longest that a round may take, µs."""
-        longest_us = min(doubt.longest_us, doubt.budget_us - spent_us) / RUNS
         is_doubted = is_wanted or decision.tolerance >= _LEAST_TOLERANCE
-        return longest_us if is_doubted else min(longest_us, _CHEAP_US / RUNS)
+        return round_us if is_doubted else min(round_us, _CHEAP_US / RUNS)
 
     for part in _PARTS:
         decision = planner.decide(_of_size(traffic, traffic.logical_bytes // part))
-        timelines = _near_fastest(decision, math.inf if doubt.of_all else _CONTENDS)
-        if doubt.of_all:  # one plan that is far off must not keep the others from being tried
+        timelines = _near_fastest(decision, math.inf if doubted_us else _CONTENDS)
+        if doubted_us:  # one plan that is far off must not keep the others from being tried
             while len(timelines) > 2 and _round_us(timelines) > limit_us(decision):
                 timelines.pop()
         if _round_us(timelines) <= limit_us(decision):
-            return Trial(tuple(timelines), doubt.longest_us) if len(timelines) > 1 else None
+            return Trial(tuple(timelines), longest_us) if len(timelines) > 1 else None
 
     decision = planner.decide(traffic)
     large = decision.timeline, min(decision.candidates, key=_price)
@@ -162,7 +155,7 @@ def find_trial(planner: Planner, traffic: Traffic, doubt: Doubt, spent_us: float
         if _round_us(pair) <= limit_us(smaller):
             change = pair[0].total_us / pair[1].total_us / (large[0].total_us / large[1].total_us)
             is_alike = 1 / _IN_PROPORTION <= change <= _IN_PROPORTION
-            return Trial(pair, doubt.longest_us, traffic.logical_bytes) if is_alike else None
+            return Trial(pair, longest_us, traffic.logical_bytes) if is_alike else None
     return None
 
 

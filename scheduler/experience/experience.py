@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import and_
 from typing import NamedTuple
 
-from commlayer.profiles.pairs import Pair
 from commlayer.scheduler.decision import Decision, Planner
 from commlayer.scheduler.experience.contenders import (
     Contender,
     Contest,
-    Doubt,
     Trial,
     contenders,
     find_trial,
@@ -30,7 +29,7 @@ from commlayer.scheduler.experience.contenders import (
     unchunked,
 )
 from commlayer.scheduler.experience.departures import Departures
-from commlayer.scheduler.experience.link_rates import AS_PRICED, LinkRates, LinkTimes
+from commlayer.scheduler.experience.link_rates import AS_PRICED, LinkRates, LinkTimes, rates_from
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.traffic import Traffic
 
@@ -101,7 +100,7 @@ class Experience:
         self._num_tried = 0
         self._owes_trials = False
         """Whether prices are wrong, and calls have not taken long enough for trials yet."""
-        self._doubt = Doubt(doubted_us, doubted_us, of_all=True) if doubted_us else Doubt()
+        self._doubted_us = doubted_us
         self._factors: dict[tuple[str, Strategy], dict[int, float]] = {}
         """How many times its price each plan takes: by collective and strategy, then by size in bytes."""
         self._tried: set[tuple[str, int]] = set()
@@ -129,7 +128,7 @@ class Experience:
 
     def forget_prices(self) -> None:
         """Forget what trials have taught: calls are priced otherwise from now on. Contests, which know no price, go on."""
-        self._doubt, self.spent_us, self.pending = Doubt(), 0.0, None
+        self._doubted_us, self.spent_us, self.pending = 0.0, 0.0, None
         self._factors.clear()
         self._tried.clear()
 
@@ -169,7 +168,7 @@ class Experience:
         self.pending = None
         if may_try(traffic) and asked not in self._tried:
             self._tried.add(asked)
-            self.pending = find_trial(planner, traffic, self._doubt, self.spent_us, is_wanted=is_wanted)
+            self.pending = find_trial(planner, traffic, self.spent_us, self._doubted_us, is_wanted=is_wanted)
         return self.pending
 
     def learn(self, rounds: Sequence[Sequence[float]]) -> None:
@@ -262,8 +261,10 @@ class Experience:
     def look_at_links(
         self,
         look: Callable[[float], LinkTimes],
-        rates_of: Callable[[dict[Pair, float]], LinkRates],
         *,
+        expected_us: float,
+        siblings: int,
+        slowdown: float,
         is_second: bool = False,
     ) -> LinksSeen:
         """Time the links by ``look``, as often as it takes to believe what is seen. The same on all ranks.
@@ -272,8 +273,11 @@ class Experience:
         is not believed, nor is what was not seen in two measurements, of which this one ``is_second``.
 
         ``look`` times links by a message that is so many times larger than the usual one, and returns what that one
-        would have taken. ``rates_of`` returns the rates that such times say.
+        would have taken; by the job's profile it takes ``expected_us``. ``siblings`` groups may share the cards.
+        ``slowdown``: by what factor calls have become slower.
         """
+        slowdown /= self.links.fabric  # since the profile was measured
+        rates_of = partial(rates_from, expected_us=expected_us, siblings=siblings, slowdown=slowdown)
         times = look(1.0)
         for _ in range(_MORE_LOOKS):
             rates = rates_of(times.taken_us)

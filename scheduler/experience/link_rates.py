@@ -43,18 +43,14 @@ class LinkRates:
 
     def differs(self, other: LinkRates) -> bool:
         """Whether these rates are other than those, by more than they are known to."""
-        return any(max(mine, theirs) > least * min(mine, theirs) for mine, theirs, least in self._beside(other))
+        return any(self.slower(other)) or any(other.slower(self))
 
     def slower(self, other: LinkRates) -> list[bool]:
-        """Which of these rates, the fabric's first, are lower than those, by more than they are known to."""
-        return [theirs > least * mine for mine, theirs, least in self._beside(other)]
-
-    def _beside(self, other: LinkRates) -> list[tuple[float, float, float]]:
-        """Each rate, the other one, and the factor by which they have to differ."""
-        count = max(len(self.nodes), len(other.nodes))
-        mine, theirs = (each.nodes or (1.0,) * count for each in (self, other))
-        nodes = [(a, b, _UNCHANGED_CARD) for a, b in zip(mine, theirs, strict=True)]
-        return [(self.fabric, other.fabric, _UNCHANGED), *nodes]
+        """Say which of these rates, the fabric's first, are lower than those, by more than they are known to."""
+        alike = (1.0,) * max(len(self.nodes), len(other.nodes))
+        nodes = zip(self.nodes or alike, other.nodes or alike, strict=True)
+        fabric = other.fabric > _UNCHANGED * self.fabric
+        return [fabric, *(theirs > _UNCHANGED_CARD * mine for mine, theirs in nodes)]
 
     def __str__(self) -> str:
         changes = [] if self.fabric == 1.0 else [f"links between nodes have {self.fabric:.0%} of the profile's rate"]

@@ -14,6 +14,7 @@ from commlayer.auditing.audit_files import AuditedGroup
 from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
+from commlayer.scheduler.experience.experience import Experience
 
 
 class Planned(SimpleNamespace):
@@ -90,7 +91,9 @@ def test_of_events_the_latest_are_kept() -> None:
 def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_ledgers", [])
     monkeypatch.setattr(ledger, "_ended", None)
-    choices = SimpleNamespace(promised_flat_us=lambda *_: 10.0, planner=None, job_planner=None, rates=())
+    choices = SimpleNamespace(
+        promised_flat_us=lambda *_: 10.0, planner=None, job_planner=None, rates=(), experience=Experience()
+    )
     planned: Any = Planned(choices=choices, global_ranks=(0, 1), nodes=((0,), (1,)), held_s=0.0)
     ledgers = []
     for number in range(MOST_ENDED + 10):

@@ -32,10 +32,7 @@ def look(experience: Experience, *taken_us: float, waited_us: float = 0.0, is_se
         time_us = times.pop(0) if len(times) > 1 else times[0]
         return LinkTimes({(0, 1): time_us}, {(0, 1): time_us - waited_us})
 
-    def rates_of(times_us: dict[tuple[int, int], float]) -> LinkRates:
-        return LinkRates(100.0 / times_us[0, 1])
-
-    return experience.look_at_links(looked, rates_of, is_second=is_second)
+    return experience.look_at_links(looked, expected_us=100.0, siblings=1, slowdown=1.0, is_second=is_second)
 
 
 def test_calls_that_are_as_promised_ask_for_nothing() -> None:
