@@ -322,7 +322,7 @@ class GroupWatch(Instrument):
             self._happened(f"{seen.rates}: plans are made anew", is_said=True)
         else:
             self._num_missed = 0
-            event = self._experience.settle(seen, now_s, may_try=self._planned.settings.trials != "off")
+            event = self._experience.settle(seen, now_s, with_trials=self._planned.settings.trials != "off")
             if event:
                 self._happened(event)
 

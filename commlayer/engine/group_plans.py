@@ -12,7 +12,6 @@ from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.printable import warn
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.experience.contenders import may_try
 from commlayer.scheduler.experience.experience import Experience
 from commlayer.scheduler.experience.link_rates import LinkRates, profile_at
 from commlayer.scheduler.group_profiles import pairs_on
@@ -373,8 +372,6 @@ class Choices:
             decision = self.planner.decide(traffic)
             if decision.unpriced:
                 self._warn(decision.unpriced)
-            if not may_try(traffic):
-                return self._connected(decision.plan)
             if self._settings.trials != "off":
                 is_wanted = self._settings.trials == "on"
                 self.experience.find_trial(self.planner, traffic, is_wanted=is_wanted)

@@ -143,6 +143,8 @@ class Experience:
 
         It is one of a strategy that was tried: what delayed them all is no reason to take another one unseen.
         """
+        if not may_try(decision.traffic):
+            return decision.plan
         tried = [timeline for timeline in decision.candidates if self._learnt(timeline.plan)]
         times = [(timeline.total_us * self.factor(timeline.plan), timeline.plan) for timeline in tried]
         if not times:
@@ -164,9 +166,11 @@ class Experience:
 
         ``is_wanted``: however good the profile is. Each collective is tried once for all sizes of a class.
         """
+        if not may_try(traffic):
+            return None
         asked = traffic.collective, _size_class(traffic.logical_bytes)
         self.pending = None
-        if may_try(traffic) and asked not in self._tried:
+        if asked not in self._tried:
             self._tried.add(asked)
             self.pending = find_trial(planner, traffic, self.spent_us, self._doubted_us, is_wanted=is_wanted)
         return self.pending
@@ -298,15 +302,15 @@ class Experience:
                 return LinksSeen(self.links)
         return LinksSeen(rates, rates.differs(self.links))
 
-    def settle(self, seen: LinksSeen, now_s: float, *, may_try: bool) -> str:
+    def settle(self, seen: LinksSeen, now_s: float, *, with_trials: bool) -> str:
         """Take note of a measurement after which the group's prices are what they were. Returns an event; "": none.
 
-        ``may_try``: plans may be tried where prices are wrong.
+        ``with_trials``: plans may be tried where prices are wrong.
         """
         if self.suspected is not None:
             self._quiet_until_s, self._lapses_s = now_s + _CONFIRM_S, now_s + _LAPSE_S
             return ""
-        are_prices_wrong = self._departures.is_of_prices and may_try and self._num_tried < _MOST_TRIED
+        are_prices_wrong = self._departures.is_of_prices and with_trials and self._num_tried < _MOST_TRIED
         self._pause(now_s)
         if seen.is_doubtful and not are_prices_wrong:  # not accepted, or it would never be looked into again
             return "calls had become slower, and links between nodes may have, or processors were busy: measured again later"

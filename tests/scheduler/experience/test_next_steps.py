@@ -61,7 +61,7 @@ def test_links_that_seem_slower_are_believed_when_they_are_seen_twice() -> None:
     first = look(experience, 400.0)
     assert not first.has_changed
     assert experience.suspected == LinkRates(0.25)
-    assert experience.settle(first, 10.0, may_try=True) == ""
+    assert experience.settle(first, 10.0, with_trials=True) == ""
     assert step(experience, 10.1) is None
     assert step(experience, 10.6) == NextStep(CONFIRM, pytest.approx(3.0))  # type: ignore[arg-type]
     assert look(experience, 400.0, is_second=True) == LinksSeen(LinkRates(0.25), has_changed=True)
@@ -84,7 +84,7 @@ def test_a_wait_for_a_processor_is_no_slow_link() -> None:
     experience = slowed()
     found = look(experience, 400.0, waited_us=300.0)
     assert (found.has_changed, found.is_doubtful, experience.suspected) == (False, True, None)
-    assert "processors were busy" in experience.settle(found, 10.0, may_try=True)
+    assert "processors were busy" in experience.settle(found, 10.0, with_trials=True)
     assert step(experience, 10.1) is None
     assert step(experience, 10.3) is not None, "slow calls are not taken for usual"
 
@@ -92,7 +92,7 @@ def test_a_wait_for_a_processor_is_no_slow_link() -> None:
 def test_pauses_grow_and_end_with_a_result() -> None:
     experience, now_s, pauses = slowed(), 0.0, []
     for _ in range(10):
-        experience.settle(LinksSeen(LinkRates(), is_doubtful=True), now_s, may_try=True)
+        experience.settle(LinksSeen(LinkRates(), is_doubtful=True), now_s, with_trials=True)
         begin_s = now_s
         while step(experience, now_s) is None:
             now_s += 0.25
@@ -109,7 +109,7 @@ def wrong_prices() -> Experience:
     """A group whose calls have always taken three times their price, on links that are as they were."""
     experience = slowed(3.0, before=0)
     assert step(experience) is not None
-    assert experience.settle(LinksSeen(LinkRates()), 0.0, may_try=True) == ""
+    assert experience.settle(LinksSeen(LinkRates()), 0.0, with_trials=True) == ""
     return experience
 
 
@@ -130,13 +130,13 @@ def test_plans_are_tried_twice_for_the_same_links_and_no_more() -> None:
         experience = experience.doubted(5e5)
         for _ in range(6):
             experience.told("a kind", 100.0, 300.0)
-        event = experience.settle(LinksSeen(LinkRates()), 1e3, may_try=True)
+        event = experience.settle(LinksSeen(LinkRates()), 1e3, with_trials=True)
         assert (event == "") == (tries == 1)
 
 
 def test_where_trials_are_off_wrong_prices_are_taken_for_usual() -> None:
     experience = slowed(3.0, before=0)
-    assert "plans stay" in experience.settle(LinksSeen(LinkRates()), 0.0, may_try=False)
+    assert "plans stay" in experience.settle(LinksSeen(LinkRates()), 0.0, with_trials=False)
     assert step(experience, 10.0) is None
 
 

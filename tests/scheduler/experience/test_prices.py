@@ -12,7 +12,7 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Strategy, Traffic
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.experience import contenders
-from commlayer.scheduler.experience.contenders import Trial, may_try
+from commlayer.scheduler.experience.contenders import Trial
 from commlayer.scheduler.experience.experience import Experience
 from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -165,11 +165,15 @@ def test_what_was_learnt_leaves_wire_formats_and_lanes_alone() -> None:
     planner, experience = Planner(coarse()), Experience()
     trial = experience.find_trial(planner, traffic(1 << 19), is_wanted=False)
     assert trial is not None
-    experience.learn([[t.total_us for t in trial.contenders]])
-    assert may_try(traffic(1 << 19))
+    plain = planner.decide(traffic(1 << 19))
+    experience.learn(
+        [[t.total_us * (9.0 if t.plan.strategy is plain.plan.strategy else 1.0) for t in trial.contenders]]
+    )
+    assert experience.best(plain).strategy is not plain.plan.strategy
     for others in (
         replace(traffic(1 << 19), lane="dp"),
         replace(traffic(1 << 19), wires=(NATIVE, Wire(WireFormat.BF16, 1)), element_bytes=4),
     ):
-        assert not may_try(others)
         assert experience.find_trial(planner, others, is_wanted=True) is None
+        decision = planner.decide(others)
+        assert experience.best(decision) is decision.plan
