@@ -1,17 +1,19 @@
-"""The times of migrations of experts, and of training steps before and behind them, beside what was promised.
+"""The times of migrations of experts, and of training steps before and behind them, beside what was
+promised.
 
-They are written into the statistics, and nothing is decided by them: what plans and links are promised and take is the
-business of :mod:`commlayer.scheduler.experience`.
+They are written into the statistics, and nothing is decided by them: what plans and links are
+promised and take is the business of :mod:`commlayer.scheduler.experience`.
 
-A step's time is the host's, from the end of one call of :meth:`ExpertPlacer.step` to the beginning of the next, so all
-that is trained is in it, and what the placer does itself is not. The median of some steps before experts begin to move,
-less what the decision promises to save, is what steps are promised to take; the median of those behind the migration is
-what they take. Steps beside which experts travel count in neither. Rejected: the time of MoE layers alone, which on a
-device is known only to who waits for it, and which says nothing of what the rest of a step hides.
+A step's time is the host's, from the end of one call of :meth:`ExpertPlacer.step` to the beginning
+of the next, so all that is trained is in it, and what the placer does itself is not. The median of
+some steps before experts begin to move, less what the decision promises to save, is what steps are
+promised to take; the median of those behind the migration is what they take. Steps beside which
+experts travel count in neither. Rejected: the time of MoE layers alone, which on a device is known
+only to who waits for it, and which says nothing of what the rest of a step hides.
 
-A migration has arrived on a rank long before this waits for it. What it took is known on each rank by a thread that does
-wait (:class:`~commlayer.integrations.moe.expert_migration.ExpertMigration`); ranks tell each other behind the switch, and
-the slowest counts.
+A migration has arrived on a rank long before this waits for it. What it took is known on each rank
+by a thread that does wait (:class:`~commlayer.integrations.moe.expert_migration.ExpertMigration`);
+ranks tell each other behind the switch, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ _WINDOW, _LEAST = 16, 3
 
 @dataclass(frozen=True)
 class PlacementPromise:
-    """The promise of a decision: the time of its migration, and what each step shall save, of all layers together, µs."""
+    """The promise of a decision: the time of its migration, and what each step shall save, of all
+    layers together, µs."""
 
     migration_us: float
     saving_us: float
 
 
 class MigrationTimes:
-    """The times around the migrations of one placer. ``group``: the ranks of the stage, which agree on them."""
+    """The times around the migrations of one placer. ``group``: the ranks of the stage, which agree
+    on them."""
 
     def __init__(self, group: GroupCommunicator) -> None:
         self._group = group
@@ -60,8 +64,9 @@ class MigrationTimes:
         self._began_s = time.perf_counter()
 
     def end_step(self, *, is_moving: bool) -> None:
-        """Note that a training step is over; ``is_moving``: experts are on their way still. Collective over the stage in the
-        step of a switch and the one behind it. Raises PeerError and CollectiveTimeoutError as collectives do."""
+        """Note that a training step is over; ``is_moving``: experts are on their way still.
+        Collective over the stage in the step of a switch and the one behind it. Raises PeerError
+        and CollectiveTimeoutError as collectives do."""
         if self._began_s is not None and not self._is_disturbed:
             self._steps.append((time.perf_counter() - self._began_s) * 1e6)
             if self._noted is not None:
@@ -78,8 +83,9 @@ class MigrationTimes:
     def switched(
         self, migration: ExpertMigration, noted: PlacementStats | None, promise: PlacementPromise | None
     ) -> None:
-        """Note that experts have been moved, and write into ``noted``, on the rank that keeps one, what is known of it, now and
-        later. ``promise``: None, where the program chose the placements."""
+        """Note that experts have been moved, and write into ``noted``, on the rank that keeps one,
+        what is known of it, now and later. ``promise``: None, where the program chose the
+        placements."""
         self._steps.clear()
         self._switched, self._noted = (migration, noted), noted
         if noted is None:
@@ -92,7 +98,8 @@ class MigrationTimes:
             noted["promised_step_us"] = max(0.0, self._before_us - promise.saving_us)
 
     def close(self) -> None:
-        """Note the times of the last migration before the group closes. Collective over the stage."""
+        """Note the times of the last migration before the group closes. Collective over the
+        stage."""
         self._hear()
         self._tell()
         self._hear()

@@ -1,14 +1,17 @@
 """Contenders: the plans that run in turn until it is known which of them is the fastest. Pure.
 
-They contend in one of two ways. In a *trial* they run before a call, on tensors of their own, because the profile
-cannot tell them apart; their times correct its prices. In a *contest* they run the program's first calls, in a group of
-which no profile is known or wanted, between sites above all. A profile takes as long there as many calls, the group is
-made anew whenever members change, and the time over a long link depends on what no profile has: the number of
-connections between two ranks. One TCP connection has no more bytes under way than its buffers hold. Where the product of
-a link's rate and its delay is larger, several connections fill the link; where it is smaller, they only compete.
+They contend in one of two ways. In a *trial* they run before a call, on tensors of their own,
+because the profile cannot tell them apart; their times correct its prices. In a *contest* they run
+the program's first calls, in a group of which no profile is known or wanted, between sites above
+all. A profile takes as long there as many calls, the group is made anew whenever members change,
+and the time over a long link depends on what no profile has: the number of connections between two
+ranks. One TCP connection has no more bytes under way than its buffers hold. Where the product of a
+link's rate and its delay is larger, several connections fill the link; where it is smaller, they
+only compete.
 
-A contest costs nothing beside the calls, for every plan's result is right. Its first round is lenient, because new
-connections begin slowly. All ranks count the same calls, and decide by each plan's fastest time, the largest over ranks.
+A contest costs nothing beside the calls, for every plan's result is right. Its first round is
+lenient, because new connections begin slowly. All ranks count the same calls, and decide by each
+plan's fastest time, the largest over ranks.
 """
 
 from __future__ import annotations
@@ -46,22 +49,25 @@ _LEAST_TOLERANCE = 0.1
 _CHEAP_US = 4e4
 """The time of a cheap trial."""
 _CONTENDS = 2.0
-"""A plan contends that is predicted slower by no more than this many times the profile's error: two curves may err
-both ways."""
+"""A plan contends that is predicted slower by no more than this many times the profile's error: two
+curves may err both ways."""
 _LEAST_ERROR = 0.2
-"""The profile's error is taken to be as large as this at least: leaving out a point does not show all of it."""
+"""The profile's error is taken to be as large as this at least: leaving out a point does not show
+all of it."""
 _LONGEST_US, _BUDGET_US = 1.5e5, 3e5
 """The longest trial, as predicted, and all trials of a group together."""
 RUNS = 2
-"""How often each plan of a trial runs at least, in turn; the fastest time counts, for others' work only adds to it."""
+"""How often each plan of a trial runs at least, in turn; the fastest time counts, for others' work
+only adds to it."""
 _MOST_RUNS = 8
 _PARTS = (1, 2, 4)
 """The divisors of a call's size at which its plans may be tried."""
 _SMALLER_PARTS = (6, 8, 12, 16, 20, 24, 32)
-"""The divisors at which two plans of a large call may be tried that the profile cannot tell apart."""
+"""The divisors at which two plans of a large call may be tried that the profile cannot tell
+apart."""
 _IN_PROPORTION = 1.2
-"""The ratio of those two plans' prices may differ by this factor at the smaller size, for a trial there to say
-something of the large call."""
+"""The ratio of those two plans' prices may differ by this factor at the smaller size, for a trial
+there to say something of the large call."""
 _TRIED = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 
 # Contests
@@ -70,19 +76,19 @@ LEAST_BYTES = 1 << 20
 """A smaller call takes a link's delay, whatever its plan."""
 _CONNECTIONS = (1, 2, 4, 8)
 _CODED_CHUNKS = 4
-"""The chunks of elements in another format. While some of them are under way others are encoded, and sums leave as they
-are made, so that a long link is not idle between the two halves of a sum."""
+"""The chunks of elements in another format. While some of them are under way others are encoded,
+and sums leave as they are made, so that a long link is not idle between the two halves of a sum."""
 _FAR_BEHIND = (2.0, 1.1, 1.03)
-"""A contender that takes more than this many times the fastest one's time is out after the first, second and last
-round. Then the simplest of those that are left is kept."""
+"""A contender that takes more than this many times the fastest one's time is out after the first,
+second and last round. Then the simplest of those that are left is kept."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """The plans of one call that contend, to be run in turn, each :attr:`runs` times.
 
-    ``longest_us``: after so long the trial ends with the round that is under way. ``holds_at``: a larger size, bytes, for
-    which the result holds too; 0: none.
+    ``longest_us``: after so long the trial ends with the round that is under way. ``holds_at``: a
+    larger size, bytes, for which the result holds too; 0: none.
     """
 
     contenders: tuple[Timeline, ...]
@@ -95,12 +101,14 @@ class Trial:
 
     @property
     def runs(self) -> int:
-        """How often each plan runs: the shorter it is the more often, because others' work adds more to its time."""
+        """How often each plan runs: the shorter it is the more often, because others' work adds
+        more to its time."""
         return min(max(RUNS, int(_CHEAP_US / max(_round_us(self.contenders), 1.0))), _MOST_RUNS)
 
 
 def may_try(traffic: Traffic) -> bool:
-    """Whether trials may decide on a call: not where precision, an order of sums, or others' turn on the link does."""
+    """Whether trials may decide on a call: not where precision, an order of sums, or others' turn
+    on the link does."""
     is_plain = traffic.wires == (NATIVE,) and not traffic.is_ordered and not traffic.lane
     return traffic.collective in _TRIED and is_plain
 
@@ -110,14 +118,15 @@ def find_trial(
 ) -> Trial | None:
     """Find the plans to run before a call is planned; None where trying them would not pay.
 
-    A call that takes long is tried at a smaller size, down to a fourth of its own. One that takes longer yet is tried
-    only where the simpler plan is kept though another is predicted faster. These two run at a size still smaller, where
-    they are predicted to compare as they do at the call's own.
+    A call that takes long is tried at a smaller size, down to a fourth of its own. One that takes
+    longer yet is tried only where the simpler plan is kept though another is predicted faster.
+    These two run at a size still smaller, where they are predicted to compare as they do at the
+    call's own.
 
-    ``spent_us``: the time of earlier trials. ``doubted_us``: above 0 where calls have shown that prices are wrong: then
-    the fastest plan of every strategy is tried, whatever its price, for so long in all. ``is_wanted``: however good the
-    profile is. A profile whose curves of such a group are derived from other groups does not know how good it is, and is
-    tried too.
+    ``spent_us``: the time of earlier trials. ``doubted_us``: above 0 where calls have shown that
+    prices are wrong: then the fastest plan of every strategy is tried, whatever its price, for so
+    long in all. ``is_wanted``: however good the profile is. A profile whose curves of such a group
+    are derived from other groups does not know how good it is, and is tried too.
     """
     is_wanted = is_wanted or doubted_us > 0 or _is_derived(planner.profile)
     longest_us = doubted_us or _LONGEST_US
@@ -170,8 +179,8 @@ def _is_derived(profile: Profile) -> bool:
 
 
 def _near_fastest(decision: Decision, errors: float) -> list[Timeline]:
-    """The fastest plan of each strategy, by price, that is slower than the fastest of all by no more than so many
-    errors."""
+    """The fastest plan of each strategy, by price, that is slower than the fastest of all by no
+    more than so many errors."""
     fastest: dict[Strategy, Timeline] = {}
     for timeline in sorted(decision.candidates, key=_price):
         fastest.setdefault(timeline.plan.strategy, timeline)
@@ -181,7 +190,8 @@ def _near_fastest(decision: Decision, errors: float) -> list[Timeline]:
 
 
 def _of_size(traffic: Traffic, size: int) -> Traffic:
-    """The same traffic of about ``size`` bytes: a number of elements that every rank's block divides evenly."""
+    """The same traffic of about ``size`` bytes: a number of elements that every rank's block
+    divides evenly."""
     unit = 8 * traffic.group_size
     return replace(traffic, logical_bytes=max(unit, size // unit * unit))
 
@@ -212,8 +222,9 @@ _OTHERS = (Contender(Strategy.HIERARCHICAL), Contender(Strategy.PIPELINED, 4), C
 
 
 def contenders(traffic: Traffic, wire: Wire, connections: Sequence[int] | None = None) -> list[Contender]:
-    """List what contends for calls of ``traffic``, simple ones first. ``connections``: the numbers to try, if not the
-    usual ones. A call that is small, or that stays inside a node, has one contender.
+    """List what contends for calls of ``traffic``, simple ones first. ``connections``: the numbers
+    to try, if not the usual ones. A call that is small, or that stays inside a node, has one
+    contender.
     """
     counts = connections or _CONNECTIONS
     if traffic.logical_bytes < LEAST_BYTES or traffic.link is not Resource.INTER:
@@ -238,7 +249,8 @@ class Contest:
     def __init__(self, candidates: Sequence[Contender]) -> None:
         self._left = list(candidates)
         self._times = [math.inf] * len(self._left)
-        """The fastest of each on this rank, until :meth:`settle` puts the largest over ranks there."""
+        """The fastest of each on this rank, until :meth:`settle` puts the largest over ranks
+        there."""
         self._turn = self._round = 0
 
     @property
@@ -252,14 +264,15 @@ class Contest:
         return len(self._left) == 1
 
     def ran(self, time: float) -> list[float]:
-        """Note how long the current contender took on this rank. At the end of a round, return all contenders' times,
-        of which ranks take the largest for :meth:`settle`; else []."""
+        """Note how long the current contender took on this rank. At the end of a round, return all
+        contenders' times, of which ranks take the largest for :meth:`settle`; else []."""
         self._times[self._turn] = min(self._times[self._turn], time)
         self._turn = (self._turn + 1) % len(self._left)
         return [] if self._turn else list(self._times)
 
     def settle(self, times: Sequence[float]) -> None:
-        """End a round: ``times`` of each contender, the largest over ranks, equal on all of them."""
+        """End a round: ``times`` of each contender, the largest over ranks, equal on all of
+        them."""
         limit = min(times) * _FAR_BEHIND[self._round]
         self._round += 1
         kept = [place for place, time in enumerate(times) if time <= limit]
@@ -268,8 +281,9 @@ class Contest:
         self._times = [times[place] for place in kept]
 
     def leave_out(self, connections: int) -> bool:
-        """Leave out contenders over so many connections or more, which cannot be made: on all ranks, before the same
-        call. Returns whether there are others; where there are none, all stay."""
+        """Leave out contenders over so many connections or more, which cannot be made: on all
+        ranks, before the same call. Returns whether there are others; where there are none, all
+        stay."""
         kept = [place for place, each in enumerate(self._left) if each.connections < connections]
         if not kept:
             return False

@@ -1,7 +1,8 @@
 """Profiles that running jobs have learnt, and merging them into another one. Pure.
 
-Nothing is written over: a job offers a profile beside the one that it was given. Its environment says from which one it
-was learnt, where and when; :func:`merge_learnt` makes a third one of the two.
+Nothing is written over: a job offers a profile beside the one that it was given. Its environment
+says from which one it was learnt, where and when; :func:`merge_learnt` makes a third one of the
+two.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _FROM, _FABRIC, _NODES, _WHERE, _WHEN = (f"learnt.{name}" for name in ("from", "
 
 @dataclass(frozen=True)
 class Learning:
-    """The rates that a job has measured: against which profile (its fingerprint ``base``), by which group, at which Unix
-    time.
+    """The rates that a job has measured: against which profile (its fingerprint ``base``), by which
+    group, at which Unix time.
 
-    ``fabric_rate``: the rate of links between nodes, as a fraction of that profile's. ``node_rates``: of the card of each
-    of these nodes, as a fraction of the usual one's.
+    ``fabric_rate``: the rate of links between nodes, as a fraction of that profile's.
+    ``node_rates``: of the card of each of these nodes, as a fraction of the usual one's.
     """
 
     base: str
@@ -47,7 +48,8 @@ class MergedProfile(NamedTuple):
 
 
 def learnt_profile(now: Profile, learning: Learning) -> Profile:
-    """Return the profile ``now``, by which a job plans, with the cards of ``learning`` and where all that comes from."""
+    """Return the profile ``now``, by which a job plans, with the cards of ``learning`` and where
+    all that comes from."""
     kept = [link for link in now.slow_links if not (len(link.nodes) == 1 and link.nodes[0] in learning.node_rates)]
     cards = [SlowLink((node,), rate) for node, rate in sorted(learning.node_rates.items()) if rate < 1.0]
     about = {
@@ -67,11 +69,11 @@ def _said(learning: Learning) -> str:
 
 
 def merge_learnt(base: Profile, learnt: Profile) -> MergedProfile:
-    """Return ``base`` with the curves, peak and slow links that a running job has learnt in place of its own.
+    """Return ``base`` with the curves, peak and slow links that a running job has learnt in place
+    of its own.
 
-    Raises:
-        ProfileError: ``learnt`` is no profile that a job has learnt, or says so in a damaged way.
-        ProfileMismatchError: a profile of another cluster's shape.
+    Raises: ProfileError: ``learnt`` is no profile that a job has learnt, or says so in a damaged
+    way. ProfileMismatchError: a profile of another cluster's shape.
     """
     fabric_rate, nodes = _learning_of(learnt)
     if learnt.topology != base.topology:

@@ -1,7 +1,9 @@
-"""The rates of the links between a group's nodes: what messages between each two of them say, and the profile they make.
+"""The rates of the links between a group's nodes: what messages between each two of them say, and
+the profile they make.
 
-All cards may have become slower or faster alike (the fabric), or single ones (a node's card); the two ask for different
-plans. Pure: who sends the messages (:mod:`commlayer.measure.link_times`) tells their times.
+All cards may have become slower or faster alike (the fabric), or single ones (a node's card); the
+two ask for different plans. Pure: who sends the messages (:mod:`commlayer.measure.link_times`)
+tells their times.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from commlayer.profiles.topology import Topology
 __all__ = ["AS_PRICED", "LinkRates", "LinkTimes", "card_gbps", "profile_at", "rates_from"]
 
 _UNCHANGED = 1.6
-"""A rate within this factor of the profile's is the profile's: the peak that a busy job's probe found was seen a third
-below the link's own, and a decision is no finer."""
+"""A rate within this factor of the profile's is the profile's: the peak that a busy job's probe
+found was seen a third below the link's own, and a decision is no finer."""
 _UNCHANGED_CARD = 1.25
 """The same of one card beside the others, which are measured together with it."""
 _LEAST, _MOST = 1e-3, 1e3
 _HELD_OUT = 0.5
-"""The least hold-out error of a curve that was scaled, as of one that was probed: trials are to decide between near
-plans."""
+"""The least hold-out error of a curve that was scaled, as of one that was probed: trials are to
+decide between near plans."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class LinkRates:
         return any(self.slower(other)) or any(other.slower(self))
 
     def slower(self, other: LinkRates) -> list[bool]:
-        """Say which of these rates, the fabric's first, are lower than those, by more than they are known to."""
+        """Say which of these rates, the fabric's first, are lower than those, by more than they are
+        known to."""
         alike = (1.0,) * max(len(self.nodes), len(other.nodes))
         nodes = zip(self.nodes or alike, other.nodes or alike, strict=True)
         fabric = other.fabric > _UNCHANGED * self.fabric
@@ -69,8 +72,8 @@ AS_PRICED = LinkRates()
 class LinkTimes(NamedTuple):
     """How long pairs of nodes took to send each other some bytes at once, µs.
 
-    ``certain_us``: without the time in which a thread of theirs was ready and waited for a processor, as far as the
-    kernel tells that.
+    ``certain_us``: without the time in which a thread of theirs was ready and waited for a
+    processor, as far as the kernel tells that.
     """
 
     taken_us: dict[Pair, float]
@@ -87,7 +90,8 @@ class LinkTimes(NamedTuple):
         return LinkTimes(*({pair: time_us / factor for pair, time_us in each.items()} for each in self))
 
     def least_us(self, slower: list[bool]) -> dict[Pair, float]:
-        """Return the least that those pairs can have taken that seem to be slower; of others what they took.
+        """Return the least that those pairs can have taken that seem to be slower; of others what
+        they took.
 
         ``slower``: whether the fabric is, to which all pairs belong, then each node's card.
         """
@@ -99,17 +103,18 @@ class LinkTimes(NamedTuple):
 
 
 def card_gbps(profile: Profile) -> float:
-    """Return the rate of a usual node's card, GB/s: of as many ranks as the emptiest node has, where none is slower than
-    others."""
+    """Return the rate of a usual node's card, GB/s: of as many ranks as the emptiest node has,
+    where none is slower than others."""
     ranks = min(len(members) for members in Topology.parse(profile.topology).nodes)
     return profile.peaks.inter_gbps * ranks / min(profile.node_rates, default=1.0)
 
 
 def rates_from(times_us: Mapping[Pair, float], expected_us: float, *, siblings: int, slowdown: float) -> LinkRates:
-    """Find the rates by exchanges of each two nodes, µs, of which one on usual, idle cards takes ``expected_us``.
+    """Find the rates by exchanges of each two nodes, µs, of which one on usual, idle cards takes
+    ``expected_us``.
 
-    ``siblings`` groups may have shared the cards meanwhile, or not. Within what that leaves open, the group's own calls
-    decide, which have become ``slowdown`` times as slow.
+    ``siblings`` groups may have shared the cards meanwhile, or not. Within what that leaves open,
+    the group's own calls decide, which have become ``slowdown`` times as slow.
     """
     slow = {link.nodes[0]: link.rate for link in slow_links(times_us) if len(link.nodes) == 1}
     num_nodes = 1 + max(node for pair in times_us for node in pair)
@@ -126,8 +131,8 @@ def rates_from(times_us: Mapping[Pair, float], expected_us: float, *, siblings: 
 def profile_at(profile: Profile, fabric: float) -> Profile:
     """Return the profile of the same cluster whose cards all have ``fabric`` times their rate.
 
-    Latencies stay what they are: a small size takes as long as before, and a large one as long as one did that is as
-    much larger as the links are slower.
+    Latencies stay what they are: a small size takes as long as before, and a large one as long as
+    one did that is as much larger as the links are slower.
     """
     if fabric == 1.0:
         return profile
@@ -142,7 +147,8 @@ def profile_at(profile: Profile, fabric: float) -> Profile:
 
 
 def _at(curve: Curve, fabric: float) -> Curve:
-    """The curve by which a size takes as long as one did that is as much larger as the links are slower."""
+    """The curve by which a size takes as long as one did that is as much larger as the links are
+    slower."""
     points = {max(1, round(size * fabric)): time_us for size, time_us in zip(curve.bytes, curve.time_us, strict=True)}
     return msgspec.structs.replace(
         curve,

@@ -1,7 +1,9 @@
-"""The check of a cached profile when a job starts: some all_reduces, which must take about as long as it says. Pure.
+"""The check of a cached profile when a job starts: some all_reduces, which must take about as long
+as it says. Pure.
 
-The profile's key says that nodes are of the same kind, not that the network between them is as fast as in the job that
-measured it. No group has made calls yet, and so none has an :class:`Experience` to ask.
+The profile's key says that nodes are of the same kind, not that the network between them is as fast
+as in the job that measured it. No group has made calls yet, and so none has an :class:`Experience`
+to ask.
 """
 
 from __future__ import annotations
@@ -16,32 +18,38 @@ from commlayer.profiles.profile import Profile
 __all__ = ["Timing", "why_stale"]
 
 _MOST_OFF = 2.5
-"""How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy machine is easily twice as
-slow. On a network that is four times as slow or as fast, an all_reduce shows about three times, for latency counts too."""
+"""How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy
+machine is easily twice as slow. On a network that is four times as slow or as fast, an all_reduce
+shows about three times, for latency counts too."""
 _SUSPECT, _MOST_OFF_TWICE = 1.6, 2.0
-"""Where calls are so many times faster or slower, but not :data:`_MOST_OFF`, a larger size decides, by less; or the same
-once more where there is none. In a smaller call latency counts for more, and a card lets some of the first calls pass at
-once."""
+"""Where calls are so many times faster or slower, but not :data:`_MOST_OFF`, a larger size decides,
+by less; or the same once more where there is none. In a smaller call latency counts for more, and a
+card lets some of the first calls pass at once."""
 _COLLECTIVE = "all_reduce"
 _FIRST_US, _LARGER_US = 1e5, 2.5e5
-"""The check takes the largest size that should be as fast as this: the link is the greater part of its time."""
+"""The check takes the largest size that should be as fast as this: the link is the greater part of
+its time."""
 _ROUNDS, _MORE_ROUNDS, _ROUNDS_OF_LARGER = 3, 5, 2
 _ENOUGH_US = 8e4
-"""After so much time the check is over, so that a link that has become much slower costs a round or two."""
+"""After so much time the check is over, so that a link that has become much slower costs a round or
+two."""
 
 
 class Timing(Protocol):
-    """All ranks of a job, as this check needs them: :class:`commlayer.measure.all_ranks.AllRanks` is one."""
+    """All ranks of a job, as this check needs them: :class:`commlayer.measure.all_ranks.AllRanks`
+    is one."""
 
     @property
     def size(self) -> int: ...
 
     def time_all_reduce(self, num_bytes: int) -> float:
-        """Return the time of one all_reduce, µs: the largest over ranks, and equal on all of them."""
+        """Return the time of one all_reduce, µs: the largest over ranks, and equal on all of
+        them."""
 
 
 def why_stale(profile: Profile, ranks: Timing) -> str:
-    """Say how far ``profile`` is off; "" where it holds, or has no curve to check. Collective; the same on all ranks."""
+    """Say how far ``profile`` is off; "" where it holds, or has no curve to check. Collective; the
+    same on all ranks."""
     of_all_ranks = (each for each in profile.curves if each.collective == _COLLECTIVE and each.group_size == ranks.size)
     curve = next(of_all_ranks, None)
     if curve is None:
@@ -61,8 +69,8 @@ def why_stale(profile: Profile, ranks: Timing) -> str:
 
 
 def _size_for(curve: Curve, time_us: float) -> int:
-    """The largest size that should take at most ``time_us``, of the smallest one measured and its doubles up to the
-    largest."""
+    """The largest size that should take at most ``time_us``, of the smallest one measured and its
+    doubles up to the largest."""
     smallest, largest = curve.bytes[0], curve.bytes[-1]
     sizes = [smallest << k for k in range((largest // smallest).bit_length())] + [largest]
     return max((size for size in sizes if curve.at(size) <= time_us), default=smallest)

@@ -1,7 +1,9 @@
-"""Replays of what groups were told of their calls, and what they decided: one case a name, its answers as lines of text.
+"""Replays of what groups were told of their calls, and what they decided: one case a name, its
+answers as lines of text.
 
-Each case draws its sequence from a seed: noise, a change of links, a busy processor, wrong prices. The answers are kept in
-``replays/experience.json``; ``python tests/auditing/experience_replays.py`` writes them anew.
+Each case draws its sequence from a seed: noise, a change of links, a busy processor, wrong prices.
+The answers are kept in ``replays/experience.json``; ``python tests/auditing/experience_replays.py``
+writes them anew.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def coarse(error: float) -> Profile:
-    """A measured cluster of four nodes whose profile says that it knows its times no better than that."""
+    """A measured cluster of four nodes whose profile says that it knows its times no better than
+    that."""
     profile = load_profile("emulated-2x4")
     curves = [msgspec.structs.replace(curve, holdout_error=error) for curve in profile.curves]
     return profile.replace(curves=curves)
@@ -57,7 +60,8 @@ def number(value: float | None) -> str:
 
 
 def trials(seed: int) -> Iterator[str]:
-    """A group's calls of many sizes, by choices whose trials take times that the profile does not know."""
+    """A group's calls of many sizes, by choices whose trials take times that the profile does not
+    know."""
     pick = random.Random(seed)
     profile = coarse(pick.choice((0.02, 0.1, 0.25, 0.6, 1.5)))
     settings = Settings(trials=pick.choice(("auto", "on")))
@@ -94,7 +98,8 @@ def trials(seed: int) -> Iterator[str]:
 
 
 def contests(seed: int) -> Iterator[str]:
-    """A group's first calls where plans take turns, with other ranks that are slower now and then."""
+    """A group's first calls where plans take turns, with other ranks that are slower now and
+    then."""
     pick = random.Random(seed)
     settings = Settings(plan="tried", connections=pick.choice((None, None, 3)))
     choices = Choices(pick.choice(((1, 1), (2, 2), (1, 1, 1), (4,), (3, 4))), None, settings)
@@ -123,7 +128,8 @@ def contests(seed: int) -> Iterator[str]:
 
 
 def _with_slower(by: list[float], times: list[float]) -> list[float]:
-    """The times of this rank and another one, which takes so many times as long: the larger ones."""
+    """The times of this rank and another one, which takes so many times as long: the larger
+    ones."""
     return [max(time_us, time_us * factor) for time_us, factor in zip(times, by, strict=False)]
 
 
@@ -132,14 +138,16 @@ def _with_slower(by: list[float], times: list[float]) -> list[float]:
 
 @dataclass
 class Job:
-    """The world of one replay: how fast links are, what delays calls beside them, and what was said of all that."""
+    """The world of one replay: how fast links are, what delays calls beside them, and what was said
+    of all that."""
 
     pick: random.Random
     said: list[str] = field(default_factory=list)
     fabric: float = 1.0
     nodes: tuple[float, ...] = (1.0, 1.0)
     busy: float = 1.0
-    """The factor by which calls take longer because of busy processors, which messages of measurements wait for too."""
+    """The factor by which calls take longer because of busy processors, which messages of
+    measurements wait for too."""
     prices: float = 1.0
     scatter: float = 0.05
     samples: list[Sample] = field(default_factory=list)
@@ -257,7 +265,8 @@ def alone(job: Job) -> Iterator[None]:
 
 
 def jobs(seed: int, kind: str) -> Iterator[str]:
-    """A job of some minutes, by the clock of the replay: which appointments its first rank makes, and what comes of them."""
+    """A job of some minutes, by the clock of the replay: which appointments its first rank makes,
+    and what comes of them."""
     pick = random.Random(f"{seed} {kind}")
     shape = (2, 2, 2) if kind == "card" else (4, 4)
     profile = coarse(0.1)

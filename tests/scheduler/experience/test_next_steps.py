@@ -1,4 +1,5 @@
-"""Steps that a group's experience asks for: when links are timed, what is believed of them, and when plans are tried."""
+"""Steps that a group's experience asks for: when links are timed, what is believed of them, and
+when plans are tried."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def step(experience: Experience, now_s: float = 0.0, **how: Any) -> NextStep | N
 
 
 def look(experience: Experience, *taken_us: float, waited_us: float = 0.0, is_second: bool = False) -> LinksSeen:
-    """Time the links of two nodes, whose message usually takes 100 µs; the last time holds for all further looks."""
+    """Time the links of two nodes, whose message usually takes 100 µs; the last time holds for all
+    further looks."""
     times = list(taken_us)
 
     def looked(larger: float) -> LinkTimes:
@@ -106,7 +108,8 @@ def test_pauses_grow_and_end_with_a_result() -> None:
 
 
 def wrong_prices() -> Experience:
-    """A group whose calls have always taken three times their price, on links that are as they were."""
+    """A group whose calls have always taken three times their price, on links that are as they
+    were."""
     experience = slowed(3.0, before=0)
     assert step(experience) is not None
     assert experience.settle(LinksSeen(LinkRates()), 0.0, with_trials=True) == ""
