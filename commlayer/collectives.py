@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.calls.movement import Movement
 from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
@@ -27,6 +28,7 @@ from commlayer.profiles.printable import warn
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.plan import Span
+from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import NATIVE, Wire, WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
@@ -460,12 +462,13 @@ class GroupCommunicator:
                 f"{self._who('all_to_all')}: over {over.value} rank {self.rank} of the group exchanges rows with ranks "
                 f"{list(among)}, got rows for {outside}"
             )
-        start = getattr(self.group, "start_over", None)
+        start = getattr(self.group, "start_planned", None)
         if start is None or not (x.is_cpu or _plans_on_device(self.group, x)):
             return None
         row_bytes = _row_bytes(x)
-        splits = [[count * row_bytes for count in rows] for rows in (send_rows, receive_rows)]
-        return partial(start, over, x, out, splits, most_rows * row_bytes)
+        splits = [count * row_bytes for count in send_rows], [count * row_bytes for count in receive_rows]
+        plan = exchange_over(over, tuple(map(len, self.nodes)), most_rows * row_bytes)
+        return partial(start, Movement(plan, x, out, "over", splits=splits))
 
     def _known(
         self, out: torch.Tensor, x: torch.Tensor, everyones: Sequence[Sequence[int]]

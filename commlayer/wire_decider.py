@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from commlayer.agree.maximum import settle_maximum
 from commlayer.agree.messages import require_alike
+from commlayer.calls.movement import Movement
 from commlayer.engine.encoded_flat import FlatEncoded, require_finite
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import TensorError
@@ -54,7 +55,8 @@ class WireDecider:
         """Start an all_gather, reduce_scatter or all_reduce (``out`` is ``x``) by a plan of :meth:`plan`. ``blocks``: the bytes
         that each rank owns; None: as the plan deals them out, in an all_reduce."""
         if not self._goes_flat(x):
-            return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec_of_call(plan.wire, x)))
+            codec = self._codec_of_call(plan.wire, x)
+            return self._started(Movement(plan, x, out, "encoded", blocks=blocks, codec=codec))
         flat = self._flat(plan, x)
         if blocks is None:
             return flat.all_reduce(x)
@@ -70,7 +72,10 @@ class WireDecider:
         if self._goes_flat(x):
             return self._flat(plan, x).all_to_all(out, x, splits)
         codec = self._codec_of_call(plan.wire, x)
-        return cast("dist.Work", self.group.start_encoded_exchange(plan, x, out, splits, codec))
+        return self._started(Movement(plan, x, out, "encoded exchange", splits=splits, codec=codec))
+
+    def _started(self, movement: Movement) -> dist.Work:
+        return cast("dist.Work", self.group.start_planned(movement))
 
     # Deciding
 
@@ -166,7 +171,7 @@ class WireDecider:
         nodes = (size,)  # the scheme has one level, and moves of its own
         traffic = Traffic(x.nbytes, size, 1, Resource.INTRA, "reduce_scatter", nodes, wires=(wire,), element_bytes=4)
         plan = build(traffic, Strategy.DIRECT, wire=wire)
-        return cast("dist.Work", self.group.start_in_place(plan, x.detach(), out.detach()))
+        return self._started(Movement(plan, x.detach(), out.detach(), "in place"))
 
     # Agreeing
 

@@ -24,10 +24,10 @@ from commlayer.agree.numbers import everyones_numbers
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.call_hooks import CallHooks, require_hooks
-from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
 from commlayer.backend.inner import InnerGroups
+from commlayer.backend.known_plans import KnownPlans
 from commlayer.backend.members import Members
 from commlayer.backend.on_device import OnDevice
 from commlayer.backend.options import make
@@ -106,16 +106,14 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         self._messages = Messages(self._order, self.counters)
-        batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
-        self._calls.encoded_sums = partial(encodings.sum_now, sum_formats) if sum_formats else None
+        batches, known = Batches(self._order, self._messages, self.counters), KnownPlans(self._calls)
+        self._calls.encoded_sums = partial(known.sum_now, sum_formats) if sum_formats else None
         self._ending = Ending(self._order, batches, self.counters)
         self._call_hooks: CallHooks | None = None
         # Verbs that c10d has not, for GroupCommunicator.
         self.start_batch = batches.start
-        self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
-        self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
-        self.start_over, self.start_known_exchange = encodings.start_over, encodings.start_known_exchange
-        self.plans_on_device = encodings.plans_on_device
+        self.encoded_plan, self.start_planned = known.plan, known.start
+        self.start_known_exchange, self.plans_on_device = known.start_known_exchange, known.plans_on_device
 
     @property
     def instruments(self) -> Instruments:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -683,7 +684,8 @@ def test_ranks_and_programs_are_batch_jobs_but_where_an_accelerators_timers_coun
         return os.sched_getscheduler(0), found
 
     program = [sys.executable, "-S", "-c", "import os; print(os.sched_getscheduler(0))"]
-    for accelerator, expected in (({}, os.SCHED_BATCH), ({"compute": "1gflops"}, os.SCHED_OTHER)):
+    accelerators: tuple[dict[str, Any], ...] = ({}, {"compute": "1gflops"})
+    for accelerator, expected in zip(accelerators, (os.SCHED_BATCH, os.SCHED_OTHER), strict=True):
         cluster = emulated_cluster(1, 2, mode="loopback", **accelerator)
         assert cluster.run(policies) == [(expected, [expected])] * 2
         assert cluster.command(program) == 0

@@ -1,7 +1,7 @@
-"""Collectives in a wire format, and those among the ranks of each rail or node, in a group's order, counted and compared like its
-others: CPU tensors here, those on a device by its own verbs.
+"""Calls of a plan that is known when they are made: in a wire format, or among the ranks of each rail or node.
 
-c10d has no words for them; :mod:`commlayer.collectives` calls them.
+They run in a group's order, counted and compared like its others. c10d has no words for them;
+:mod:`commlayer.wire_decider` and :mod:`commlayer.collectives` make them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
 from commlayer.engine.group_plans import Choices
-from commlayer.scheduler.plan import Plan, Span
-from commlayer.scheduler.rails import exchange_over
+from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.wire.codecs import Codec
 
-__all__ = ["Encodings"]
+__all__ = ["KnownPlans"]
 
 
-class Encodings:
-    """Verbs of a plan that is known already. Contiguous tensors; each returns a Work of an asynchronous call."""
+class KnownPlans:
+    """Makes them, of contiguous tensors; each returns a Work of an asynchronous call."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._order, self._inner = calls, calls.order, calls.inner
@@ -70,36 +69,14 @@ class Encodings:
             plan = connected(self._inner.planned, agreed, plan, ask)
         return plan
 
-    def start(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int] | None, codec: Codec
-    ) -> Work:
-        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns; None: as
-        the plan deals them out, in an all_reduce."""
-        return self._begin(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec))
-
-    def start_exchange(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        splits: tuple[Sequence[int], Sequence[int]],
-        codec: Codec,
-    ) -> Work:
-        """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
-        return self._begin(Movement(plan, source, target, "encoded exchange", splits=splits, codec=codec))
-
-    def start_over(
-        self,
-        span: Span,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        splits: tuple[Sequence[int], Sequence[int]],
-        most: int,
-    ) -> Work:
-        """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`.
-        ``most``: bytes that any rank sends or receives, which all ranks know."""
-        plan = exchange_over(span, self._inner.planned.choices.shape, most)
-        return self._begin(Movement(plan, source, target, "over", splits=splits))
+    def start(self, movement: Movement) -> Work:
+        """Start a call of a plan that :meth:`plan` has found, or that the caller has made: the same on all ranks."""
+        if not movement.source.is_cpu:
+            return self._order.on_device(movement.source).start(movement)
+        options: Any = AllreduceOptions()
+        options.asyncOp = True
+        collective = movement.plan.traffic.collective
+        return self._order.issue(options, collective, [movement.target], self._run_known, movement)
 
     def start_known_exchange(
         self,
@@ -117,10 +94,6 @@ class Encodings:
         plans = self._order.on_device(x).plans
         plans.find_out(x.device)
         return plans.choices.is_planning
-
-    def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """A reduce_scatter in the memory of ``source``; see :func:`commlayer.engine.encoded.reduce_scatter_in_place`."""
-        return self._begin(Movement(plan, source, target, "in place"))
 
     def sum_now(
         self,
@@ -146,14 +119,6 @@ class Encodings:
             with torch._C._InferenceMode(True):
                 target.data.div_(size)
         return True
-
-    def _begin(self, movement: Movement) -> Work:
-        if not movement.source.is_cpu:
-            return self._order.on_device(movement.source).start(movement)
-        options: Any = AllreduceOptions()
-        options.asyncOp = True
-        collective = movement.plan.traffic.collective
-        return self._order.issue(options, collective, [movement.target], self._run_known, movement)
 
     def _run_known(self, movement: Movement, timeout_s: float | None = None) -> None:
         calls, plan, source = self._calls, movement.plan, movement.source
