@@ -51,7 +51,7 @@ _Found = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class Parts:
-    """What listens to the calls of this rank's groups, which is taken away and given back."""
+    """The listeners to the calls of this rank's groups, which are taken away and given back."""
 
     def __init__(self) -> None:
         groups: list[Any] = [each for each in dist.distributed_c10d._world.pg_map if isinstance(each, CommlayerGroup)]
