@@ -408,6 +408,7 @@ def test_a_rank_that_gloo_ends_tells_what_it_called(
         with contextlib.suppress(RuntimeError):
             dist.all_reduce(x)
             dist.all_reduce(x)
+        inquiry._linger()  # as a program does when it ends: else its file may not be there yet
 
     outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=60.0)
     aborted = [outcome.rank for outcome in outcomes if outcome.failure is not None]
