@@ -11,6 +11,7 @@ from collections import deque
 from typing import TypedDict
 
 from commlayer.calls.counters import CallStats, GroupStats, counted_groups, reset_groups
+from commlayer.calls.under_way import settle_calls
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import say_table
@@ -180,6 +181,7 @@ def stats() -> Stats:
     Plain data (:class:`Stats`), also of groups that are destroyed: the last 64 of these each, all earlier ones as one group,
     ``ended groups``. Not collective: every rank has its own numbers.
     """
+    settle_calls()
     rank, groups = counted_groups()
     return {
         "rank": rank,

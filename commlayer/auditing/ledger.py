@@ -27,7 +27,7 @@ from commlayer.auditing.placements import audited_placements
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
-from commlayer.calls.under_way import calls_under_way
+from commlayer.calls.under_way import calls_under_way, settle_calls
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
@@ -104,6 +104,7 @@ class Ledger(Instrument):
     def __init__(self, counters: GroupCounters, planned: PlannedGroup | DevicePlans, name: str = "") -> None:
         self._counters, self._name = counters, name or counters.group
         self._planned, self._key = weakref.ref(planned), id(planned)
+        self._is_on_device = isinstance(planned, DevicePlans)  # of whose calls nobody on the host knows what ran beside
         self._beside, self._traffic = _Row(), calls_under_way()
         self._choices: Choices = planned.choices
         self._at_start: Choices = planned.choices
@@ -179,7 +180,7 @@ class Ledger(Instrument):
         row.promised_us += kind.promised_us
         row.measured_ns += spent_ns
         row.logical_bytes += num_bytes
-        if self._traffic.is_beside(self._key, time.perf_counter_ns() - spent_ns):
+        if not self._is_on_device and self._traffic.is_beside(self._key, time.perf_counter_ns() - spent_ns):
             beside = self._beside
             beside.calls += 1
             beside.promised_us += kind.promised_us
@@ -381,6 +382,7 @@ def audit() -> Audit:
     ``ended groups``. Not collective: every rank has its own numbers. Which ranks came late, and when plans changed, the first
     rank of each group knows.
     """
+    settle_calls()
     with _folding:
         ledgers, ended = list(_ledgers), _ended
     groups = [*([] if ended is None else [ended]), *(ledger.read() for ledger in ledgers)]

@@ -7,6 +7,7 @@ import time
 
 from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
+from commlayer.backend.on_device import OnDevice
 from commlayer.backend.order import Order
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import AsksRanks, Instruments
@@ -113,9 +114,15 @@ class Ending:
         for queue in (self._order.progress, self._batches.sender):
             if queue is not None:
                 queue.drain()
-        track.waited()
         for each in self._inner.on_devices.values():
-            each.finish(self._inner.timeout.total_seconds())
+            self._finish_on(each)
+        track.waited()
+
+    def _finish_on(self, on_device: OnDevice) -> None:
+        try:
+            on_device.finish(self._inner.timeout.total_seconds())
+        except Exception as error:  # noqa: BLE001  a device's, or an instrument's: the group must end
+            warn(f"commlayer: {self._members.who}: at the end of calls on a device: {error}", stacklevel=2)
 
     def _break(self) -> bool:
         """Break what is under way. Whether all of it has ended then, on this rank."""

@@ -130,9 +130,9 @@ def launch_all_to_all(
     return calls.own("all_to_all_single", output, input, received, sent, opts)
 
 
-def _even(x: torch.Tensor, size: int) -> list[int]:
+def _even(x: torch.Tensor, size: int) -> tuple[int, ...]:
     """The bytes of ``x`` for each of ``size`` ranks."""
-    return [x.nbytes // size] * size
+    return (x.nbytes // size,) * size
 
 
 def compare_exchange(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,10 +32,10 @@ from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call, StepRecord, Track
+from commlayer.calls.under_way import settle_when_asked
 from commlayer.devices.event_clock import EventClock
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
-from commlayer.engine.progress import DONE
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.scheduler.call_moves import Counts
@@ -46,7 +47,7 @@ from commlayer.transport.stream_times import StreamTimes
 from commlayer.transport.streams import StreamCall
 from commlayer.wire.codecs import Codec
 
-__all__ = ["LaunchedWork", "OnDevice", "TellCounts"]
+__all__ = ["FlatWork", "HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]
 
 TellCounts = Callable[[Sequence[int]], list[list[int]]]
 """Tells all ranks of a group this one's numbers, over the host, and returns everybody's. Collective."""
@@ -102,6 +103,38 @@ class LaunchedWork(Work):
         return self._future
 
 
+class FlatWork(Work):
+    """A call that has run on the host."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        del timeout
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
 class _Pending(NamedTuple):
     """A planned call that has perhaps not run yet."""
 
@@ -138,10 +171,12 @@ class OnDevice:
         self.sequence = 0
         self._call: Call | None = None  # that is being launched
         self._pending: deque[_Pending] = deque()
-        self._settling = threading.RLock()
+        self._settling = threading.Lock()
         self.instruments = Instruments()
-        self.instruments.changed = self._decide_timing
+        me = weakref.ref(self)
+        self.instruments.changed = lambda: calls._decide_timing() if (calls := me()) is not None else None
         self._decide_timing()
+        settle_when_asked(self)
 
     # Issuing
 
@@ -154,19 +189,24 @@ class OnDevice:
 
     def _issue(self, collective: str, described: Noted, body: Callable[..., Work], *args: Any) -> Work:
         self.settle()
-        call = self.track.note(collective, *described, depth=5)
+        dtype, sent, received, opts, _, splits = described
+        # The host waits for no call of a device, whatever the program does: to those who look for hangs none is a wait.
+        self._call = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
         instruments = self.instruments
         try:
             for hear in instruments.issued:
                 hear(call)
-            self._call, call.started_ns = call, now()
-            for hear in instruments.began:
-                hear(call)
+            call.started_ns = now()
+            if not self.plans.is_capturing:  # there nobody may wait, or launch what is not of the graph
+                for hear in instruments.began:
+                    hear(call)
             self.sequence = call.sequence = self.sequence + 1
             work = body(*args)
         except UsageError as error:
             self._failed(call, error)
             self.track.take_back(call)
+            if call.sequence:
+                self.sequence -= 1
             self.order.say_refused(collective, error)
             raise
         except BaseException as error:
@@ -174,14 +214,22 @@ class OnDevice:
             raise
         finally:
             self._call = None
-        if not self._pending or self._pending[-1].call is not call:
+        if not self._is_noted(call):
             self._ended(call, now())
+        if not self._pending:
+            self.track.done = call.number
         return work
 
+    def _is_noted(self, call: Call) -> bool:
+        """Whether its end is told elsewhere: when the device has run it, or already."""
+        return bool(call.ended_ns) or (bool(self._pending) and self._pending[-1].call is call)
+
     def _failed(self, call: Call, error: BaseException) -> None:
-        call.error, call.ended_ns = type(error).__name__, now()
-        for hear in self.instruments.ended:
-            hear(call)
+        call.error = type(error).__name__
+        if not self._is_noted(call):
+            call.ended_ns = now()
+            for hear in self.instruments.ended:
+                hear(call)
 
     def _own_compared(self, name: str, collective: str, *args: Any) -> Work:
         opts = args[-1]
@@ -206,13 +254,14 @@ class OnDevice:
 
     def when_known(self, attach: Callable[[], None]) -> None:
         """Call ``attach`` once it is known by what to plan: now, or at the first call that could have a plan."""
-        if self.plans.choices.is_planning:
+        if not self.plans.is_unknown:
             attach()
         else:
             self.plans.found_out = attach
 
     def plan_anew(self, choices: Choices) -> None:
-        """Plan by ``choices`` from the next call on. In the group's order."""
+        """Plan by ``choices`` from the next call on. In the group's order; the host waits for calls by the earlier ones."""
+        self.finish(self.plans.timeout_s)
         self.plans.choices = choices
 
     def stop_planning(self, instead: Callable[[Movement], None]) -> None:
@@ -240,6 +289,8 @@ class OnDevice:
         collective, plan = self._call.collective, None
         may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output) and is_dense(input)
         if may_plan and (op is None or is_summed_by_plans(op, input.dtype)):
+            if self.plans.is_unknown:  # the ranks find out together: not where they make different calls
+                self.compare(collective, input, num_bytes, op=op, root=root)
             plan = self.plans.plan(collective, input, num_bytes)
         self.compare(collective, input, num_bytes, op=op, root=root, plan=plan)
         return plan
@@ -344,18 +395,24 @@ class OnDevice:
         call.inter_bytes, call.intra_bytes = ran.sent
         self.counters.planned[call.collective, plan.name].add(num_bytes, 0, *ran.sent)
         times = started.times
-        if times is not None and times.ended:
+        if times is not None:
             self._pending.append(_Pending(call, times))
             if call.is_awaited:
-                for event in times.ended:
-                    event.synchronize()
-                self.settle()
+                self._await(call)
         if is_mean:
             # A tensor that was made in inference mode is written in it only.
             target = movement.target
             with torch._C._InferenceMode(True) if target.is_inference() else contextlib.nullcontext():
                 started.then(partial(target.data.div_, self.size))
         return LaunchedWork(plans, started, outputs)
+
+    def _await(self, call: Call) -> None:
+        """Have the host wait for the end of the latest call. Raises CollectiveTimeoutError, PeerError as calls do."""
+        limit_s = self.plans.timeout_s
+        self.finish(limit_s)
+        if not call.ended_ns:
+            error = RuntimeError("Timed out waiting for the device")
+            raise self.plans.explain(error, call.collective, call.sequence, limit_s, limit_s)
 
     def start(self, movement: Movement) -> Work:
         """Launch a call of a plan that is known already, in a wire format, or over rails or nodes."""
@@ -369,7 +426,7 @@ class OnDevice:
         self.compare(collective, source if is_even else None, source.nbytes if is_even else 0, plan=plan)
         if self.instead is not None:  # the plan was looked up when the call was made
             self.instead(movement)
-            return DONE
+            return FlatWork(outputs)
         return self.launch(
             movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else source.nbytes, outputs
         )
@@ -416,53 +473,49 @@ class OnDevice:
 
     def _ended(self, call: Call, ended_ns: int) -> None:
         call.ended_ns = ended_ns
-        if not self._pending:
-            self.track.done = call.number
         for hear in self.instruments.ended:
             hear(call)
 
     def settle(self) -> None:
-        """Take note of planned calls that have run by now. Does not wait."""
-        if not self._pending or self.plans.is_capturing:
+        """Take note of planned calls that have run by now. Does not wait. What an instrument raises is raised here."""
+        # An event that is asked while a graph is captured spoils that.
+        if not self._pending or self.plans.is_capturing or not self._settling.acquire(blocking=False):
             return
-        with self._settling:
+        try:
             while self._pending and self._pending[0].times.is_done:
                 self._settle_one(self._pending.popleft())
-            self.track.done = self._num_before(self._pending[0] if self._pending else None)
+            call = self._pending[0].call if self._pending else self._call
+            self.track.done = self.track.issued if call is None else call.number - 1
+        finally:
+            self._settling.release()
 
     def _settle_one(self, pending: _Pending) -> None:
-        call, times, clock = pending.call, pending.times, self.plans.clock
-        call.started_ns = min(map(clock.ns, times.began))
-        call.ended_ns = max(map(clock.ns, times.ended))
-        clock.follow(times.ended[-1])
-        call.moved_ns = max(0, call.ended_ns - call.started_ns)
+        call, times, launched_ns = pending.call, pending.times, pending.call.started_ns
+        if times.began and times.ended:
+            clock = self.plans.clock
+            clock.follow(times.began[0], launched_ns)
+            call.started_ns = min(map(clock.ns, times.began))
+            call.moved_ns = clock.longest_ns(times.began, times.ended)
+            call.ended_ns = call.started_ns + call.moved_ns
+            if times.has_steps:
+                call.steps = _step_records(call, times, clock)
+        else:  # nothing of it is this rank's
+            call.ended_ns = now()
         self.counters.planned[call.collective, call.plan.name].time_ns += call.moved_ns
-        if times.has_steps:
-            call.steps = _step_records(call.plan, times, clock, call.started_ns)
-        for hear in (*self.instruments.moved, *self.instruments.ended):
-            hear(call)
+        try:
+            for hear in self.instruments.moved:
+                hear(call)
+        finally:
+            for hear in self.instruments.ended:
+                hear(call)
 
     def finish(self, patience_s: float) -> None:
         """Wait so long for planned calls that are noted to be under way, and take note of them."""
         until, board = monotonic() + patience_s, self.plans.board
-        with contextlib.suppress(RuntimeError):  # a device's error, which whoever waits for its work is told
+        self.settle()
+        while self._pending and not self.plans.is_capturing and not board.is_broken and monotonic() < until:
+            sleep(_LOOK_S)
             self.settle()
-            while self._pending and not board.is_broken and monotonic() < until:
-                sleep(_LOOK_S)
-                self.settle()
-
-    @property
-    def num_ended(self) -> int:
-        """How many calls have ended, as far as is known without waiting. From any thread."""
-        for pending in list(self._pending):
-            if not pending.times.is_done:
-                return self._num_before(pending)
-        return self._num_before(None)
-
-    def _num_before(self, pending: _Pending | None) -> int:
-        """How many calls came before this one; before the one that is being launched, if any is, where it is None."""
-        call = self._call if pending is None else pending.call
-        return self.track.issued if call is None else call.number - 1
 
     # Blocks, barriers and messages, which are the inner backend's
 
@@ -501,21 +554,21 @@ class OnDevice:
             stack.callback(self.instruments.closed)
 
 
-def _step_records(plan: Plan, times: StreamTimes, clock: EventClock, started_ns: int) -> tuple[StepRecord, ...]:
+def _step_records(call: Call, times: StreamTimes, clock: EventClock) -> tuple[StepRecord, ...]:
     """The steps of a call; one in which this rank had nothing to do took no time."""
     found: list[StepRecord] = []
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(call.plan.steps):
         events = times.steps.get(index)
-        earlier_ns = max((found[each].end_ns for each in step.after), default=started_ns)
+        earlier_ns = max((found[each].end_ns for each in step.after), default=call.started_ns)
         begin_ns, end_ns = (earlier_ns, earlier_ns) if events is None else (clock.ns(events[0]), clock.ns(events[1]))
-        sent = times.sent_bytes[index]
+        begin_ns, end_ns = (min(max(each, call.started_ns), call.ended_ns) for each in (begin_ns, end_ns))
         found.append(
             StepRecord(
                 step.op.value,
                 step.resource.value,
                 step.chunk,
                 step.bytes,
-                sent,
+                times.sent_bytes[index],
                 min(earlier_ns, begin_ns),
                 begin_ns,
                 end_ns,

@@ -180,6 +180,8 @@ class Instruments:
 
     def _clear(self) -> None:
         self._all.clear()
+        self.beside.clear()
+        self.changed = _nothing
         self._list()
         _open.discard(self)
 

@@ -87,7 +87,7 @@ class Call(msgspec.Struct, eq=False, weakref=True):
         collective: its name in statistics, traces and errors; ``send`` or ``recv`` for a message.
         dtype: of its tensors; None where it has none.
         sent_bytes, received_bytes: bytes that it was given and asked for; −1: no two ranks need have them alike.
-        is_async: whether it returns before its end.
+        is_async: whether it returns before its end, as every call on a device does.
         splits: rows (received, sent) for each member of an exchange; None for any other call.
         code, offset: the place in the program that made it.
         thread: that made it.
@@ -99,8 +99,8 @@ class Call(msgspec.Struct, eq=False, weakref=True):
         logical_bytes: what the caller moved, by nccl-tests' sizes.
         inter_bytes, intra_bytes: sent by this rank over each link class; −1: only the inner backend knows; −2: by the group's
             ``shares``.
-        started_ns, ended_ns: when it began to run, and when it ended; 0 before, and for a call that goes to the inner backend
-            as it is.
+        started_ns, ended_ns: when it began to run, and when it ended; 0 before, and for a CPU call that goes to the inner
+            backend as it is. On a device: when it was launched, and once it has run when it began and ended there.
         run_bytes, moved_ns: what the last collective that it ran moved, and how long that took, without waiting in the queue.
         held_ns: held at chunk edges for higher lanes, in all.
         begins_after_s: when this process's device (:mod:`commlayer.device_time`), by its own clock, has done what the caller has

@@ -6,11 +6,35 @@ takes many times what was promised, and its plan is not to blame. Groups of othe
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from commlayer.forked_child import in_forked_child
 
-__all__ = ["CallsUnderWay", "calls_under_way", "never"]
+__all__ = ["CallsUnderWay", "calls_under_way", "never", "settle_calls", "settle_when_asked"]
+
+
+class Settles(Protocol):
+    """Runs calls on a device, of which it takes note once they have run."""
+
+    def settle(self) -> None: ...
+
+
+_settling: weakref.WeakSet[Settles] = weakref.WeakSet()
+
+
+def settle_when_asked(calls: Settles) -> None:
+    """Have :func:`settle_calls` settle these calls too."""
+    _settling.add(calls)
+
+
+def settle_calls() -> None:
+    """Take note of the calls on devices that have run by now: before somebody reads what calls took."""
+    for each in list(_settling):
+        with contextlib.suppress(RuntimeError):  # a device's error, which whoever waits for its work is told
+            each.settle()
 
 
 def never() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -112,7 +113,8 @@ class DevicePlans(Executor):
 
     @property
     def settings(self) -> Settings:
-        return self.group.settings
+        """The group's, but for trials: the host, which runs them, does not see a device's steps."""
+        return replace(self.group.settings, trials="off")
 
     @property
     def board(self) -> FailureBoard:
@@ -162,9 +164,14 @@ class DevicePlans(Executor):
         planner = None if survey is None else survey(device)
         if planner is not None:
             self.choices.use_planner(planner)
-            found_out, self.found_out = self.found_out, None
-            if found_out is not None:
-                found_out()
+        found_out, self.found_out = self.found_out, None
+        if found_out is not None:
+            found_out()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the ranks have still to find out together by what to plan."""
+        return self._survey is not None
 
     def prepare(self, plan: Plan, device: torch.device, root: int = 0) -> None:
         """Have ready what a call of ``plan`` needs beside its data. The group's first is collective."""
@@ -236,9 +243,9 @@ class DevicePlans(Executor):
 
     @property
     def clock(self) -> EventClock:
-        """The clock of its device. The first time of this has the host wait for a stream of its own."""
+        """The clock of its device."""
         if self._clock is None:
-            self._clock = EventClock(self._told)
+            self._clock = EventClock(self._device.stream(is_high=False))  # on which nothing waits
         return self._clock
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
@@ -318,6 +325,7 @@ class DevicePlans(Executor):
         """Let go of them, when what was launched has run."""
         self._calls.clear()
         self._staged.clear()
+        self._exchanges.clear()
         if self._runner is not None:
             self._runner.transport.close()
             self._runner = None

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commlayer.calls.instruments import listen_to_all, stop_listening_to_all
+from commlayer.calls.under_way import settle_calls
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
@@ -204,6 +205,7 @@ def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:
     if closing is None:
         return
     atexit.unregister(close_recorder)
+    settle_calls()
     stop_listening_to_all(closing.instrument)
     if gather is not None:
         try:

@@ -348,9 +348,9 @@ class StreamCall:
                     stream.wait(event)
             stream.launch(work)
             self._last = {}
-            if self.times is not None:
-                self.times.ended.clear()
             self._note_end(resource, stream)
+            if self.times is not None:  # another thread may look meanwhile
+                self.times.ended = self.times.ended[-1:]
             return
         self._transport.device.current.launch(work)  # a call that moves nothing
 

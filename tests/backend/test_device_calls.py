@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +27,7 @@ from commlayer.auditing.watch import GroupWatch
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call, recorded_calls
+from commlayer.diagnosis.long_waits import waits_of_this_rank
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.executor import Ran
 from commlayer.measure.link_times import time_links
@@ -131,16 +134,33 @@ def listened() -> list[str]:
     with pytest.raises(TensorError):
         dist.all_gather_into_tensor(torch.zeros(4, device=device), torch.zeros(1, dtype=torch.int64, device=device))
     assert track.issued == len(ring)
+    group.instruments.remove(heard)
+    dist.all_reduce(torch.ones(4, device=device))
+    torch.get_device_module(device).synchronize()
+    sequences = [None] * dist.get_world_size()
+    dist.all_gather_object(sequences, calls_of(group).sequence)
+    assert sequences == [len(ring) + 1] * dist.get_world_size()
+    # Nobody has made a later call: a device's call is none that the host waits for.
+    assert waits_of_this_rank(dist.get_rank(), track.numbering) == []
+    commlayer.stats()  # takes note of what has run
+    assert track.done == track.issued
+    kept = weakref.ref(calls_of(group))
+    gc.collect()
+    gc.disable()
+    del group, track, calls, call, heard
     dist.destroy_process_group()
+    assert kept() is None, "the end of a group takes a search for cycles"
     return [call.plan.name if call.plan else "flat" for call in ring[: len(COLLECTIVES)]]
 
 
-@pytest.mark.parametrize("plan", ["hierarchical", "none"])
+@pytest.mark.parametrize(("plan", "shadow"), [("hierarchical", ""), ("hierarchical", "1"), ("none", "")])
 def test_instruments_and_the_ring_hear_of_calls_on_a_device(
-    plan: str, emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    plan: str, shadow: str, emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if plan != "none":
         monkeypatch.setenv("COMMLAYER_PLAN", plan)
+    if shadow:
+        monkeypatch.setenv("COMMLAYER_SHADOW", shadow)
     for names in emulated_cluster(2, 2).run(listened):
         assert names[-1] == "flat"
         assert (names[0] == "hierarchical") == (plan != "none")
@@ -250,6 +270,13 @@ def shadowed(cache: str) -> None:
         x = torch.randn(96, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
         compressed.all_reduce_in_place(x).wait()
     assert shadow.num_compared == 7
+    # Two ranks have nothing to do in this one.
+    sent = [0, 0, 5, 0] if dist.get_rank() == 0 else [0] * 4
+    received = [5, 0, 0, 0] if dist.get_rank() == 2 else [0] * 4
+    out = torch.zeros(sum(received), device=device)
+    dist.all_to_all_single(out, torch.full((sum(sent),), 3.0, device=device), received, sent)
+    assert out.eq(3).all().item()
+    assert shadow.num_compared == 8
     assert calls.is_planning
     for collective in ("all_reduce", "broadcast"):
         with (
@@ -263,6 +290,10 @@ def shadowed(cache: str) -> None:
         x = torch.ones(16, device=device)
         dist.all_reduce(x)
         assert x.eq(4).all().item()
+        x = torch.ones(96, device=device)
+        work = compressed.all_reduce_in_place(x)  # whoever calls still looks its plan up
+        (summed,) = work.get_future().wait()
+        assert summed.eq(4).all().item()
         shadow.is_over, calls.is_planning, calls.instead = False, True, None
     dist.destroy_process_group()
 
