@@ -64,13 +64,14 @@ PLAN_NAMES: dict[ReduceOp.RedOpType, str] = {
 
 def is_summed_by_plans(op: Any, dtype: torch.dtype) -> bool:
     """Whether a plan on a device reduces so: an average of floats only, and bitwise operations of integers only."""
-    if op not in PLAN_NAMES or dtype not in _NUMBERS:
-        return False
-    if op == AVG:  # of a sum that half precision may not hold; NCCL divides before it adds
-        return dtype in FLOATS and dtype is not torch.float16
-    return PLAN_NAMES[op] not in ("band", "bor", "bxor") or dtype not in FLOATS
+    return dtype in _SUMMED_BY_PLANS.get(op, ())
 
 
+_SUMMED_BY_PLANS: dict[Any, frozenset[torch.dtype]] = {
+    **dict.fromkeys((SUM, PRODUCT, MIN, MAX), _NUMBERS),
+    **dict.fromkeys(_BITWISE, _INTEGERS),
+    AVG: FLOATS - {torch.float16},  # of a sum that half precision may not hold; NCCL divides before it adds
+}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _BOOL_OPS = {SUM: MAX, MAX: MAX, BOR: MAX, PRODUCT: MIN, MIN: MIN, BAND: MIN, BXOR: BXOR}
 

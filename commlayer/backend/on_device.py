@@ -188,7 +188,8 @@ class OnDevice:
         return self._issue(collective, described, launch, self, *args)
 
     def _issue(self, collective: str, described: Noted, body: Callable[..., Work], *args: Any) -> Work:
-        self.settle()
+        if self._pending:
+            self.settle()
         dtype, sent, received, opts, _, splits = described
         # The host waits for no call of a device, whatever the program does: to those who look for hangs none is a wait.
         self._call = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
@@ -197,36 +198,40 @@ class OnDevice:
             for hear in instruments.issued:
                 hear(call)
             call.started_ns = now()
-            if not self.plans.is_capturing:  # there nobody may wait, or launch what is not of the graph
+            if (
+                instruments.began and not self.plans.is_capturing
+            ):  # there nobody may wait, or launch what is not of the graph
                 for hear in instruments.began:
                     hear(call)
             self.sequence = call.sequence = self.sequence + 1
             work = body(*args)
         except UsageError as error:
-            self._failed(call, error)
-            self.track.take_back(call)
-            if call.sequence:
-                self.sequence -= 1
-            self.order.say_refused(collective, error)
+            self._refused(call, error)
             raise
         except BaseException as error:
             self._failed(call, error)
             raise
         finally:
             self._call = None
-        if not self._is_noted(call):
-            self._ended(call, now())
+        if not call.ended_ns and not (self._pending and self._pending[-1].call is call):
+            call.ended_ns = now()
+            for hear in instruments.ended:
+                hear(call)
         if not self._pending:
             self.track.done = call.number
         return work
 
-    def _is_noted(self, call: Call) -> bool:
-        """Whether its end is told elsewhere: when the device has run it, or already."""
-        return bool(call.ended_ns) or (bool(self._pending) and self._pending[-1].call is call)
+    def _refused(self, call: Call, error: UsageError) -> None:
+        self._failed(call, error)
+        self.track.take_back(call)
+        if call.sequence:
+            self.sequence -= 1
+        self.order.say_refused(call.collective, error)
 
     def _failed(self, call: Call, error: BaseException) -> None:
+        """Tell of its end, unless that is told when the device has run the call, or has been."""
         call.error = type(error).__name__
-        if not self._is_noted(call):
+        if not call.ended_ns and not (self._pending and self._pending[-1].call is call):
             call.ended_ns = now()
             for hear in self.instruments.ended:
                 hear(call)
@@ -287,12 +292,16 @@ class OnDevice:
         for. ``fits``: whether the sizes are those of a plan."""
         assert self._call is not None
         collective, plan = self._call.collective, None
-        may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output) and is_dense(input)
-        if may_plan and (op is None or is_summed_by_plans(op, input.dtype)):
-            if self.plans.is_unknown:  # the ranks find out together: not where they make different calls
+        is_compared = self.order.inner.signatures is not None
+        may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output)
+        if may_plan and (input is output or is_dense(input)) and (op is None or is_summed_by_plans(op, input.dtype)):
+            if (
+                is_compared and self.plans.is_unknown
+            ):  # the ranks find out together: not where they make different calls
                 self.compare(collective, input, num_bytes, op=op, root=root)
             plan = self.plans.plan(collective, input, num_bytes)
-        self.compare(collective, input, num_bytes, op=op, root=root, plan=plan)
+        if is_compared:
+            self.compare(collective, input, num_bytes, op=op, root=root, plan=plan)
         return plan
 
     def compare(
@@ -386,7 +395,7 @@ class OnDevice:
         call, plans, plan = self._call, self.plans, movement.plan
         assert call is not None
         call.plan, call.run_bytes = plan, num_bytes
-        if not plans.is_capturing:
+        if self.instruments.moving and not plans.is_capturing:
             for hear in self.instruments.moving:
                 hear(call, movement)
         ran = plans.run(movement, issued=call)
@@ -470,11 +479,6 @@ class OnDevice:
 
     def _decide_timing(self) -> None:
         self.plans.is_timing = bool(self.instruments.moved or self.instruments.ended)
-
-    def _ended(self, call: Call, ended_ns: int) -> None:
-        call.ended_ns = ended_ns
-        for hear in self.instruments.ended:
-            hear(call)
 
     def settle(self) -> None:
         """Take note of planned calls that have run by now. Does not wait. What an instrument raises is raised here."""
