@@ -198,9 +198,8 @@ class OnDevice:
             for hear in instruments.issued:
                 hear(call)
             call.started_ns = now()
-            if (
-                instruments.began and not self.plans.is_capturing
-            ):  # there nobody may wait, or launch what is not of the graph
+            # While a graph is captured nobody may wait, or launch what is not of it.
+            if instruments.began and not self.plans.is_capturing:
                 for hear in instruments.began:
                     hear(call)
             self.sequence = call.sequence = self.sequence + 1
@@ -295,9 +294,8 @@ class OnDevice:
         is_compared = self.order.inner.signatures is not None
         may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output)
         if may_plan and (input is output or is_dense(input)) and (op is None or is_summed_by_plans(op, input.dtype)):
-            if (
-                is_compared and self.plans.is_unknown
-            ):  # the ranks find out together: not where they make different calls
+            # The ranks find out together by what to plan: not where they make different calls.
+            if is_compared and self.plans.is_unknown:
                 self.compare(collective, input, num_bytes, op=op, root=root)
             plan = self.plans.plan(collective, input, num_bytes)
         if is_compared:
@@ -320,7 +318,6 @@ class OnDevice:
             return
         from_rank = None if root is None else self.members.global_ranks[root]
         words = described(collective, tensor, num_bytes, op, from_rank, None, plan)
-
         limit_s = order.inner.timeout.total_seconds()
         self.meet(collective, lambda: signatures.compare(order.sequence + 1, f"{words} on a device", limit_s))
 
@@ -355,7 +352,9 @@ class OnDevice:
             return None
         assert self._call is not None
         collective = self._call.collective
-        self.plans.find_out(source.device)
+        if self.plans.is_unknown:
+            self.compare(collective, source, source.nbytes, op=op)
+            self.plans.find_out(source.device)
         plan = self.plans.choices.plan(
             collective, source.nbytes, is_float=True, wires=wires, element_bytes=source.element_size()
         )
