@@ -121,7 +121,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
     def job() -> str:
         torch.set_num_threads(1)
         os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path / "new"))
-        calibrate.drift = lambda *_: ""  # type: ignore[attr-defined]  # how busy the machine is now is not the question
+        calibrate.why_stale = lambda *_: ""  # type: ignore[attr-defined]  # how busy the machine is now is not the question
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
         return str(group._planned.choices.planner.profile.fingerprint)
@@ -149,7 +149,7 @@ def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
         if (
             pod == "second"
         ):  # whether links take as long as they did on a machine that is busy otherwise is not the question
-            calibrate.drift = lambda *_: ""  # type: ignore[attr-defined]
+            calibrate.why_stale = lambda *_: ""  # type: ignore[attr-defined]
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
         assert group._planned.choices.planner.profile.topology == "2x2"

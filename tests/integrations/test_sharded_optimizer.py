@@ -286,7 +286,7 @@ def refusals() -> None:
         ShardedOptimizer([nn.Parameter(torch.ones(2), requires_grad=False)], ADAMW, group)
     with pytest.raises(UsageError, match="comes twice"):
         ShardedOptimizer([*model.parameters(), *model.parameters()], ADAMW, group)
-    with pytest.raises(GroupError, match="group of backend commlayer"):
+    with pytest.raises(GroupError, match="has backend gloo: make a planned one"):
         ShardedOptimizer(model.parameters(), ADAMW, None, wire="bf16")
     others: Any = [dist.new_group([rank]) for rank in range(2)][1 - dist.get_rank()]
     with pytest.raises(GroupError, match="of which this rank is a member"):
