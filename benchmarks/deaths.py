@@ -130,13 +130,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Survivor:
-    """The view of one rank. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
+    """The view of one rank. ``after_s``: from the death to its error; None: it hung, or ended otherwise. ``joined_s``: from
+    when it began to join the job to its error."""
 
     rank: int
     after_s: float | None
     is_named: bool
     kind: str
     text: str
+    joined_s: float | None = None
 
 
 def draw(seed: int, victims: str = "any", moments: Sequence[str] = tuple(LATEST_S)) -> Trial:
@@ -233,8 +235,8 @@ def _plan_anew_all_the_time() -> None:
     watching.GroupWatch._lead = lead  # type: ignore[method-assign, assignment]
 
 
-def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | None, str, str]:
-    """On every rank: (monotonic time of the error, its kind, its text)."""
+def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | None, str, str, float]:
+    """On every rank: (monotonic time of the error, its kind, its text, when the rank began to join)."""
     torch.set_num_threads(1)
     os.environ.update(environment(trial, cache))
     is_victim = int(os.environ["RANK"]) == trial.victim
@@ -242,13 +244,14 @@ def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | N
         (_die_while_joining if trial.moment == "joining" else _die_while_starting)(trial, moment_of_death)
     if trial.moment == "re-planning":
         _plan_anew_all_the_time()
+    began = time.monotonic()
     try:
-        return calls(trial, moment_of_death, is_victim=is_victim)
+        return *calls(trial, moment_of_death, is_victim=is_victim), began
     except RuntimeError as error:
         ended = time.monotonic()
         # As a program does that ends by it: ranks that are late hear why. A process of the emulated cluster ends without.
         leave_all(why_left(error), is_failure=True, is_consequence=isinstance(error, BLAMING))
-        return ended, type(error).__name__, str(error)
+        return ended, type(error).__name__, str(error), began
 
 
 def lists_of(trial: Trial) -> dict[int, list[int]]:
@@ -334,7 +337,7 @@ def run(trial: Trial, cluster: EmulatedCluster, cache: str) -> tuple[Trial, list
 def _survivor(trial: Trial, outcome: RankOutcome, died: float) -> Survivor:
     if outcome.failure is not None or outcome.value is None:
         return Survivor(outcome.rank, None, False, "", f"ended otherwise: {outcome.failure}")
-    ended, kind, text = outcome.value
+    ended, kind, text, began = outcome.value
     if text == CLOSED:  # perhaps before the death
         return Survivor(outcome.rank, max(ended - died, 0.0), True, kind, text)
     if trial.moment == "other lists":
@@ -343,7 +346,8 @@ def _survivor(trial: Trial, outcome: RankOutcome, died: float) -> Survivor:
         is_named = "called new_group with different lists" in text and all(f"with {each}" in text for each in others)
     else:
         is_named = named(text) == {trial.victim}
-    return Survivor(outcome.rank, None if ended is None else max(ended - died, 0.0), is_named, kind, text)
+    after_s = None if ended is None else max(ended - died, 0.0)
+    return Survivor(outcome.rank, after_s, is_named, kind, text, None if ended is None else ended - began)
 
 
 def named(text: str) -> set[int]:
@@ -396,6 +400,14 @@ def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> b
     return is_met
 
 
+def _waited_s(trial: Trial, survivor: Survivor) -> float:
+    """How long a survivor waited in vain: from the death, or from when it began to join, which may be later."""
+    assert survivor.after_s is not None
+    if trial.moment != "joining" or survivor.joined_s is None:
+        return survivor.after_s
+    return min(survivor.after_s, survivor.joined_s)
+
+
 def report_groups(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> bool:
     """Print how the trials ended in which groups were made; whether the targets are met."""
     is_met = True
@@ -407,7 +419,7 @@ def report_groups(found: Sequence[tuple[Trial, list[Survivor]]], console: Consol
         hung = sum(each.after_s is None for each in everyone)
         share_named = sum(each.is_named for each in everyone) / max(len(everyone), 1)
         late = sum(
-            each.after_s is not None and each.after_s > trial.timeout_s + _SPARE_TIMEOUT_S
+            each.after_s is not None and _waited_s(trial, each) > trial.timeout_s + _SPARE_TIMEOUT_S
             for trial, survivors in of_moment
             for each in survivors
         )
