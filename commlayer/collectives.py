@@ -122,7 +122,7 @@ class GroupCommunicator:
         return GroupCommunicator(self.group, lane, wire=wire, gradient_wire=gradient_wire, name=name)
 
     def _decider(self, policy: WirePolicy | None, name: str) -> WireDecider | None:
-        """What decides in which format calls go; None: they go in their own."""
+        """Make the decider of the format in which each call goes; None: all go in their own."""
         if self.size == 1 or policy is None or not policy.allows_encoding:
             return None
         assert isinstance(self.group, dist.ProcessGroup)

@@ -117,15 +117,17 @@ class SignatureCheck:
 
         Raises DisagreementError, on every rank, where two of them do not.
         """
-        mine = torch.tensor([_checksum(data)], dtype=torch.int64)
-        told = self._gather(mine.view(torch.uint8), sequence, call, timeout_s).view(torch.int64).flatten().tolist()
+        checksum = torch.tensor([_checksum(data)], dtype=torch.int64)
+        gathered = self._gather(checksum.view(torch.uint8), sequence, call, timeout_s)
+        checksums = gathered.view(torch.int64).flatten().tolist()
         for first, *others in holders:
             for other in others:
-                if told[other] != told[first]:
+                if checksums[other] != checksums[first]:
                     raise DisagreementError(
                         f"group {self._group}: the tensor of call #{sequence} {call} was declared replicated over the tp group, "
-                        f"but ranks {self._global_ranks[first]} and {self._global_ranks[other]} hold different bytes (checksums "
-                        f"{told[first]} and {told[other]}): reduce it over the tp group first, or call with replicated=False"
+                        f"but ranks {self._global_ranks[first]} and {self._global_ranks[other]} hold different bytes "
+                        f"(checksums {checksums[first]} and {checksums[other]}): reduce it over the tp group first, or "
+                        "call with replicated=False"
                     )
 
     def _gather(self, message: torch.Tensor, sequence: int, call: str, timeout_s: float) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Ending:
 
     @property
     def _instruments(self) -> list[Instruments]:
-        """Those of calls on devices come first: a job's files are written by those of the group."""
+        """The instruments of all calls; those on devices come first, for a job's files are written by those of the group."""
         return [*(each.instruments for each in self._inner.on_devices.values()), self._order.instruments]
 
     def _let_go(self, *, drain: bool) -> None:

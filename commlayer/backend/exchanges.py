@@ -120,8 +120,8 @@ def launch_all_to_all(
         calls.plans.find_out(input.device)
         if calls.is_planning and not calls.plans.never_plans_exchanges:
             if received or sent:
-                given, wanted = _in_bytes(input, sent), _in_bytes(output, received)
-                counts = calls.told(given or _even(input, calls.size), wanted or _even(output, calls.size))
+                going = _in_bytes(input, sent) or _even(input, calls.size)
+                counts = calls.told(going, _in_bytes(output, received) or _even(output, calls.size))
             else:
                 counts = (_even(input, calls.size),) * calls.size
             work = calls.by_counts(output, input, counts)
@@ -148,8 +148,8 @@ def compare_exchange(
     assert signatures is not None
     sequence, seconds = order.sequence + 1, timeout_s or order.inner.timeout.total_seconds()
     signatures.compare(sequence, f"all_to_all({input.dtype})", seconds)
-    given, wanted = (_elements(x, splits, size) for x, splits in ((input, sent), (output, received)))
-    signatures.compare_splits(sequence, given, wanted, "elements", seconds)
+    sent_elements, expected_elements = _elements(input, sent, size), _elements(output, received, size)
+    signatures.compare_splits(sequence, sent_elements, expected_elements, "elements", seconds)
 
 
 def all_to_all_lists(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:

@@ -36,6 +36,7 @@ from commlayer.calls.under_way import settle_when_asked
 from commlayer.devices.event_clock import EventClock
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
+from commlayer.engine.progress import HostWork
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.scheduler.call_moves import Counts
@@ -47,7 +48,7 @@ from commlayer.transport.stream_times import StreamTimes
 from commlayer.transport.streams import StreamCall
 from commlayer.wire.codecs import Codec
 
-__all__ = ["FlatWork", "HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]
+__all__ = ["HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]
 
 TellCounts = Callable[[Sequence[int]], list[list[int]]]
 """Tells all ranks of a group this one's numbers, over the host, and returns everybody's. Collective."""
@@ -101,38 +102,6 @@ class LaunchedWork(Work):
         if self._future is None:
             self._future = self._plans.future(self._call, self._outputs)
         return self._future
-
-
-class FlatWork(Work):
-    """A call that has run on the host."""
-
-    def __init__(self, outputs: Any) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        del timeout
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> Any:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
 
 
 class _Pending(NamedTuple):
@@ -212,10 +181,7 @@ class OnDevice:
             raise
         finally:
             self._call = None
-        if not call.ended_ns and not (self._pending and self._pending[-1].call is call):
-            call.ended_ns = now()
-            for hear in instruments.ended:
-                hear(call)
+        self._end(call)
         if not self._pending:
             self.track.done = call.number
         return work
@@ -228,8 +194,11 @@ class OnDevice:
         self.order.say_refused(call.collective, error)
 
     def _failed(self, call: Call, error: BaseException) -> None:
-        """Tell of its end, unless that is told when the device has run the call, or has been."""
         call.error = type(error).__name__
+        self._end(call)
+
+    def _end(self, call: Call) -> None:
+        """Tell of its end, unless that is told when the device has run the call, or has been."""
         if not call.ended_ns and not (self._pending and self._pending[-1].call is call):
             call.ended_ns = now()
             for hear in self.instruments.ended:
@@ -245,8 +214,8 @@ class OnDevice:
     def own(self, name: str, *args: Any) -> Work:
         """Call the inner backend's verb ``name``: the backend's, or where that has not the name, that of the process group around
         it."""
-        found = getattr(self._backend, name, None)
-        work: Work = (verb_of(self._verbs, name) if found is None else found)(*args)
+        verb = getattr(self._backend, name, None)
+        work: Work = (verb_of(self._verbs, name) if verb is None else verb)(*args)
         return work
 
     def own_sparse(self, *args: Any) -> Work:
@@ -434,7 +403,7 @@ class OnDevice:
         self.compare(collective, source if is_even else None, source.nbytes if is_even else 0, plan=plan)
         if self.instead is not None:  # the plan was looked up when the call was made
             self.instead(movement)
-            return FlatWork(outputs)
+            return HostWork(outputs)
         return self.launch(
             movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else source.nbytes, outputs
         )
@@ -559,13 +528,13 @@ class OnDevice:
 
 def _step_records(call: Call, times: StreamTimes, clock: EventClock) -> tuple[StepRecord, ...]:
     """The steps of a call; one in which this rank had nothing to do took no time."""
-    found: list[StepRecord] = []
+    records: list[StepRecord] = []
     for index, step in enumerate(call.plan.steps):
         events = times.steps.get(index)
-        earlier_ns = max((found[each].end_ns for each in step.after), default=call.started_ns)
+        earlier_ns = max((records[each].end_ns for each in step.after), default=call.started_ns)
         begin_ns, end_ns = (earlier_ns, earlier_ns) if events is None else (clock.ns(events[0]), clock.ns(events[1]))
         begin_ns, end_ns = (min(max(each, call.started_ns), call.ended_ns) for each in (begin_ns, end_ns))
-        found.append(
+        records.append(
             StepRecord(
                 step.op.value,
                 step.resource.value,
@@ -577,4 +546,4 @@ def _step_records(call: Call, times: StreamTimes, clock: EventClock) -> tuple[St
                 end_ns,
             )
         )
-    return tuple(found)
+    return tuple(records)

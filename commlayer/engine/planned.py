@@ -198,7 +198,10 @@ class PlannedGroup(Executor):
         return reduce_scatter_in_place(runner, self.rank, len(self.global_ranks), movement, drive)
 
     def _explained(self, movement: Movement, error: BaseException) -> BaseException:
-        """What a call raises, and tells the others: a codec refuses in the middle of it, when it has seen a piece."""
+        """Return the error that a broken call raises, and tells the other ranks.
+
+        A codec refuses in the middle of a call, when it has seen a piece.
+        """
         if movement.kind in ("whole", "split", "over"):
             return error
         if isinstance(error, NonFiniteError):

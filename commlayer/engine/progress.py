@@ -32,7 +32,7 @@ from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
-__all__ = ["DONE", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
+__all__ = ["DONE", "HostWork", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
 
 QueuedCall = Callable[..., object]
 """A call that the queue runs in its turn, with the arguments that were queued beside it."""
@@ -177,6 +177,22 @@ class _Done(Work):
 
 
 DONE = _Done()
+
+
+class HostWork(_Done):
+    """An asynchronous call that has run on the host when it is returned. ``outputs``: the call's."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
 
 
 class StreamWork(_Done):

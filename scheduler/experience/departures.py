@@ -126,8 +126,8 @@ class Departures:
         return None if by is None else math.exp(by)
 
     def _departed(self) -> float | None:
-        """By how much the last calls all depart from what is usual for their kinds; None where they
-        do not."""
+        """Return how far the last calls all depart from what is usual for their kinds; None where
+        they do not."""
         least = _LEAST if all(is_known for _, is_known in self._recent) else _STALE
         scatter = _MAD_TO_SIGMA * median(map(abs, self._before)) if self._before else 0.0
         return _sustained([departure for departure, _ in self._recent], max(least, _LEAST_SCATTER, scatter))

@@ -38,8 +38,8 @@ from commlayer.scheduler.traffic import Traffic
 __all__ = ["CONFIRM", "MEASURE", "TRY", "Experience", "LinksSeen", "NextStep"]
 
 MEASURE, CONFIRM, TRY = "measure", "confirm", "try"
-"""What the ranks of a group do together: time their links, time them again to confirm what was
-seen, or try the plans of calls to come because prices are wrong."""
+"""The steps that the ranks of a group take together: time their links, time them again to confirm
+what was seen, or try the plans of calls to come because prices are wrong."""
 
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
