@@ -19,7 +19,7 @@ from fence_cases import GOLDENS, Case, Difference, changes, differences, read_go
 
 __all__ = ["SECTIONS", "check", "report"]
 
-SECTIONS = {"decisions": 11, "bits": 7, "estimates": 5, "files": 4}
+SECTIONS = {"decisions": 11, "bits": 7, "estimates": 5, "layers": 5, "files": 4}
 """The sections, and how many cases of each the suite leaves out between two that it checks, plus one."""
 _MOST_SHOWN = 12
 _REASONS = GOLDENS / "reasons.txt"
