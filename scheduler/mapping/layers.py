@@ -44,7 +44,7 @@ from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenA
 from commlayer.scheduler.mapping.memory import offloaded_layer_bytes
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import modules_of
-from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import (
     SEND_RECV,
     StepCollective,
@@ -237,10 +237,9 @@ class LayerBuilder:
 
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
         """Find what one layer computes for a micro-batch."""
-        software, routes = self.software, self._routes(setup)
-        ways = splits_ffn(software, setup.attention), software.fuses_experts
+        routes = self._routes(setup)
         arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
-        return layer_work(self.job, setup, self.compute, is_moe, *ways, arrival=arrival)
+        return layer_work(self.job, setup, self.compute, is_moe, self.software, arrival)
 
     def least_waits_us(self, setup: Setup) -> float:
         """Bound for how long a layer waits for attention's calls that nothing is computed beside, forward and backward, µs."""
@@ -372,21 +371,21 @@ class LayerBuilder:
         first, last = self._beside(parameters)
         program = sequence(
             first,
-            _moved(work.norm.forward),
+            _moved(work["norm"].forward),
             before if is_tensor else [],
-            Compute(work.projections.forward, "attention"),
-            _moved(work.rotation.forward),
+            Compute(work["projections"].forward, "attention"),
+            _moved(work["rotation"].forward),
             [] if is_tensor else before,
-            self._core(at.pop("context", []), work.core.forward),
+            self._core(at.pop("context", []), work["core"].forward),
             [] if is_tensor else after,
-            Compute(work.out.forward, "attention"),
+            Compute(work["out"].forward, "attention"),
             after if is_tensor else [],
-            _moved(work.middle.forward),
-            Compute(work.router.forward, "dense"),
+            _moved(work["middle"].forward),
+            Compute(work["router"].forward, "dense"),
             _sync(at.pop("router", [])),
             _sync(at.pop("counts", [])),
             _sync(at.pop("before_ffn", [])),
-            [] if shared_is_beside else Compute(work.shared.forward, "dense"),
+            [] if shared_is_beside else Compute(work["shared"].forward, "dense"),
         )
         after_experts = sequence(_sync(at.pop("after_ffn", [])), last)
         _check_used(at)
@@ -418,13 +417,13 @@ class LayerBuilder:
         first_sum, last_sum = self._beside(at.pop("gradients", []))
         if first_sum and not self.software.overlaps_gradients:
             first_sum, last_sum = [], _sync([item.call for item in first_sum if isinstance(item, Issue)])
-        later = work.out.weight_gradient if puts_off else 0.0
-        projected = 0.0 if puts_off and not (is_tensor and before) else work.projections.weight_gradient
+        later = work["out"].weight_gradient if puts_off else 0.0
+        projected = 0.0 if puts_off and not (is_tensor and before) else work["projections"].weight_gradient
         if not projected:
-            later += work.projections.weight_gradient
+            later += work["projections"].weight_gradient
         around_shared = (
             again.pop("before_ffn", []),
-            Compute(work.shared.backward, "dense"),
+            Compute(work["shared"].backward, "dense"),
             at.pop("before_ffn", []),
         )
         before_experts = sequence(
@@ -435,17 +434,19 @@ class LayerBuilder:
         )
         after_experts = sequence(
             [*_sync(around_shared[0]), *_sync(around_shared[2])] if shared_is_beside else [],
-            Compute(work.router.backward, "dense"),
-            _moved(work.middle.backward),
+            Compute(work["router"].backward, "dense"),
+            _moved(work["middle"].backward),
             after if is_tensor else [],
-            Compute(work.out.backward - (work.out.weight_gradient if puts_off else 0.0), "attention"),
+            Compute(work["out"].backward - (work["out"].weight_gradient if puts_off else 0.0), "attention"),
             [] if is_tensor else after,
-            self._core(at.pop("context", []), work.core.backward),
+            self._core(at.pop("context", []), work["core"].backward),
             [] if is_tensor else _sync(before),
-            _moved(work.rotation.backward),
-            _beside_product(again.pop("before_attention", []), Compute(work.projections.input_gradient, "attention")),
+            _moved(work["rotation"].backward),
+            _beside_product(
+                again.pop("before_attention", []), Compute(work["projections"].input_gradient, "attention")
+            ),
             _beside_product(before if is_tensor else [], Compute(projected, "attention")),
-            _moved(work.norm.backward),
+            _moved(work["norm"].backward),
             last,
             last_sum,
         )
@@ -485,12 +486,12 @@ class LayerBuilder:
     def _has_shared_beside(self, work: LayerWork, at: Places) -> bool:
         """Whether shared experts compute beside the exchange of tokens; not where there is none, or in a dense layer."""
         is_asked = self.software.overlaps_shared and not self.software.hides_dispatch
-        return is_asked and bool(work.experts.forward and at.get("dispatch") and at.get("combine"))
+        return is_asked and bool(work["experts"].forward and at.get("dispatch") and at.get("combine"))
 
     def _shared_beside(self, work: LayerWork, is_forward: bool) -> tuple[list[Item], list[Item]]:
         """Shared experts' first products, of two (three with a gate), beside the way to the routed experts and the last one
         beside the way home; backward the last one first."""
-        whole = work.shared.forward if is_forward else work.shared.backward
+        whole = work["shared"].forward if is_forward else work["shared"].backward
         matrices = self.job.model.matrices
         last = Compute(whole / matrices, "dense")
         first = Compute(whole - whole / matrices, "dense")
@@ -504,14 +505,14 @@ class LayerBuilder:
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
         put_off = 0.0
         if is_forward:
-            moved_us = work.expert_memory.forward + work.expert_biases.forward
-            computed = [Compute(work.experts.forward, "experts"), _moved(moved_us)]
-            first, last = _moved(work.permute.forward), _moved(work.unpermute.forward)
+            moved_us = work["expert_memory"].forward + work["expert_biases"].forward
+            computed = [Compute(work["experts"].forward, "experts"), _moved(moved_us)]
+            first, last = _moved(work["permute"].forward), _moved(work["unpermute"].forward)
         else:
-            put_off = work.experts.weight_gradient if puts_off else 0.0
-            moved_us = work.expert_memory.backward + work.expert_biases.backward
-            computed = [Compute(work.experts.backward - put_off, "experts"), _moved(moved_us)]
-            first, last = _moved(work.unpermute.backward), _moved(work.permute.backward)
+            put_off = work["experts"].weight_gradient if puts_off else 0.0
+            moved_us = work["expert_memory"].backward + work["expert_biases"].backward
+            computed = [Compute(work["experts"].backward - put_off, "experts"), _moved(moved_us)]
+            first, last = _moved(work["unpermute"].backward), _moved(work["permute"].backward)
             out, home = home[::-1], out[::-1]
         beyond = [self._of_levels(levels, [*out, *home])] if levels is not None and out and home else []
         return _ExpertParts([first], out, computed, Compute(put_off, "experts"), home, [*beyond, last])

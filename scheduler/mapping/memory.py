@@ -12,23 +12,26 @@ expert. docs/counting.md derives every formula and the table of ZeRO.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.hardware import Gpu
-from commlayer.scheduler.mapping.job import Attention, Job, Setup
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_table import Cut, Format, Op, Saved, layer_table
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import in_flight_by_chunk, in_flight_chunks, is_dual
 from commlayer.scheduler.mapping.precisions import Recipe, recipe_of
-from commlayer.scheduler.mapping.recomputation import Recompute, modules_of
+from commlayer.scheduler.mapping.recomputation import Recompute, ways_of
 from commlayer.scheduler.mapping.result import Memory
-from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
+from commlayer.scheduler.mapping.software import MEGATRON, Software
 
 __all__ = [
+    "Formats",
     "LayerElements",
     "Room",
     "estimate",
@@ -48,96 +51,75 @@ _LAYERS_AHEAD = 2
 under way."""
 
 
-class LayerElements(NamedTuple):
-    """Elements that one layer keeps for its backward pass.
+class Formats(NamedTuple):
+    """What is kept of an element, in BF16 elements.
 
-    ``attention``, ``dense`` (a dense FFN) and ``shared``: per token of a rank's share. ``row``: per row of an expert, of the
-    rank's part of its width.
+    ``operand``: of one that goes into a product: 1, or in FP8 a half and its scales. There what others need in BF16 as well is
+    kept in both (attention's output; what a router reads). ``gated``: of what goes into a gated activation function.
+    ``output``: of attention's output, where one copy is enough; 0: it is not. ``routed``: what crosses to the host of an element
+    that goes into the experts' first product; Megatron-Core keeps it in BF16 for that, but with MXFP8.
     """
 
-    attention: float
-    dense: float
-    shared: float
+    operand: float = 1.0
+    gated: float = 1.0
+    output: float = 0.0
+    routed: float = 1.0
+
+    def sizes(self) -> dict[Format, float]:
+        cast = self.operand if self.operand < 1 else 0.0
+        return {
+            "bf16": 1.0,
+            "operand": self.operand,
+            "cast": cast,
+            "recast": self.operand - 1,
+            "routed": self.operand,
+            "gated": self.gated,
+            "output": self.output or 1.0,
+            "output_cast": 0.0 if self.output else cast,
+        }
+
+
+_IN_BF16 = Formats()
+
+
+class LayerElements(NamedTuple):
+    """Elements that one layer keeps: per ``token`` of a rank's share, and per ``row`` of its experts."""
+
+    token: float
     row: float
 
+    def of(self, tokens: float, rows: float) -> float:
+        return tokens * self.token + rows * self.row
 
-@lru_cache(maxsize=1024)
+
+@lru_cache(maxsize=4096)
 def kept_elements(
-    model: ModelShape,
-    recompute: Recompute,
-    attention: Attention,
-    tp: int,
-    etp: int,
-    operand: float = 1.0,
-    gated: float = 1.0,
-    output_kept: float = 0.0,
+    model: ModelShape, recompute: Recompute, cut: Cut, formats: Formats = _IN_BF16, is_moe: bool = True
 ) -> LayerElements:
-    """Count what a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many,
-    narrower.
+    """Count what a layer keeps for its backward pass. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp
+    times as many, narrower.
 
-    ``none``: a layer's input, its norm, queries, keys and values, the attention's output (twice under ``ulysses``, before and
-    after its all_to_all), the second norm's input and output; an expert's input, the products of its first matrices, and what
-    goes into the last. ``selective`` (MegaScale-MoE, A.2): input, queries, keys, values, attention's output, the second norm's
-    input, the products of an expert's first matrices. ``full``: a layer's input alone (Megatron). Modules: as ``none`` without
-    what they compute again (:mod:`commlayer.scheduler.mapping.recomputation`).
-
-    ``operand``: what is kept of an element that goes into a product, in BF16 elements: 1, or in FP8 a half and its scales. There
-    attention's output and the second norm's are kept in both, for others need them in BF16 (attention; the router). ``gated``:
-    the same of what goes into a gated activation function. ``output_kept``: the same of attention's output, where one copy is
-    enough; 0: it is not.
+    ``none``: what its operations keep (mapping/layer_table.py). ``selective`` (MegaScale-MoE, A.2), or modules: as ``none``
+    without what they compute again. ``full``: a layer's input alone (Megatron).
     """
+    ops, sizes, ways = layer_table(model, cut, is_moe), formats.sizes(), ways_of(recompute)
     if recompute == "full":
-        return LayerElements(model.hidden, 0, 0, 0)
-    first: float = model.matrices - 1  # products of the first matrices: gate and up, or one
-    if model.gated:
-        first *= gated
-    latent = model.latent
-    query, keys_values, output = _attention_elements(model, tp)
-    cast = operand if operand < 1 else 0.0  # a copy beside what is kept in BF16
-    # of latent attention before the norms, and after them, where the projections up do not make them again: their layers have
-    # the norms in them (Transformer Engine's; DeepSeek-V3, section 3.2.3: all norms are made again)
-    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
-    if latent and "mla_up_proj" in modules_of(recompute):
-        down -= operand * (latent.q_rank + latent.kv_rank)
+        return LayerElements(ops[0].saved[0].elements, 0.0)
     if recompute == "selective":
-        kept = 2 * model.hidden + query + keys_values + output
-        return LayerElements(kept, first * model.dense_width, first * model.shared_width, first * model.width / etp)
-    twice = 2 if attention == "ulysses" else 1
-    modules = modules_of(recompute)
-    norms = 0.0 if "layernorm" in modules else (1 + operand) * model.hidden
-    expanded = 0.0 if "mla_up_proj" in modules else query + keys_values
-    activated = 0.0 if "moe_act" in modules else operand
-    into_shared = cast * model.hidden if model.shared_width and norms else 0.0
-    into_dense = (operand - 1) * model.hidden if norms else 0.0  # no router needs it in BF16 there
-    is_moe_kept, is_shared_kept = "moe" not in modules, not modules & {"moe", "shared_experts"}
-    return LayerElements(
-        attention=2 * model.hidden + norms + expanded + down + (twice * output_kept or twice + cast) * output,
-        dense=into_dense + (first + operand) * model.dense_width if "mlp" not in modules else 0.0,
-        shared=into_shared + (first + operand) * model.shared_width if is_shared_kept else 0.0,
-        row=operand * model.hidden + (first + activated) * model.width / etp if is_moe_kept else 0.0,
-    )
+        sizes["output"] = 1.0  # in BF16 whatever the recipe
+    return _summed((each, part * sizes[each.format]) for each, part in _saved(ops) if not each.remade & ways)
 
 
-def _attention_elements(model: ModelShape, tp: int) -> tuple[float, float, float]:
-    """Elements per token that attention works on: queries (and a gate), keys with values, outputs; the mean over a model's
-    kinds of attention. A window of attention changes none of them: scores are never kept."""
-    kv_heads = model.heads if model.latent else max(model.kv_heads, tp)  # tp ranks hold at least one head each
-    heads = (model.heads * (1 + model.gated_attention), kv_heads, model.heads)
-    query, keys_values, output = (number * size for number, size in zip(heads, head_sizes(model), strict=True))
-    linear = model.linear
-    if linear is None:
-        return query, keys_values, output
-    keys, values, part = (
-        linear.key_heads * linear.key_dim,
-        linear.value_heads * linear.value_dim,
-        linear.layers / model.layers,
-    )
-    softmax = 1 - part
-    return (
-        query * softmax + (keys + values) * part,
-        keys_values * softmax + (keys + values) * part,
-        output * softmax + values * part,
-    )
+def _saved(ops: Iterable[Op]) -> list[tuple[Saved, float]]:
+    """What operations keep, and in which part of the layers."""
+    return [(each, op.part) for op in ops for each in op.saved]
+
+
+def _summed(saved: Iterable[tuple[Saved, float]]) -> LayerElements:
+    found = {"token": 0.0, "row": 0.0}
+    for each, size in saved:
+        found[each.per] += each.elements * size
+    return LayerElements(found["token"], found["row"])
 
 
 @lru_cache(maxsize=1024)
@@ -145,54 +127,35 @@ def offloaded_elements(
     model: ModelShape,
     offload: Offload,
     recompute: Recompute,
-    attention: Attention,
-    tp: int,
-    etp: int,
-    operand: float = 1.0,
-    gated: float = 1.0,
-    original: float = 1.0,
-    output_kept: float = 0.0,
+    cut: Cut,
+    formats: Formats = _IN_BF16,
+    is_moe: bool = True,
 ) -> tuple[LayerElements, LayerElements]:
-    """Count what of :func:`kept_elements` leaves the GPU, and what crosses to the host for it, of a layer with experts (a dense
-    one has ``attention`` alone: its second norm and its FFN are no modules of these).
+    """Count what of :func:`kept_elements` leaves the GPU, and what crosses to the host for it.
 
     More crosses than leaves where two modules keep one tensor (attention's output crosses for both, and leaves with the second),
-    and where it is computed again as well. ``operand``, ``gated``, ``output_kept``: as there. ``original``: what crosses of an
-    element that goes into the experts' first product, in BF16 elements: Megatron-Core keeps it in BF16 for that, but with MXFP8.
+    and where it is computed again as well.
     """
-    modules = offloaded_modules(offload)
-    query, keys_values, output = _attention_elements(model, tp)
-    remade, is_selective = modules_of(recompute), recompute == "selective"
-    latent, hidden = model.latent, model.hidden
-    is_cast, copies = operand < 1 and not is_selective, 2 if attention == "ulysses" and not is_selective else 1
-    norm = 0.0 if is_selective or "layernorm" in remade else operand * hidden
-    down = (1 + operand) * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0.0
-    left = 0.0 if is_selective else down  # of what is projected down
-    if latent and "mla_up_proj" in remade:
-        left -= operand * (latent.q_rank + latent.kv_rank)
-    expanded = 0.0 if "mla_up_proj" in remade else query + keys_values
-    fused = 0.0 if latent else hidden
-    one_copy = output_kept or 1.0
-    # of attention, that the projection behind it keeps beside attention itself
-    own_output = (copies - 1) * one_copy + (0.0 if output_kept else operand * is_cast)
-    is_let_go = own_output > 0 or "attn_proj" in modules
-    first = (model.matrices - 1) * (gated if model.gated else 1.0) * model.width / etp
-    parts = {  # what leaves, and what crosses, for each token
-        "attn_norm": (hidden - fused, hidden - fused),
-        "qkv_linear": (norm + fused + left, operand * hidden + fused + down),
-        "core_attn": (expanded + output * one_copy * is_let_go, query + keys_values + output * one_copy),
-        "attn_proj": (output * own_output, output * max(own_output, output_kept or operand)),
-        "mlp_norm": (hidden, hidden),
-        "expert_fc1": (0.0, 0.0) if is_selective else (operand * hidden, original * hidden),
-        "moe_act": (first, first),
-    }
+    modules, ways, sizes = offloaded_modules(offload), ways_of(recompute), formats.sizes()
+    modules -= {"expert_fc1"} if recompute == "selective" else set()
+    saved = _saved(layer_table(model, cut, is_moe))
+    named = [(each, part) for each, part in saved if each.offload in modules]
+    # The projection's own copies of attention's output; without any it keeps the same tensor.
+    own = [each for each, _ in saved if each.offload == "attn_proj" and not each.remade & ways and sizes[each.format]]
+    stays = set() if own or "attn_proj" in modules else {"output"}
 
-    def counted(side: int) -> LayerElements:
-        found = {module: parts[module][side] for module in modules}
-        shared, row = found.pop("mlp_norm", 0.0), found.pop("expert_fc1", 0.0) + found.pop("moe_act", 0.0)
-        return LayerElements(attention=sum(found.values()), dense=0.0, shared=shared, row=row)
+    def crossing(each: Saved) -> float:
+        if each.format == "routed":
+            return formats.routed
+        if each.offload != "attn_proj" or own:
+            return sizes[each.format] * (each.offload != "attn_proj" or each in own)
+        return (formats.output or formats.operand) * (each.format == "output_cast")
 
-    return counted(0), counted(1)
+    leaves = ((each, part) for each, part in named if not each.remade & ways and each.format not in stays)
+    return (
+        _summed((each, part * sizes[each.format]) for each, part in leaves),
+        _summed((each, part * crossing(each)) for each, part in named),
+    )
 
 
 def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
@@ -426,15 +389,11 @@ def _offloaded(job: Job, setup: Setup, software: Software, recipe: Recipe | None
     if setup.offload == KEPT:
         return _NOTHING
     tokens, rows = _tokens_and_rows(job, setup)
-    operand, gated, output = _formats(software, recipe)
-    original = operand if recipe is not None and recipe.megatron == "mxfp8" else 1.0
-    way = (setup.offload, setup.recompute, setup.attention, setup.tp, setup.etp)
-    found = []
-    for each in offloaded_elements(job.model, *way, operand, gated, original, output):
-        found.append(_WEIGHT * (tokens * (each.attention + each.shared) + rows * each.row))
-        found.append(_WEIGHT * tokens * each.attention)
-    sparse_left, dense_left, sparse_crosses, dense_crosses = found
-    return _Offloaded(sparse_left, sparse_crosses, dense_left, dense_crosses)
+    cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)
+    layers = (
+        offloaded_elements(job.model, setup.offload, setup.recompute, cut, formats, is_moe) for is_moe in (True, False)
+    )
+    return _Offloaded(*(_WEIGHT * each.of(tokens, rows) for layer in layers for each in layer))
 
 
 class _Sizes(NamedTuple):
@@ -464,32 +423,26 @@ def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
     return tokens, (tokens if job.model.moe_layers else 0.0) * job.model.top_k * setup.etp * spread
 
 
-def _formats(software: Software, recipe: Recipe | None) -> tuple[float, float, float]:
-    """The sizes, in BF16 elements, that are kept of an element that goes into a product, of one that goes into a gated activation
-    function, and of attention's output, where one copy is enough (0: it is not)."""
-    operand, output = (1.0, 0.0) if recipe is None else (recipe.copy_bytes() / _WEIGHT, recipe.output_bytes / _WEIGHT)
-    return operand, 1 / _WEIGHT if software.keeps_fp8_activations else 1.0, output
+def _formats(software: Software, recipe: Recipe | None) -> Formats:
+    gated = 1 / _WEIGHT if software.keeps_fp8_activations else 1.0
+    if recipe is None:
+        return Formats(gated=gated)
+    operand = recipe.copy_bytes() / _WEIGHT
+    return Formats(operand, gated, recipe.output_bytes / _WEIGHT, operand if recipe.megatron == "mxfp8" else 1.0)
 
 
 def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Sizes:
     model, tp = job.model, setup.tp
     tokens, rows = _tokens_and_rows(job, setup)
     routed = tokens if model.moe_layers else 0.0
-    kept, again = _layer_elements(
-        _Layer(
-            model,
-            setup.recompute,
-            setup.attention,
-            tp,
-            setup.cp,
-            setup.etp,
-            *_formats(software, recipe),
-        ),
-        _keeps(setup, software),
+    cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)
+    sparse, dense = (
+        [kept_elements(model, way, cut, formats, is_moe).of(tokens, rows) for way in (setup.recompute, "none")]
+        for is_moe in (True, False)
     )
     exchanged = rows if setup.dispatch == "all_to_all" else routed * setup.etp * setup.ep
     working = 2 * exchanged * model.hidden  # to the experts and back
-    working += max(rows * again.row + tokens * again.shared, tokens * again.dense) + tokens * again.attention
+    working += max(whole - kept for kept, whole in (sparse, dense))  # what recomputation brings back for one layer
     # the gradient of the widest tensor
     working += (model.matrices - 1) * max(
         rows * model.width / setup.etp, tokens * max(model.shared_width, model.dense_width)
@@ -498,76 +451,13 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         working += tokens * tp * model.hidden
     if setup.cp > 1:
         # All blocks, or the one that is attended to and the one that arrives.
-        working += tokens * _keys_values(model, tp) * (setup.cp if software.context == "gather" else 2)
+        blocks = setup.cp if software.context == "gather" else 2
+        working += tokens * tp * max(kv_heads_needed(model, tp)) * head_sizes(model)[1] * blocks
     return _Sizes(
-        sparse=_WEIGHT * (tokens * (kept.attention + kept.shared) + rows * kept.row),
-        dense=_WEIGHT * tokens * (kept.attention + kept.dense),
+        sparse=_WEIGHT * sparse[0],
+        dense=_WEIGHT * dense[0],
         logits=_LOGIT * tokens * model.vocabulary * (1 + model.mtp_layers),  # tp · tokens meet 1 / tp of the vocabulary
         modules=_WEIGHT * tokens * 4 * model.hidden * model.mtp_layers,
         working=_WEIGHT * working,
         offloaded=_offloaded(job, setup, software, recipe),
-    )
-
-
-def _keys_values(model: ModelShape, tp: int) -> int:
-    """Elements per token of a rank's share that context parallelism moves: the expanded keys and values of its heads."""
-    return tp * max(kv_heads_needed(model, tp)) * head_sizes(model)[1]
-
-
-class _Layer(NamedTuple):
-    model: ModelShape
-    recompute: Recompute
-    attention: Attention
-    tp: int
-    cp: int
-    etp: int
-    operand: float
-    gated: float
-    output_kept: float
-
-
-class _Keeps(NamedTuple):
-    """Whether software keeps what it gathered, by kind, until the backward pass."""
-
-    sequence: bool
-    ffn_sequence: bool
-    context: bool
-
-
-def _keeps(setup: Setup, software: Software) -> _Keeps:
-    sequence = not software.gathers_again and setup.tp > 1 and setup.attention == "tensor"
-    context = not software.gathers_again and setup.cp > 1 and software.context == "gather"
-    return _Keeps(sequence, sequence and splits_ffn(software, setup.attention), context)
-
-
-@lru_cache(maxsize=4096)
-def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerElements]:
-    """The elements that are kept, and those that recomputation brings back for the layer whose backward pass runs.
-
-    Selective recomputation gathers sequences again, and keeps what attention itself works on.
-    """
-    formats = layer.operand, layer.gated, layer.output_kept
-    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp, *formats)
-    if modules := modules_of(layer.recompute):
-        remade = bool(modules & {"moe", "mlp", "shared_experts"})
-        kept = _with_gathered(kept, layer, keeps._replace(ffn_sequence=keeps.ffn_sequence and not remade))
-    elif layer.recompute == "none":
-        kept = _with_gathered(kept, layer, keeps)
-    elif layer.recompute == "selective":
-        kept = _with_gathered(kept, layer, _Keeps(False, False, keeps.context))
-    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp, *formats)
-    whole = _with_gathered(whole, layer, keeps)
-    return kept, LayerElements(*(a - b for a, b in zip(whole, kept, strict=True)))
-
-
-def _with_gathered(kept: LayerElements, layer: _Layer, keeps: _Keeps) -> LayerElements:
-    """With the inputs of attention, and its keys and values, in place of the rank's part of them, and with the inputs of FFNs
-    that tp splits beside it."""
-    model, tp = layer.model, layer.tp
-    more = (tp - 1) * model.hidden * keeps.sequence + (layer.cp - 1) * _keys_values(model, tp) * keeps.context
-    ffn = tp * model.hidden * keeps.ffn_sequence
-    return kept._replace(
-        attention=kept.attention + more,
-        dense=kept.dense + ffn,
-        shared=kept.shared + (ffn if model.shared_width else 0),
     )

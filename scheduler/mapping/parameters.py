@@ -1,9 +1,10 @@
 """How many parameters a model has, how many of them a GPU of a mapping holds, and over which axis the gradient of each is summed.
 
-There is one list of a layer's parameters (``_layer``), as one rank has them; a model's own are those of a rank that shares with
-nobody. Their axes: ``dp_cp``: what tensor parallelism splits. ``edp``: experts. ``stage`` (dp, cp and tp together): what every tp
-rank has whole and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it counts as ``dp_cp``,
-and as ``tp`` too.
+A layer's parameters are those of its operations (mapping/layer_table.py), as one rank has them; a
+model's own are those of a rank that shares with nobody. Their axes: ``dp_cp``: what tensor
+parallelism splits. ``edp``: experts. ``stage`` (dp, cp and tp together): what every tp rank has whole
+and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it counts
+as ``dp_cp``, and as ``tp`` too.
 
 Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` has: embedding, head, projections, router,
 experts, norms, and the vectors beside them. Where some layers have linear attention, a layer here has the mean of the two kinds;
@@ -12,7 +13,7 @@ the model's own count is exact. docs/counting.md has the formulas, and the count
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
+from commlayer.scheduler.mapping.layer_table import WHOLE, Cut, Weight, attention_kinds, layer_table
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, PipelineChunk, laid_chunks
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
@@ -38,6 +40,7 @@ __all__ = [
     "check",
     "chunks_laid",
     "count",
+    "cut_of",
     "end_parameters",
     "held",
     "held_elements",
@@ -169,37 +172,14 @@ class StageElements(NamedTuple):
         return sum(self.elements)
 
 
-class _Sharding(NamedTuple):
-    """The properties that decide which parameters a rank of a stage has. ``splits_…``: whether tp does."""
-
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
-    splits_attention: bool = True
-    splits_ffn: bool = True
-    splits_ends: bool = True
-    keeps_whole_kv: bool = False
-
-
-class _Parameter(NamedTuple):
-    """One on a rank. ``part``: a field of :class:`LayerParameters`; ``axis``: ``dp_cp``, ``edp``, or _WHOLE."""
-
-    part: str
-    axis: str
-    elements: int
-
-
-_WHOLE = "whole"
-"""In place of an axis: all tp ranks have it."""
-
-
 @lru_cache(maxsize=256)
 def layer_of(model: ModelShape) -> LayerParameters:
     """One layer of ``model``, with its dense FFN (that only some layers have) beside router and experts."""
     found = dict.fromkeys(LayerParameters._fields, 0)
-    for each in _layer(model, _Sharding(), True):
-        found[each.part] += each.elements
-    found["dense_ffn"] = sum(each.elements for each in _ffn(model, _Sharding(), "dense_ffn", model.dense_width))
+    for is_moe in (True, False):
+        for each in _layer(model, Cut(), is_moe):
+            if is_moe or each.part == "dense_ffn":
+                found[each.part] += each.elements
     return LayerParameters(**found)
 
 
@@ -211,9 +191,9 @@ def count(model: ModelShape) -> Parameters:
     layers_in_all = model.layers + extra
     vocabulary = model.vocabulary * model.hidden
     attention = norms = 0
-    for kind, layers in _attentions(model, _Sharding()):
+    for kind, layers in attention_kinds(model, Cut()):
         number = layers + extra  # a model with modules for more tokens has one kind
-        for each in kind:
+        for each in (weight for op in kind for weight in op.weights):
             norms += number * each.elements * (each.part == "norms")
             attention += number * each.elements * (each.part != "norms")
     return Parameters(
@@ -252,25 +232,25 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
         )
 
 
-def _check(model: ModelShape, sharding: _Sharding) -> None:
-    parts = [("tp", sharding.tp, "heads", model.heads), ("ep", sharding.ep, "experts", model.experts)]
-    parts.append(("etp", sharding.etp, "width of an expert", model.width))
-    if sharding.splits_ffn:
+def _check(model: ModelShape, cut: Cut) -> None:
+    parts = [("tp", cut.tp, "heads", model.heads), ("ep", cut.ep, "experts", model.experts)]
+    parts.append(("etp", cut.etp, "width of an expert", model.width))
+    if cut.splits_ffn:
         parts += [
-            ("tp", sharding.tp, "shared width", model.shared_width),
-            ("tp", sharding.tp, "dense width", model.dense_width),
+            ("tp", cut.tp, "shared width", model.shared_width),
+            ("tp", cut.tp, "dense width", model.dense_width),
         ]
     if model.linear is not None:
-        parts.append(("tp", sharding.tp, "key heads of linear attention", model.linear.key_heads))
+        parts.append(("tp", cut.tp, "key heads of linear attention", model.linear.key_heads))
     for axis, degree, name, number in parts:
         if number % degree:
             instead = " or ".join(map(str, nearest(degree, divisors(number))))
             raise UsageError(
                 f"{axis}={degree}: expected a divisor of the {name} of {model.name}, {number}: take {instead}"
             )
-    if model.latent is None and model.kv_heads % sharding.tp and sharding.tp % model.kv_heads:
+    if model.latent is None and model.kv_heads % cut.tp and cut.tp % model.kv_heads:
         raise UsageError(
-            f"tp={sharding.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
+            f"tp={cut.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
         )
 
 
@@ -413,16 +393,16 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, _sharding_of(setup, software))
+    return _held(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, _cut_of_weights(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
 def _held(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, sharding: _Sharding
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, cut: Cut
 ) -> tuple[StageElements, ...]:
-    _check(model, sharding)
+    _check(model, cut)
     every = _stages(model, pp, vpp, schedule, layout)
-    layers = [_layer(model, sharding, is_moe) for is_moe in (True, False)]
+    layers = [_layer(model, cut, is_moe) for is_moe in (True, False)]
     sparse, dense = map(_summed, layers)
     cast = list(map(_multiplied, layers))
     laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
@@ -430,7 +410,7 @@ def _held(
     # Of dense layers that come first the second stage has no fewer experts than any behind it.
     is_mixed = is_dual(schedule) or model.dense_at or layout != EVEN_LAYOUT
     for stage in dict.fromkeys(every if is_mixed else (every[0], every[min(1, len(every) - 1)], every[-1])):
-        first, last = _ends(model, sharding, _ends_of(model, pp, vpp, schedule, layout, stage.number))
+        first, last = _ends(model, cut, _ends_of(model, pp, vpp, schedule, layout, stage.number))
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
         elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
         multiplied = stage.sparse * cast[0] + stage.dense * cast[1] + _multiplied([*first, *last])
@@ -473,37 +453,37 @@ def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float
     )
 
 
-def _multiplied(parameters: Iterable[_Parameter]) -> int:
+def _multiplied(parameters: Iterable[Weight]) -> int:
     """Elements of linear layers' weights, which recipes cast."""
     left_out = ("embedding", "head", "router", "norms")
     return sum(each.elements for each in parameters if each.part not in left_out)
 
 
 @lru_cache(maxsize=1 << 14)
-def _mean(model: ModelShape, ranks: float, sharding: _Sharding) -> Elements:
-    sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
+def _mean(model: ModelShape, ranks: float, cut: Cut) -> Elements:
+    sparse, dense = (_summed(_layer(model, cut, is_moe)) for is_moe in (True, False))
     kinds = layer_kinds(model)
     number = sum(kinds) + model.mtp_layers * kinds[-1], len(kinds) - sum(kinds) + model.mtp_layers * (not kinds[-1])
-    first, last = _ends(model, sharding, _Ends(True, True, True))
+    first, last = _ends(model, cut, _Ends(True, True, True))
     parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
     return Elements(*(int((number[0] * a + number[1] * b + c) / ranks) for a, b, c in parts))
 
 
 @lru_cache(maxsize=1 << 14)
-def _layers(model: ModelShape, sharding: _Sharding) -> dict[bool, tuple[Elements, int]]:
-    found = {is_moe: _layer(model, sharding, is_moe) for is_moe in set(layer_kinds(model))}
+def _layers(model: ModelShape, cut: Cut) -> dict[bool, tuple[Elements, int]]:
+    found = {is_moe: _layer(model, cut, is_moe) for is_moe in set(layer_kinds(model))}
     return {is_moe: (_summed(layer), _multiplied(layer)) for is_moe, layer in found.items()}
 
 
 def layer_elements(model: ModelShape, setup: Setup, software: Software) -> dict[bool, tuple[Elements, int]]:
     """Count what a GPU has of a layer with experts, and of a dense one, as far as the model has such: all of it, and what of it
     recipes cast."""
-    return _layers(model, _sharding_of(setup, software))
+    return _layers(model, _cut_of_weights(setup, software))
 
 
 def mean_elements(model: ModelShape, setup: Setup, software: Software) -> Elements:
     """Count what a GPU holds at least, the mean over the pipeline's ranks, however the layers are laid on them."""
-    return _mean(model, setup.pp / setup.copies, _sharding_of(setup, software))
+    return _mean(model, setup.pp / setup.copies, _cut_of_weights(setup, software))
 
 
 def axis_of_whole(setup: Setup, software: Software) -> str:
@@ -514,7 +494,7 @@ def axis_of_whole(setup: Setup, software: Software) -> str:
 def layer_parameters(model: ModelShape, setup: Setup, software: Software, moe: bool) -> dict[str, int]:
     """Elements of one layer on one rank, by axis."""
     found: dict[str, int] = {}
-    for axis, elements in _on_axes(_layer(model, _sharding_of(setup, software), moe), setup, software):
+    for axis, elements in _on_axes(_layer(model, _cut_of_weights(setup, software), moe), setup, software):
         found[axis] = found.get(axis, 0) + elements
     return found
 
@@ -523,12 +503,12 @@ def replicated_elements(model: ModelShape, setup: Setup, software: Software, sta
     """Elements whose gradients are summed over tp by themselves: norms and routers, which see a part of the sequence."""
     if axis_of_whole(setup, software) == "stage":
         return 0
-    return sum(each.elements for each in _stage(model, setup, software, stage) if each.axis == _WHOLE)
+    return sum(each.elements for each in _stage(model, setup, software, stage) if each.axis == WHOLE)
 
 
 def end_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> tuple[list[Sized], list[Sized]]:
     """Embedding, and norm with head, on one rank of this stage, in order."""
-    first, last = _ends(model, _sharding_of(setup, software), _ends_at(model, setup, stage))
+    first, last = _ends(model, _cut_of_weights(setup, software), _ends_at(model, setup, stage))
     return _on_axes(first, setup, software), _on_axes(last, setup, software)
 
 
@@ -549,132 +529,70 @@ def bucket_bytes(parameters: Iterable[Sized], element_bytes: int, limit: int) ->
     return found
 
 
-def _sharding_of(setup: Setup, software: Software) -> _Sharding:
-    return _Sharding(
-        setup.tp,
-        setup.ep,
-        setup.etp,
-        setup.attention == "tensor",
-        splits_ffn(software, setup.attention),
-        software.splits_ends,
-        software.keeps_whole_kv,
+def cut_of(setup: Setup, software: Software) -> Cut:
+    """How ``setup`` cuts a layer over ranks, and what ``software`` fuses and keeps of it."""
+    return _cut_of_weights(setup, software)._replace(
+        cp=setup.cp,
+        keeps_sequences=not software.gathers_again,
+        keeps_context=not software.gathers_again and software.context == "gather",
+        fuses_experts=software.fuses_experts,
+        fuses_activation=software.fuses_experts and setup.precision != "bf16",
     )
 
 
-def _summed(parameters: Iterable[_Parameter]) -> Elements:
-    found = {"dp_cp": 0, _WHOLE: 0, "edp": 0}
+def _cut_of_weights(setup: Setup, software: Software) -> Cut:
+    """The part of :func:`cut_of` on which parameters depend: few of all mappings differ in that."""
+    return Cut(
+        tp=setup.tp,
+        ep=setup.ep,
+        etp=setup.etp,
+        splits_attention=setup.attention == "tensor",
+        splits_ffn=splits_ffn(software, setup.attention),
+        splits_ends=software.splits_ends,
+        keeps_whole_kv=software.keeps_whole_kv,
+    )
+
+
+def _summed(parameters: Iterable[Weight]) -> Elements:
+    found = {"dp_cp": 0, WHOLE: 0, "edp": 0}
     for each in parameters:
         found[each.axis] += each.elements
     return Elements(*found.values())
 
 
-def _on_axes(parameters: Iterable[_Parameter], setup: Setup, software: Software) -> list[Sized]:
+def _on_axes(parameters: Iterable[Weight], setup: Setup, software: Software) -> list[Sized]:
     axis = axis_of_whole(setup, software)
-    return [(axis if each.axis == _WHOLE else each.axis, each.elements) for each in parameters]
+    return [(axis if each.axis == WHOLE else each.axis, each.elements) for each in parameters]
 
 
-def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[_Parameter]:
+def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[Weight]:
     dense, sparse = layers_of(model, setup, stage)
-    sharding = _sharding_of(setup, software)
-    first, last = _ends(model, sharding, _ends_at(model, setup, stage))
-    return [*first, *_layer(model, sharding, False) * dense, *_layer(model, sharding, True) * sparse, *last]
+    cut = _cut_of_weights(setup, software)
+    first, last = _ends(model, cut, _ends_at(model, setup, stage))
+    return [*first, *_layer(model, cut, False) * dense, *_layer(model, cut, True) * sparse, *last]
 
 
 def _ends_at(model: ModelShape, setup: Setup, stage: int) -> _Ends:
     return _ends_of(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
 
 
-def _ends(model: ModelShape, sharding: _Sharding, has: _Ends) -> tuple[list[_Parameter], list[_Parameter]]:
+def _ends(model: ModelShape, cut: Cut, has: _Ends) -> tuple[list[Weight], list[Weight]]:
     whole, modules = model.vocabulary * model.hidden, model.mtp_layers * has.modules
-    axis, elements = ("dp_cp", -(-whole // sharding.tp)) if sharding.splits_ends else (_WHOLE, whole)
-    first = [_Parameter("embedding", axis, elements)] if has.embedding else []
+    axis, elements = ("dp_cp", -(-whole // cut.tp)) if cut.splits_ends else (WHOLE, whole)
+    first = [Weight("embedding", axis, elements)] if has.embedding else []
     is_own = has.head and not (has.embedding and model.ties_embeddings)
-    head = [_Parameter("head", axis, elements)] if is_own else []
+    head = [Weight("head", axis, elements)] if is_own else []
     # Modules of multi-token prediction read the embedding, of which their stage has a copy then (Megatron-LM).
     is_there = has.embedding or (has.head and model.ties_embeddings)
-    copy = [_Parameter("embedding", axis, elements)] if modules and not is_there else []
+    copy = [Weight("embedding", axis, elements)] if modules and not is_there else []
     two = 2 * model.hidden * model.hidden
-    projections = [_Parameter("mtp", axis, -(-two // sharding.tp) if sharding.splits_ends else two)] * modules
+    projections = [Weight("mtp", axis, -(-two // cut.tp) if cut.splits_ends else two)] * modules
     vectors = 3 * modules * model.hidden + has.head * (model.hidden + model.end_vectors)
-    norms = [_Parameter("norms", _WHOLE, vectors)] if vectors else []
+    norms = [Weight("norms", WHOLE, vectors)] if vectors else []
     return first, [*copy, *projections, *norms, *head]
 
 
 @lru_cache(maxsize=4096)
-def _layer(model: ModelShape, sharding: _Sharding, moe: bool) -> tuple[_Parameter, ...]:
+def _layer(model: ModelShape, cut: Cut, moe: bool) -> tuple[Weight, ...]:
     """Every parameter of a layer on one rank, in the order of its modules."""
-    norm = _Parameter("norms", _WHOLE, model.hidden)
-    found = [norm, *_mean_attention(model, sharding), norm]
-    if not moe:
-        return (*found, *_ffn(model, sharding, "dense_ffn", model.dense_width))
-    found.append(_Parameter("router", _WHOLE, model.experts * model.hidden + model.moe_vectors))
-    local, width = -(-model.experts // sharding.ep), -(-model.width // sharding.etp)
-    found += [_Parameter("experts", "edp", local * width * model.hidden)] * model.matrices
-    if model.expert_vectors:
-        found.append(_Parameter("experts", "edp", -(-local * model.expert_vectors // sharding.etp)))
-    return (*found, *_ffn(model, sharding, "shared", model.shared_width))
-
-
-def _mean_attention(model: ModelShape, sharding: _Sharding) -> list[_Parameter]:
-    """The attention of a layer: of the model's kinds the mean, each parameter of either in its part."""
-    kinds = _attentions(model, sharding)
-    if len(kinds) == 1:
-        return list(kinds[0][0])
-    return [
-        each._replace(elements=round(each.elements * layers / model.layers)) for kind, layers in kinds for each in kind
-    ]
-
-
-def _attentions(model: ModelShape, sharding: _Sharding) -> list[tuple[tuple[_Parameter, ...], int]]:
-    """The parameters of each kind of attention, and in how many layers it is."""
-    vectors = (_Parameter("norms", _WHOLE, model.vectors),) if model.vectors else ()
-    kinds = [((*_attention(model, sharding), *vectors), model.softmax_layers)]
-    if model.linear is not None:
-        kinds.append((tuple(_linear_attention(model.linear, model.hidden, sharding)), model.linear.layers))
-    return [(kind, layers) for kind, layers in kinds if layers]
-
-
-def _ffn(model: ModelShape, sharding: _Sharding, part: str, width: int) -> list[_Parameter]:
-    """The parameters that every token goes through, alone in its layer or beside the routed experts."""
-    if not width:
-        return []
-    axis, columns = ("dp_cp", -(-width // sharding.tp)) if sharding.splits_ffn else (_WHOLE, width)
-    return [_Parameter(part, axis, columns * model.hidden)] * model.matrices
-
-
-def _attention(model: ModelShape, sharding: _Sharding) -> Iterator[_Parameter]:
-    """Its projections: whole on every rank with Ulysses; else each has its heads, and what cannot be split whole."""
-    parts, split = (sharding.tp, "dp_cp") if sharding.splits_attention else (1, _WHOLE)
-    hidden, heads, latent = model.hidden, model.heads, model.latent
-    if latent is not None:
-        if latent.q_rank:
-            yield _Parameter("copied", _WHOLE, hidden * latent.q_rank)
-            yield _Parameter("norms", _WHOLE, latent.q_rank)
-        key = latent.nope_dim + latent.rope_dim
-        yield _Parameter("sharded", split, (latent.q_rank or hidden) * heads * key // parts)
-        yield _Parameter("copied", _WHOLE, hidden * (latent.kv_rank + latent.rope_dim))
-        yield _Parameter("norms", _WHOLE, latent.kv_rank)
-        yield _Parameter("sharded", split, latent.kv_rank * heads * (latent.nope_dim + latent.value_dim) // parts)
-        yield _Parameter("sharded", split, heads * latent.value_dim * hidden // parts)
-        return
-    bias = int(model.qkv_bias)
-    width = heads * model.head_dim
-    yield _Parameter("sharded", split, width * (1 + model.gated_attention) * (hidden + bias) // parts)
-    is_whole = model.kv_heads % parts != 0 and sharding.keeps_whole_kv
-    axis, kv_heads = (_WHOLE, model.kv_heads) if is_whole else (split, -(-model.kv_heads // parts))
-    yield from [_Parameter("keys_values", axis, kv_heads * model.head_dim * (hidden + bias))] * 2
-    yield _Parameter("sharded", split, width * hidden // parts)
-
-
-def _linear_attention(linear: LinearAttention, hidden: int, sharding: _Sharding) -> Iterator[_Parameter]:
-    """Split over tp by heads, as :func:`_attention`."""
-    parts, split = (sharding.tp, "dp_cp") if sharding.splits_attention else (1, _WHOLE)
-    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-    yield _Parameter("sharded", split, hidden * (2 * keys + 2 * values) // parts)  # queries, keys, values and the gate
-    yield _Parameter("sharded", split, values * hidden // parts)
-    if linear.kind == "lightning":
-        yield _Parameter("norms", _WHOLE, values)
-        return
-    yield _Parameter("sharded", split, hidden * 2 * linear.value_heads // parts)  # of each head the decay, and the step
-    yield _Parameter("sharded", split, (2 * keys + values) * linear.kernel // parts)
-    yield _Parameter("norms", _WHOLE, 2 * linear.value_heads + linear.value_dim)
+    return tuple(each for op in layer_table(model, cut, moe) for each in op.weights)

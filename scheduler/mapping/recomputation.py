@@ -33,6 +33,7 @@ __all__ = [
     "recompute_order",
     "unfit_modules",
     "unfit_recomputation",
+    "ways_of",
 ]
 
 Recompute = str
@@ -57,6 +58,16 @@ def modules_of(recompute: Recompute) -> frozenset[str]:
     if recompute in RECOMPUTE:
         return frozenset()
     return joined_modules("recompute", recompute, MODULES, RECOMPUTE)
+
+
+def ways_of(recompute: Recompute) -> frozenset[str]:
+    """What operations name as making them again: the word itself, or the modules that it joins; empty for ``none``.
+
+    Raises as :func:`modules_of`.
+    """
+    if recompute == "none":
+        return frozenset()
+    return modules_of(recompute) or frozenset({recompute})
 
 
 def joined_modules(field: str, words: str, modules: Collection[str], alone: Collection[str]) -> frozenset[str]:

@@ -476,18 +476,18 @@ def test_rows_are_copied_as_often_as_a_dispatcher_makes_it(
     job = Job(model=catalog.load("qwen3-235b-a22b"), gpus=64, global_batch=64, sequence=4096)
     one = Estimator(job, clusters.load("b200-hgx"), with_dispatcher(MEGATRON, dispatcher))
     work = one.work(Setup(gpus=64, ep=8, precision=precision), True)
-    for times, elements in ((work.permute, permuted), (work.unpermute, restored)):
+    for times, elements in ((work["permute"], permuted), (work["unpermute"], restored)):
         assert times.forward == pytest.approx(_us(one, elements * 4096 * 4096), rel=0.003)
     more = 8 if dispatcher == "nccl" else 0  # backward, the rows that the weighted sum was of
-    assert work.unpermute.backward == pytest.approx(_us(one, (restored + more) * 4096 * 4096), rel=0.003)
-    assert work.permute.backward == work.permute.forward
+    assert work["unpermute"].backward == pytest.approx(_us(one, (restored + more) * 4096 * 4096), rel=0.003)
+    assert work["permute"].backward == work["permute"].forward
 
 
 def test_rows_of_a_capacity_need_no_padding() -> None:
     job = Job(model=catalog.load("qwen3-235b-a22b"), gpus=64, global_batch=64, sequence=4096, capacity_factor=1.0)
     one, setup = Estimator(job, clusters.load("b200-hgx"), MEGATRON), Setup(gpus=64, ep=8)
     padded = replace(setup, precision="fp8-mxfp8")
-    assert one.work(padded, True).permute == one.work(setup, True).permute
+    assert one.work(padded, True)["permute"] == one.work(setup, True)["permute"]
 
 
 def test_fused_experts_in_fp8_cast_once_and_have_no_activation_function_of_their_own() -> None:
@@ -496,17 +496,17 @@ def test_fused_experts_in_fp8_cast_once_and_have_no_activation_function_of_their
     works = [
         Estimator(job, clusters.load("b200-hgx"), software) for software in (MEGATRON, with_fused_experts(MEGATRON))
     ]
-    apart, fused = (layer_work(job, setup, one.compute, fuses_experts=one.software.fuses_experts) for one in works)
+    apart, fused = (layer_work(job, setup, one.compute, software=one.software) for one in works)
     rows, width, hidden = 4096 * 8, 1536, 4096
-    assert fused.expert_memory.forward == fused.expert_memory.backward == 0.0
+    assert fused["expert_memory"].forward == fused["expert_memory"].backward == 0.0
     cast_us = works[0].compute.cast_us
     once, each = 1, 128 // 8
-    assert apart.experts.forward - fused.experts.forward == pytest.approx(
+    assert apart["experts"].forward - fused["experts"].forward == pytest.approx(
         cast_us(rows * hidden, "fp8-mxfp8", each)
         - cast_us(rows * hidden, "fp8-mxfp8", once)
         + cast_us(rows * width, "fp8-mxfp8", each)
     )
-    assert apart.experts.backward - fused.experts.backward == pytest.approx(
+    assert apart["experts"].backward - fused["experts"].backward == pytest.approx(
         cast_us(rows * hidden, "fp8-mxfp8", each)
         - cast_us(rows * hidden, "fp8-mxfp8", once)
         + cast_us(rows * 2 * width, "fp8-mxfp8", each)
@@ -532,20 +532,27 @@ def test_modules_take_the_time_of_their_forward_pass_again(recompute: str) -> No
     for is_moe in stage.kinds:
         work = layer_work(estimator.job, setup, estimator.compute, is_moe)
         if "layernorm" in modules:
-            expected += 2 * work.norm.forward
+            expected += 2 * work["norm"].forward
         if "core_attn" in modules:
-            expected += work.core.forward
+            expected += work["core"].forward
         if "mla_up_proj" in modules:
-            expected += work.rotation.forward
+            expected += work["rotation"].forward
             for inner, columns in ((1536, 64 * 192), (512, 64 * 256)):
                 expected += estimator.compute.gemm_us(4096, inner, columns)
         if is_moe and "moe_act" in modules:
-            expected += work.expert_memory.forward
+            expected += work["expert_memory"].forward
         if is_moe and "moe" in modules:
-            parts = (work.router, work.permute, work.experts, work.expert_memory, work.unpermute, work.shared)
+            parts = (
+                work["router"],
+                work["permute"],
+                work["experts"],
+                work["expert_memory"],
+                work["unpermute"],
+                work["shared"],
+            )
             expected += sum(each.forward for each in parts)
         if "shared_experts" in modules if is_moe else "mlp" in modules:
-            expected += work.shared.forward * ("moe" not in modules or not is_moe)
+            expected += work["shared"].forward * ("moe" not in modules or not is_moe)
     assert found.parts.get("recompute", 0.0) == pytest.approx(count * expected)
     # tokens travel again with a whole layer of experts, and nothing does with what is inside one rank
     again = found.parts["dispatch"] / plain.parts["dispatch"]

@@ -1,0 +1,451 @@
+"""What a transformer layer consists of: one table of operations, in the order of its forward pass.
+
+Each row (:class:`Op`) says what an operation of one rank has, computes, moves and keeps, for each token, row or position: sizes
+that depend on the model and on how it is cut over ranks (:class:`Cut`), not on a micro-batch. Everything else is a fold over the
+rows: parameters (mapping/parameters.py), the time of computation and of what is computed again (mapping/layer_work.py), memory
+and what leaves it for the host's (mapping/memory.py). A new kind of attention is a function here that returns its rows.
+
+Where a model has two kinds of attention, a layer here has the rows of both, each by its part of the layers.
+
+Between products everything is bound by memory: elements read and written, one kernel each where software fuses them (RMSNorm;
+SwiGLU; rotary embeddings; residual sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from commlayer.scheduler.mapping.model import (
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
+    head_sizes,
+    kv_heads_needed,
+    linear_flops,
+)
+
+__all__ = [
+    "WHOLE",
+    "Core",
+    "Cut",
+    "Format",
+    "Moves",
+    "Op",
+    "Per",
+    "Product",
+    "Saved",
+    "Weight",
+    "attention_kinds",
+    "layer_table",
+]
+
+WHOLE = "whole"
+"""In place of an axis: all tp ranks have it."""
+Per = Literal["token", "attention", "ffn", "row"]
+"""The rows of a product, or what elements are counted for: a rank's own tokens; those that attention's projections, or FFNs that
+all tokens pass through, have on a rank, which are a tp group's where tp splits them; rows of a rank's experts."""
+Format = Literal["bf16", "operand", "cast", "recast", "routed", "gated", "output", "output_cast"]
+"""How an element is kept for the backward pass.
+
+``bf16``. ``operand``: as what goes into a product. ``cast``: the copy of that beside one in BF16;
+``recast``: in place of one that is counted elsewhere. ``routed``: as what goes into experts' first
+product, ``gated``: into a gated activation function. ``output``: as attention's output,
+``output_cast``: as the copy of it that a product reads.
+"""
+_NARROW_HEAD = 64
+"""Elements of a head up to which attention is timed by its tiles."""
+_CLAMPED = 8, 10
+"""Elements that limiting both halves of an FFN's first products moves, forward and backward, for each of its width: each half is
+read and written, and both are joined (Megatron-Core, fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
+_BIASED = 6, 8
+"""The same for the bias that experts add to their output, times a token's weight, for each hidden element: a product, a sum, and
+all experts' rows joined; backward two products that are summed, over rows and over elements, and the rows joined
+(Megatron-Core, transformer/moe/experts.py, TEGroupedMLP._apply_bias, in BF16)."""
+_FLASH_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over those of its forward: scores are made again (Dao 2022)."""
+
+
+class Cut(NamedTuple):
+    """How a layer is cut over ranks, and what a rank fuses and keeps of it.
+
+    ``splits_attention``, ``splits_ffn``, ``splits_ends`` (embedding and head): whether tp does. ``keeps_whole_kv``: as of
+    :class:`~commlayer.scheduler.mapping.software.Software`. ``keeps_sequences``, ``keeps_context``: whether sequences, or keys
+    and values, that were gathered are kept for the backward pass. ``fuses_experts``: experts' biases and clamps are part of their
+    products, ``fuses_activation``: and so is their activation function.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    splits_attention: bool = True
+    splits_ffn: bool = True
+    splits_ends: bool = True
+    keeps_whole_kv: bool = False
+    keeps_sequences: bool = False
+    keeps_context: bool = False
+    fuses_experts: bool = False
+    fuses_activation: bool = False
+
+
+class Weight(NamedTuple):
+    """A parameter on one rank. ``part``: a field of :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`; ``axis``
+    over which its gradient is summed: ``dp_cp``, ``edp``, or WHOLE."""
+
+    part: str
+    axis: str
+    elements: int
+
+
+class Product(NamedTuple):
+    """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows.
+
+    ``casts``: in FP8, the kernels that cast what goes in, and backward the output's gradient; None: one for each group.
+    """
+
+    per: Per
+    inner: float
+    columns: float
+    groups: int = 1
+    casts: tuple[int, int] | None = None
+
+
+class Moves(NamedTuple):
+    """A kernel that the memory's rate bounds: elements that it reads and writes, forward and backward."""
+
+    per: Per
+    forward: float
+    backward: float
+
+
+class Core(NamedTuple):
+    """The FLOPs of attention's core for each token of a tp group: for each position that it attends to, and by itself.
+
+    ``backward``: FLOPs of the backward pass over those. ``narrow_heads``: a rank's, where they are timed by tiles.
+    """
+
+    per_position: float
+    per_token: float
+    backward: float
+    narrow_heads: float = 0.0
+
+
+class Saved(NamedTuple):
+    """Elements that are kept for the backward pass, per ``token`` or ``row``.
+
+    ``remade``: the ways of recomputation, besides ``full``, that make them again (``selective``, or modules). ``offload``: the
+    module with which they go to the host's memory; empty: they stay.
+    """
+
+    elements: float
+    remade: frozenset[str] = frozenset()
+    offload: str = ""
+    format: Format = "bf16"
+    per: Per = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a layer, on one rank.
+
+    Attributes:
+        name: the segment of the layer that it is part of; several operations may be of one.
+        products, core, moves: what it computes.
+        saved: what is kept of its inputs. The first operation's first is the layer's own input, which always is.
+        remade: the ways of recomputation that compute it again, besides ``full``.
+        norm: elements for each token that the norm in it reads and writes, which ``layernorm`` computes again; 0: there is none.
+        part: of the model's layers, that which has it.
+    """
+
+    name: str
+    weights: tuple[Weight, ...] = ()
+    products: tuple[Product, ...] = ()
+    core: Core | None = None
+    moves: tuple[Moves, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    remade: frozenset[str] = frozenset()
+    norm: float = 0.0
+    part: float = 1.0
+
+
+@lru_cache(maxsize=1 << 14)
+def layer_table(model: ModelShape, cut: Cut, is_moe: bool) -> tuple[Op, ...]:
+    """The operations of a layer with experts, or with a dense FFN, in the order of its forward pass.
+
+    What all tokens pass through beside the experts comes last: it runs beside these, or before them.
+    """
+    return tuple(_rows(model, cut, is_moe))
+
+
+def _rows(model: ModelShape, cut: Cut, is_moe: bool) -> Iterator[Op]:
+    hidden, sequence = model.hidden, cut.tp * model.hidden
+    norm = Weight("norms", WHOLE, hidden)
+    normed = _ways("selective layernorm")
+    gathers = cut.splits_attention and cut.keeps_sequences
+    yield Op(
+        "norm",
+        weights=(norm,),
+        moves=(Moves("token", 2 * hidden, 4 * hidden),),
+        saved=(
+            # but for latent attention the norm is one kernel with the projections, and its input leaves with theirs
+            Saved(hidden, offload="qkv_linear" if model.latent is None else "attn_norm"),
+            Saved(hidden, normed, "qkv_linear", "operand"),
+            Saved((sequence - hidden) * gathers, _ways("selective")),
+        ),
+        remade=_ways("selective"),
+        norm=2 * hidden,
+    )
+    yield from _attention(model, cut)
+    yield Op(
+        "middle",  # the residual sum with the norm before the FFN, and the layer's last residual sum
+        weights=(norm,),
+        moves=(Moves("token", 5 * hidden, 6 * hidden), Moves("token", 3 * hidden, 2 * hidden)),
+        saved=(
+            Saved(hidden, offload="mlp_norm" if is_moe else ""),
+            Saved(hidden, normed),
+        ),
+        remade=_ways("selective"),
+        norm=2 * hidden,
+    )
+    if is_moe:
+        yield from _experts(model, cut)
+    part, width = ("shared", model.shared_width) if is_moe else ("dense_ffn", model.dense_width)
+    if width or not is_moe:  # of width 0 where the model has no dense layers, and nobody asks but memory's buffers
+        yield _ffn(model, cut, part, width)
+
+
+def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    """The rows of each kind of attention that the model has, by its part of the layers."""
+    kinds = attention_kinds(model, cut)
+    for ops, layers in kinds:
+        for op in ops:
+            if len(kinds) == 1:
+                yield op
+                continue
+            weights = [each._replace(elements=round(each.elements * layers / model.layers)) for each in op.weights]
+            yield replace(op, weights=tuple(weights), part=layers / model.layers)
+
+
+def attention_kinds(model: ModelShape, cut: Cut) -> list[tuple[tuple[Op, ...], int]]:
+    """The rows of each kind of attention that the model has, and in how many of its layers it is."""
+    kinds = [(tuple(_softmax(model, cut)), model.softmax_layers)]
+    if model.linear is not None:
+        kinds.append((tuple(_linear(model.linear, model.hidden, cut)), model.linear.layers))
+    return [(ops, layers) for ops, layers in kinds if layers]
+
+
+def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    """Attention with scores, of grouped queries or latent. A window changes nothing that is kept: scores never are."""
+    hidden, tp = model.hidden, cut.tp
+    parts, axis = (tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
+    query, key_value, value = head_sizes(model)
+    yield from _grouped_queries(model, cut) if model.latent is None else _latent(model, model.latent, cut)
+    rotated = model.head_dim * (model.heads + model.kv_heads)
+    if model.latent is not None:
+        rotated = model.latent.rope_dim * (model.heads + 1)
+    rotated = 2 * rotated / parts
+    yield Op("rotation", moves=(Moves("attention", rotated, rotated),), remade=_ways("mla_up_proj"))
+    queries = model.heads * (1 + model.gated_attention) * query
+    # tp ranks hold at least one head each
+    kept = queries + (model.heads if model.latent else max(model.kv_heads, tp)) * key_value
+    context = tp * max(kv_heads_needed(model, tp)) * key_value
+    heads = model.heads / tp
+    yield Op(
+        "core",
+        core=Core(
+            2.0 * key_value * heads,
+            0.0,
+            _FLASH_BACKWARD,
+            heads if model.latent is None and model.head_dim <= _NARROW_HEAD else 0.0,
+        ),
+        saved=(
+            Saved(kept, _ways("mla_up_proj"), "core_attn"),
+            Saved(model.heads * value, offload="core_attn", format="output"),
+            Saved((cut.cp - 1) * context * cut.keeps_context),
+        ),
+        remade=_ways("core_attn"),
+    )
+    yield Op(
+        "out",
+        weights=(
+            Weight("sharded", axis, model.heads * value * hidden // parts),
+            *([Weight("norms", WHOLE, model.vectors)] if model.vectors else []),
+        ),
+        products=(Product("attention", model.heads * value / parts, hidden),),
+        saved=_into_out(model.heads * value, cut),
+    )
+
+
+def _into_out(output: int, cut: Cut) -> tuple[Saved, ...]:
+    """What the projection behind attention keeps beside attention itself: rows, after Ulysses' exchange, and a cast copy."""
+    rows = () if cut.splits_attention else (Saved(output, _ways("selective"), "attn_proj", "output"),)
+    return (*rows, Saved(output, _ways("selective"), "attn_proj", "output_cast"))
+
+
+def _grouped_queries(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
+    hidden, size, bias = model.hidden, model.head_dim, int(model.qkv_bias)
+    queries = model.heads * (1 + model.gated_attention)
+    keys = max(model.kv_heads / parts, 1.0)  # fewer key-value heads than ranks: each has one
+    is_whole = model.kv_heads % parts != 0 and cut.keeps_whole_kv
+    of_keys, kv_heads = (WHOLE, model.kv_heads) if is_whole else (axis, -(-model.kv_heads // parts))
+    yield Op(
+        "projections",
+        weights=(
+            Weight("sharded", axis, queries * size * (hidden + bias) // parts),
+            *[Weight("keys_values", of_keys, kv_heads * size * (hidden + bias))] * 2,
+        ),
+        products=(Product("attention", hidden, (queries / parts + 2 * keys) * size),),
+    )
+
+
+def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op]:
+    """Projections down, one product for both, and up. Layers of the latter have the norms in them (Transformer Engine's), and
+    ``mla_up_proj`` makes these again too (DeepSeek-V3, section 3.2.3)."""
+    parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
+    hidden, heads, ranks = model.hidden, model.heads, latent.q_rank + latent.kv_rank
+    key, inner = latent.nope_dim + latent.rope_dim, latent.q_rank or model.hidden
+    query_down = Weight("copied", WHOLE, hidden * latent.q_rank), Weight("norms", WHOLE, latent.q_rank)
+    selective = _ways("selective")
+    yield Op(
+        "projections",
+        weights=(*(query_down if latent.q_rank else ()), Weight("sharded", axis, inner * heads * key // parts)),
+        products=(Product("attention", inner, heads * key / parts),),
+        remade=_ways("mla_up_proj"),
+    )
+    yield Op(
+        "projections",
+        weights=(
+            Weight("copied", WHOLE, hidden * (latent.kv_rank + latent.rope_dim)),
+            Weight("norms", WHOLE, latent.kv_rank),
+        ),
+        products=(Product("attention", hidden, ranks + latent.rope_dim),),
+        saved=(
+            Saved(ranks + latent.rope_dim, selective, "qkv_linear"),
+            Saved(ranks, selective | {"mla_up_proj"}, "qkv_linear", "operand"),
+        ),
+    )
+    expanded = heads * (latent.nope_dim + latent.value_dim)
+    yield Op(
+        "projections",
+        weights=(Weight("sharded", axis, latent.kv_rank * expanded // parts),),
+        products=(Product("attention", latent.kv_rank, expanded / parts),),
+        remade=_ways("mla_up_proj"),
+    )
+
+
+def _linear(linear: LinearAttention, hidden: int, cut: Cut) -> Iterator[Op]:
+    """Attention with a state in place of scores, split over tp by heads."""
+    parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    yield Op(
+        "projections",  # of queries, keys, values and the gate
+        weights=(Weight("sharded", axis, hidden * (2 * keys + 2 * values) // parts),),
+        products=(Product("attention", hidden, 2 * keys / parts + 2 * values / parts),),
+    )
+    gated = (2 * keys + 3 * values) / parts  # what goes into the core, its output, and the gate's product with that
+    yield Op("rotation", moves=(Moves("attention", gated, 2 * gated),), remade=_ways("mla_up_proj"))
+    yield Op(
+        "core",
+        core=Core(0.0, linear_flops(linear) / cut.tp, 2.0),
+        saved=(
+            Saved(2 * (keys + values), _ways("mla_up_proj"), "core_attn"),
+            Saved(values, offload="core_attn", format="output"),
+        ),
+        remade=_ways("core_attn"),
+    )
+    yield Op(
+        "out",
+        weights=(Weight("sharded", axis, values * hidden // parts), *_state_weights(linear, hidden, parts, axis)),
+        products=(Product("attention", values / parts, hidden),),
+        saved=_into_out(values, cut),
+    )
+
+
+def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) -> list[Weight]:
+    """The parameters of linear attention beside its projections."""
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    if linear.kind == "lightning":
+        return [Weight("norms", WHOLE, values)]
+    return [
+        Weight("sharded", axis, hidden * 2 * linear.value_heads // parts),  # of each head the decay, and the step
+        Weight("sharded", axis, (2 * keys + values) * linear.kernel // parts),
+        Weight("norms", WHOLE, 2 * linear.value_heads + linear.value_dim),
+    ]
+
+
+def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    """The router, and the routed experts. What ``permute`` and ``unpermute`` move depends on how tokens come
+    (mapping/layer_work.py)."""
+    hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
+    moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
+    yield Op(
+        "router",
+        weights=(Weight("router", WHOLE, model.experts * hidden + model.moe_vectors),),
+        products=(Product("token", hidden, model.experts),),
+        remade=moe,
+    )
+    yield Op("permute", remade=moe | {"selective"})
+    weights = [Weight("experts", "edp", held * -(-model.width // cut.etp) * hidden)] * matrices
+    if model.expert_vectors:
+        weights.append(Weight("experts", "edp", -(-held * model.expert_vectors // cut.etp)))
+    inner = (matrices - 1) * width
+    # Where they are fused, all groups' rows are cast by one kernel, and the first products hand on what the last ones
+    # read, as these do backward (Transformer Engine, ops/fused/grouped_mlp.py).
+    casts = ((1, 0), (0, 1)) if cut.fuses_activation else (None, None)
+    yield Op(
+        "experts",
+        weights=tuple(weights),
+        products=(
+            Product("row", hidden, inner, local, casts[0]),
+            Product("row", width, hidden, local, casts[1]),
+        ),
+        saved=(Saved(hidden, moe | {"selective"}, "expert_fc1", "routed", "row"),),
+        remade=moe,
+    )
+    moves = [Moves("row", matrices * width, (2 * matrices - 1) * width)] if not cut.fuses_activation else []
+    if model.clamps and not cut.fuses_experts:
+        moves.append(Moves("row", *(number * width for number in _CLAMPED)))
+    yield Op(
+        "expert_memory",
+        moves=tuple(moves),
+        saved=(
+            Saved(inner, moe, "moe_act", "gated" if model.gated else "bf16", "row"),
+            Saved(width, moe | {"selective", "moe_act"}, "", "operand", "row"),
+        ),
+        remade=moe | {"selective", "moe_act"},
+    )
+    if model.expert_vectors and not cut.fuses_experts:
+        yield Op("expert_biases", moves=(Moves("row", *(number * hidden for number in _BIASED)),), remade=moe)
+    yield Op("unpermute", remade=moe)
+
+
+def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> Op:
+    """The FFN that every token goes through, alone in its layer or beside the routed experts."""
+    parts, axis = (cut.tp, "dp_cp") if cut.splits_ffn else (1, WHOLE)
+    hidden, matrices, inner = model.hidden, model.matrices, (model.matrices - 1) * width
+    is_shared = part == "shared"
+    remade = _ways("moe shared_experts" if is_shared else "mlp")
+    sequence = cut.tp * hidden * (cut.tp > 1 and cut.splits_attention and cut.splits_ffn and cut.keeps_sequences)
+    saved = [
+        # beside experts a router needs it in BF16 as well
+        Saved(hidden, remade | {"selective", "layernorm"}, format="cast" if is_shared else "recast"),
+        Saved(inner, remade, format="gated" if model.gated else "bf16"),
+        Saved(width, remade | {"selective"}, format="operand"),
+        Saved(sequence, _ways("selective moe mlp shared_experts")),
+    ]
+    return Op(
+        "shared",
+        weights=(Weight(part, axis, -(-width // parts) * hidden),) * matrices,
+        products=(Product("ffn", hidden, inner / parts), Product("ffn", width / parts, hidden)),
+        moves=(Moves("ffn", matrices * width / parts, (2 * matrices - 1) * width / parts),),
+        saved=tuple(saved),
+        remade=remade,
+    )
+
+
+def _ways(words: str) -> frozenset[str]:
+    return frozenset(words.split())
