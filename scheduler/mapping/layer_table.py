@@ -45,8 +45,11 @@ __all__ = [
 WHOLE = "whole"
 """In place of an axis: all tp ranks have it."""
 Per = Literal["token", "attention", "ffn", "row"]
-"""The rows of a product, or what elements are counted for: a rank's own tokens; those that attention's projections, or FFNs that
-all tokens pass through, have on a rank, which are a tp group's where tp splits them; rows of a rank's experts."""
+"""The rows of a product, or what elements are counted for.
+
+``token``: a rank's own. ``attention``, ``ffn``: those that its projections, or FFNs that all tokens
+pass through, have on a rank: a tp group's where tp splits them. ``row``: of a rank's experts.
+"""
 Format = Literal["bf16", "operand", "cast", "recast", "routed", "gated", "output", "output_cast"]
 """How an element is kept for the backward pass.
 
@@ -55,6 +58,7 @@ Format = Literal["bf16", "operand", "cast", "recast", "routed", "gated", "output
 product, ``gated``: into a gated activation function. ``output``: as attention's output,
 ``output_cast``: as the copy of it that a product reads.
 """
+_KINDS: dict[Per, str] = {"token": "dense", "ffn": "dense", "attention": "attention", "row": "experts"}
 _NARROW_HEAD = 64
 """Elements of a head up to which attention is timed by its tiles."""
 _CLAMPED = 8, 10
@@ -133,6 +137,16 @@ class Core(NamedTuple):
     narrow_heads: float = 0.0
 
 
+class Exchange(NamedTuple):
+    """A call of the group of ``axis``, of ``elements`` for each of a rank's tokens: of its logical bytes, nccl-tests' S. By
+    all_gather of blocks along ``cp``, as software does that (mapping/step_collectives.py)."""
+
+    name: str
+    axis: str
+    collective: str
+    elements: int
+
+
 class Saved(NamedTuple):
     """Elements that are kept for the backward pass, per ``token`` or ``row``.
 
@@ -154,9 +168,13 @@ class Op:
     Attributes:
         name: the segment of the layer that it is part of; several operations may be of one.
         products, core, moves: what it computes.
+        exchange: what it sends. The calls by which tokens go to experts and back are the dispatcher's
+            (mapping/step_collectives.py); for these there are rows without one, where they are in a pass.
+        overlaps: the segment beside whose work an exchange travels backward, and forward where software does that.
         saved: what is kept of its inputs. The first operation's first is the layer's own input, which always is.
-        remade: the ways of recomputation that compute it again, besides ``full``.
+        remade: the ways of recomputation that compute it, or send it, again, besides ``full``.
         norm: elements for each token that the norm in it reads and writes, which ``layernorm`` computes again; 0: there is none.
+        is_routed: whether it is of the routed experts, or of the ways of tokens to them and home.
         part: of the model's layers, that which has it.
     """
 
@@ -164,19 +182,26 @@ class Op:
     weights: tuple[Weight, ...] = ()
     products: tuple[Product, ...] = ()
     core: Core | None = None
+    exchange: Exchange | None = None
+    overlaps: str = ""
     moves: tuple[Moves, ...] = ()
     saved: tuple[Saved, ...] = ()
     remade: frozenset[str] = frozenset()
     norm: float = 0.0
+    is_routed: bool = False
     part: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """The part of a step's time as which its computation counts: ``attention``, ``experts``, ``dense``, or ``memory``."""
+        if self.core is not None:
+            return "attention"
+        return _KINDS[self.products[0].per] if self.products else "memory"
 
 
 @lru_cache(maxsize=1 << 14)
 def layer_table(model: ModelShape, cut: Cut, is_moe: bool) -> tuple[Op, ...]:
-    """The operations of a layer with experts, or with a dense FFN, in the order of its forward pass.
-
-    What all tokens pass through beside the experts comes last: it runs beside these, or before them.
-    """
+    """The operations of a layer with experts, or with a dense FFN, in the order of its forward pass."""
     return tuple(_rows(model, cut, is_moe))
 
 
@@ -210,11 +235,14 @@ def _rows(model: ModelShape, cut: Cut, is_moe: bool) -> Iterator[Op]:
         remade=_ways("selective"),
         norm=2 * hidden,
     )
-    if is_moe:
-        yield from _experts(model, cut)
-    part, width = ("shared", model.shared_width) if is_moe else ("dense_ffn", model.dense_width)
-    if width or not is_moe:  # of width 0 where the model has no dense layers, and nobody asks but memory's buffers
-        yield _ffn(model, cut, part, width)
+    if not is_moe:  # of width 0 where the model has no dense layers, and nobody asks but memory's buffers
+        yield from _ffn(model, cut, "dense_ffn", model.dense_width)
+        return
+    before, shared, after = _ffn(model, cut, "shared", model.shared_width)
+    yield from _router(model)
+    yield from (before, shared) if model.shared_width else ()
+    yield from (replace(op, is_routed=True) for op in _experts(model, cut))
+    yield from (after,) if model.shared_width else ()
 
 
 def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
@@ -222,7 +250,7 @@ def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
     kinds = attention_kinds(model, cut)
     for ops, layers in kinds:
         for op in ops:
-            if len(kinds) == 1:
+            if len(kinds) == 1 or op.exchange is not None:  # what one kind sends, all layers are taken to send
                 yield op
                 continue
             weights = [each._replace(elements=round(each.elements * layers / model.layers)) for each in op.weights]
@@ -242,16 +270,25 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
     hidden, tp = model.hidden, cut.tp
     parts, axis = (tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     query, key_value, value = head_sizes(model)
+    needed, sequence = kv_heads_needed(model, tp), tp * hidden
+    selective = _ways("selective")
+    if cut.splits_attention:
+        gathered = Exchange("sequence", "tp", "all_gather", sequence)
+        yield Op("before_attention", exchange=gathered, overlaps="projections", remade=selective)
     yield from _grouped_queries(model, cut) if model.latent is None else _latent(model, model.latent, cut)
     rotated = model.head_dim * (model.heads + model.kv_heads)
     if model.latent is not None:
         rotated = model.latent.rope_dim * (model.heads + 1)
     rotated = 2 * rotated / parts
     yield Op("rotation", moves=(Moves("attention", rotated, rotated),), remade=_ways("mla_up_proj"))
+    if not cut.splits_attention:
+        to_heads = model.heads * query + sum(needed) * key_value
+        yield Op("before_attention", exchange=Exchange("heads", "tp", "all_to_all_v", to_heads))
+    context = tp * max(needed) * key_value
+    yield Op("context", exchange=Exchange("context", "cp", "all_gather", context), overlaps="core")
     queries = model.heads * (1 + model.gated_attention) * query
     # tp ranks hold at least one head each
     kept = queries + (model.heads if model.latent else max(model.kv_heads, tp)) * key_value
-    context = tp * max(kv_heads_needed(model, tp)) * key_value
     heads = model.heads / tp
     yield Op(
         "core",
@@ -268,6 +305,9 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
         ),
         remade=_ways("core_attn"),
     )
+    if not cut.splits_attention:
+        to_rows = Exchange("rows", "tp", "all_to_all_v", model.heads * value)
+        yield Op("after_attention", exchange=to_rows, remade=selective)
     yield Op(
         "out",
         weights=(
@@ -277,6 +317,8 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
         products=(Product("attention", model.heads * value / parts, hidden),),
         saved=_into_out(model.heads * value, cut),
     )
+    if cut.splits_attention:
+        yield Op("after_attention", exchange=Exchange("attention_sum", "tp", "reduce_scatter", sequence))
 
 
 def _into_out(output: int, cut: Cut) -> tuple[Saved, ...]:
@@ -377,18 +419,26 @@ def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) 
     ]
 
 
-def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
-    """The router, and the routed experts. What ``permute`` and ``unpermute`` move depends on how tokens come
-    (mapping/layer_work.py)."""
-    hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
-    moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
+def _router(model: ModelShape) -> Iterator[Op]:
     yield Op(
         "router",
-        weights=(Weight("router", WHOLE, model.experts * hidden + model.moe_vectors),),
-        products=(Product("token", hidden, model.experts),),
-        remade=moe,
+        weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors),),
+        products=(Product("token", model.hidden, model.experts),),
+        remade=_ways("moe"),
     )
-    yield Op("permute", remade=moe | {"selective"})
+    yield Op("balance")  # its losses look at the tokens of all ranks, where software does that
+    yield Op("counts", remade=_ways("moe"))
+
+
+def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    """The routed experts, and the ways of tokens to them and home. What ``permute`` and ``unpermute`` move depends on how tokens
+    come (mapping/layer_work.py)."""
+    hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
+    moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
+    again = moe | {"selective"}
+    yield Op("permute", remade=again)
+    yield Op("dispatch", remade=again)
+    yield Op("gather_experts", remade=again)
     weights = [Weight("experts", "edp", held * -(-model.width // cut.etp) * hidden)] * matrices
     if model.expert_vectors:
         weights.append(Weight("experts", "edp", -(-held * model.expert_vectors // cut.etp)))
@@ -403,7 +453,7 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
             Product("row", hidden, inner, local, casts[0]),
             Product("row", width, hidden, local, casts[1]),
         ),
-        saved=(Saved(hidden, moe | {"selective"}, "expert_fc1", "routed", "row"),),
+        saved=(Saved(hidden, again, "expert_fc1", "routed", "row"),),
         remade=moe,
     )
     moves = [Moves("row", matrices * width, (2 * matrices - 1) * width)] if not cut.fuses_activation else []
@@ -414,22 +464,26 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
         moves=tuple(moves),
         saved=(
             Saved(inner, moe, "moe_act", "gated" if model.gated else "bf16", "row"),
-            Saved(width, moe | {"selective", "moe_act"}, "", "operand", "row"),
+            Saved(width, again | {"moe_act"}, "", "operand", "row"),
         ),
-        remade=moe | {"selective", "moe_act"},
+        remade=again | {"moe_act"},
     )
     if model.expert_vectors and not cut.fuses_experts:
         yield Op("expert_biases", moves=(Moves("row", *(number * hidden for number in _BIASED)),), remade=moe)
+    yield Op("scatter_experts", remade=moe)
+    yield Op("combine", remade=moe)
     yield Op("unpermute", remade=moe)
 
 
-def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> Op:
-    """The FFN that every token goes through, alone in its layer or beside the routed experts."""
+def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> tuple[Op, Op, Op]:
+    """The FFN that every token goes through, alone in its layer or beside the routed experts. Where tp splits it, the sequence is
+    gathered before it, and the sums are scattered."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_ffn else (1, WHOLE)
     hidden, matrices, inner = model.hidden, model.matrices, (model.matrices - 1) * width
     is_shared = part == "shared"
     remade = _ways("moe shared_experts" if is_shared else "mlp")
-    sequence = cut.tp * hidden * (cut.tp > 1 and cut.splits_attention and cut.splits_ffn and cut.keeps_sequences)
+    gathered = cut.tp * hidden * cut.splits_ffn
+    sequence = gathered * (cut.tp > 1 and cut.splits_attention and cut.keeps_sequences)
     saved = [
         # beside experts a router needs it in BF16 as well
         Saved(hidden, remade | {"selective", "layernorm"}, format="cast" if is_shared else "recast"),
@@ -437,13 +491,20 @@ def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> Op:
         Saved(width, remade | {"selective"}, format="operand"),
         Saved(sequence, _ways("selective moe mlp shared_experts")),
     ]
-    return Op(
+    shared = Op(
         "shared",
         weights=(Weight(part, axis, -(-width // parts) * hidden),) * matrices,
         products=(Product("ffn", hidden, inner / parts), Product("ffn", width / parts, hidden)),
         moves=(Moves("ffn", matrices * width / parts, (2 * matrices - 1) * width / parts),),
         saved=tuple(saved),
         remade=remade,
+    )
+    gather = Exchange("ffn_sequence", "tp", "all_gather", gathered)
+    scatter = Exchange("ffn_sum", "tp", "reduce_scatter", gathered)
+    return (
+        Op("before_ffn", exchange=gather, overlaps="shared", remade=remade),
+        shared,
+        Op("after_ffn", exchange=scatter, remade=remade),
     )
 
 

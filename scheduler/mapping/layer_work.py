@@ -27,11 +27,6 @@ AnyCompute = GpuCompute | MeasuredCompute
 _BYTES = 2
 _LOGIT_PASSES = 4 + 4 + 2
 """Bytes per logit forward: FP32 maximum and sum, and BF16 logits written; backward the same."""
-_BESIDE_TOKENS = (
-    *("permute", "experts", "expert_memory", "expert_biases", "unpermute"),
-    "shared",
-)
-"""The segments that may run beside a layer's own exchange of tokens."""
 
 
 class TokenArrival(NamedTuple):
@@ -78,6 +73,12 @@ class LayerWork:
         self._segments: dict[str, Times] = {}
         for op, each, _ in self._rows:
             self._segments[op.name] = self[op.name] + each
+        self.kinds = {op.name: op.kind for op in reversed(ops)}
+        """The part of a step's time as which each segment counts."""
+        self.gathers = {op.overlaps: op.name for op in ops if op.overlaps}
+        """The exchange that travels beside the work of a segment."""
+        self.routed = tuple(dict.fromkeys(op.name for op in ops if op.is_routed))
+        """The segments of the routed experts, and of the ways of tokens to them and home."""
         self.forward = sum(each.forward for each in times)
         self.backward = sum(each.backward for each in times)
         self.weights = sum(each.weight_gradient for each in times)
@@ -87,6 +88,15 @@ class LayerWork:
         return self._segments.get(segment, Times())
 
     @property
+    def segments(self) -> tuple[str, ...]:
+        """The names of all segments, exchanges among them, in the order of the forward pass."""
+        return tuple(self._segments)
+
+    def is_remade(self, segment: str, ways: frozenset[str]) -> bool:
+        """Whether ways of recomputation but ``full`` compute a segment, or send it, again."""
+        return any(op.remade & ways for op, *_ in self._rows if op.name == segment)
+
+    @property
     def attention_weights(self) -> float:
         """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
         return self["projections"].weight_gradient + self["out"].weight_gradient
@@ -94,7 +104,7 @@ class LayerWork:
     @property
     def beside_us(self) -> float:
         """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
-        return sum(self[name].forward + self[name].backward for name in _BESIDE_TOKENS)
+        return sum(self[name].forward + self[name].backward for name in (*self.routed, "shared"))
 
     def remade(self, recompute: str) -> float:
         """The time of what a way of recomputation computes again, µs. ``layernorm``: of the norms alone, where they are fused

@@ -43,14 +43,13 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenArrival, layer_work
 from commlayer.scheduler.mapping.memory import offloaded_layer_bytes
 from commlayer.scheduler.mapping.pricing import Pricer
-from commlayer.scheduler.mapping.recomputation import modules_of
+from commlayer.scheduler.mapping.recomputation import ways_of
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import (
     SEND_RECV,
     StepCollective,
     layer_backward,
     layer_forward,
-    names_remade,
 )
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
@@ -67,7 +66,7 @@ _PARTS = {
     "gather_experts": "dispatch",
     "scatter_experts": "combine",
     "combine": "combine",
-    "router": "dispatch",
+    "balance": "dispatch",
     "gradients": "gradients",
     "parameters": "parameters",
     "dp": "gradients",
@@ -274,7 +273,7 @@ class LayerBuilder:
             gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
             resent |= {place: resent[place][:1] for place in gathered}
             return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
-        remade, resent = _remade(setup, work, resent, is_moe)
+        remade, resent = _remade(setup, work, resent)
         return self._beside_copies("reload", setup, is_moe, sequence(remade, self._backward(setup, work, at, resent)))
 
     def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
@@ -295,7 +294,7 @@ class LayerBuilder:
         work = self.work(setup, is_moe)
         there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         back, resent = self._told_apart(setup, layer_backward(self.job, setup, self.software, moe=is_moe))
-        remade, resent = _remade(setup, work, resent, is_moe)
+        remade, resent = _remade(setup, work, resent)
         levels = self._chosen(setup)[0]
         forth = self._expert_parts(work, there, levels, is_forward=True)
         home = self._expert_parts(work, back, levels, is_forward=False, puts_off=True)
@@ -365,31 +364,19 @@ class LayerBuilder:
         self, setup: Setup, work: LayerWork, at: Places, *, shared_is_beside: bool = False
     ) -> tuple[list[Item], list[Item]]:
         """Return what comes before the tokens' way to the experts, and after their way back."""
-        is_tensor = setup.attention == "tensor"
-        before, after = _sync(at.pop("before_attention", [])), _sync(at.pop("after_attention", []))
-        parameters = at.pop("parameters", [])
-        first, last = self._beside(parameters)
-        program = sequence(
-            first,
-            _moved(work["norm"].forward),
-            before if is_tensor else [],
-            Compute(work["projections"].forward, "attention"),
-            _moved(work["rotation"].forward),
-            [] if is_tensor else before,
-            self._core(at.pop("context", []), work["core"].forward),
-            [] if is_tensor else after,
-            Compute(work["out"].forward, "attention"),
-            after if is_tensor else [],
-            _moved(work["middle"].forward),
-            Compute(work["router"].forward, "dense"),
-            _sync(at.pop("router", [])),
-            _sync(at.pop("counts", [])),
-            _sync(at.pop("before_ffn", [])),
-            [] if shared_is_beside else Compute(work["shared"].forward, "dense"),
-        )
-        after_experts = sequence(_sync(at.pop("after_ffn", [])), last)
-        _check_used(at)
-        return program, after_experts
+        _check_places(work, at)
+        first, last = self._beside(at.get("parameters", []))
+        before: list[Item] = []
+        after: list[Item] = []
+        for segment in work.segments:
+            if segment in work.routed or (segment == "shared" and shared_is_beside):
+                continue
+            items = after if segment == "after_ffn" else before
+            if segment == "core":
+                items += self._core(at.get("context", []), work[segment].forward)
+            elif segment != "context":
+                items += [_computed(work, segment, work[segment].forward), *_sync(at.get(segment, []))]
+        return sequence(first, before), sequence(after, last)
 
     def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Item]:
         is_beside = self._has_shared_beside(work, at)
@@ -411,48 +398,42 @@ class LayerBuilder:
 
         ``puts_off``: attention's products for weights, but those beside which a sum is scattered.
         """
-        is_tensor = setup.attention == "tensor"
-        before, after = at.pop("before_attention", []), _sync(at.pop("after_attention", []))
-        first, last = self._beside(again.pop("parameters", []))
-        first_sum, last_sum = self._beside(at.pop("gradients", []))
+        _check_places(work, at)
+        _check_places(work, again)
+        first, last = self._beside(again.get("parameters", []))
+        first_sum, last_sum = self._beside(at.get("gradients", []))
         if first_sum and not self.software.overlaps_gradients:
-            first_sum, last_sum = [], _sync([item.call for item in first_sum if isinstance(item, Issue)])
-        later = work["out"].weight_gradient if puts_off else 0.0
-        projected = 0.0 if puts_off and not (is_tensor and before) else work["projections"].weight_gradient
-        if not projected:
-            later += work["projections"].weight_gradient
-        around_shared = (
-            again.pop("before_ffn", []),
-            Compute(work["shared"].backward, "dense"),
-            at.pop("before_ffn", []),
-        )
-        before_experts = sequence(
-            first,
-            first_sum,
-            _sync(at.pop("after_ffn", [])),
-            [] if shared_is_beside else _around_products(*around_shared),
-        )
-        after_experts = sequence(
-            [*_sync(around_shared[0]), *_sync(around_shared[2])] if shared_is_beside else [],
-            Compute(work["router"].backward, "dense"),
-            _moved(work["middle"].backward),
-            after if is_tensor else [],
-            Compute(work["out"].backward - (work["out"].weight_gradient if puts_off else 0.0), "attention"),
-            [] if is_tensor else after,
-            self._core(at.pop("context", []), work["core"].backward),
-            [] if is_tensor else _sync(before),
-            _moved(work["rotation"].backward),
-            _beside_product(
-                again.pop("before_attention", []), Compute(work["projections"].input_gradient, "attention")
-            ),
-            _beside_product(before if is_tensor else [], Compute(projected, "attention")),
-            _moved(work["norm"].backward),
-            last,
-            last_sum,
-        )
-        _check_used(at)
-        _check_used(again)
-        return before_experts, after_experts, sequence(Compute(later, "attention"))
+            first_sum, last_sum = [], _sync(at["gradients"])
+        later = 0.0
+        before_experts = sequence(first, first_sum)
+        after_experts: list[Item] = []
+        for segment in reversed(work.segments):
+            if segment in work.routed or segment in work.gathers.values():
+                continue
+            gather = work.gathers.get(segment, "")
+            gathered, scattered = again.get(gather, []), at.get(gather, [])
+            times, calls = work[segment], at.get(segment, [])
+            if segment == "after_ffn":
+                before_experts += _sync(calls)
+            elif segment == "shared":
+                if shared_is_beside:
+                    after_experts += [*_sync(gathered), *_sync(scattered)]
+                else:
+                    before_experts += _around_products(gathered, _computed(work, segment, times.backward), scattered)
+            elif segment == "core":
+                after_experts += self._core(scattered, times.backward)
+            elif segment in ("projections", "out"):
+                put_off = times.weight_gradient if puts_off and not scattered else 0.0
+                later += put_off
+                weights = times.weight_gradient - put_off
+                if segment == "out":
+                    after_experts.append(_computed(work, segment, times.input_gradient + weights))
+                else:
+                    after_experts += _beside_product(gathered, _computed(work, segment, times.input_gradient))
+                    after_experts += _beside_product(scattered, _computed(work, segment, weights))
+            else:
+                after_experts += [_computed(work, segment, times.backward), *_sync(calls)]
+        return sequence(before_experts), sequence(after_experts, last, last_sum), sequence(Compute(later, "attention"))
 
     def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
         """Weights of the next layer while this one computes, as prefetching software does; else now, and nothing beside."""
@@ -501,8 +482,8 @@ class LayerBuilder:
         self, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool, puts_off: bool = False
     ) -> _ExpertParts:
         """Take what concerns the experts out of ``at``, in order. ``puts_off``: backward, their products for weights."""
-        out = [*at.pop("dispatch", []), *at.pop("gather_experts", [])]
-        home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
+        out = [*at.get("dispatch", []), *at.get("gather_experts", [])]
+        home = [*at.get("scatter_experts", []), *at.get("combine", [])]
         put_off = 0.0
         if is_forward:
             moved_us = work["expert_memory"].forward + work["expert_biases"].forward
@@ -652,38 +633,44 @@ def _moved(us: float) -> Compute:
     return Compute(us, "memory", is_streaming=True)
 
 
-def _remade(setup: Setup, work: LayerWork, resent: Places, is_moe: bool) -> tuple[list[Item], Places]:
-    """Return what selective recomputation computes and sends again: what that does not hide is waited for at once.
-    Behind it, what else is sent again; without recomputation that is all. Of modules that are computed again calls are waited for
-    one by one, as in their forward pass."""
-    if modules_of(setup.recompute):
-        sent: list[PlannedCall] = []
-        left: Places = {}
-        for place, calls in resent.items():
-            number = len(calls)
-            if place in ("parameters", "before_attention"):
-                number = 0
-            elif place == "before_ffn":  # a sequence that is gathered once more for a weight's gradient comes after
-                number = int("ffn_sequence" in names_remade(setup, moe=is_moe))
-            sent += calls[:number]
-            if calls[number:]:
-                left[place] = calls[number:]
-        return [Compute(work.remade(setup.recompute), "recompute"), *_sync(sent)], left
-    if setup.recompute != "selective":
+def _computed(work: LayerWork, segment: str, us: float) -> Compute:
+    """What is computed in a segment."""
+    kind = work.kinds[segment]
+    return Compute(us, kind, is_streaming=kind == "memory")
+
+
+def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], Places]:
+    """Return what recomputation but ``full`` computes and sends again, and what else is sent again.
+
+    ``selective`` sends all of it beside its work, and waits at once for what that does not hide. Of modules calls are waited for
+    one by one, as in their forward pass.
+    """
+    ways = ways_of(setup.recompute)
+    if not ways:
         return [], resent
-    weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
-    calls = [call for place in resent.values() for call in place]
-    remade = Compute(work.remade("selective"), "recompute", is_streaming=True)
-    return [*map(Issue, calls), remade, *map(Wait, calls)], weights
+    if "selective" in ways:
+        calls = [call for place in resent if place != "parameters" for call in resent[place]]
+        remade = Compute(work.remade("selective"), "recompute", is_streaming=True)
+        return _beside_product(calls, remade), {"parameters": resent.get("parameters", [])}
+    sent: list[PlannedCall] = []
+    left: Places = {}
+    for place, calls in resent.items():
+        number = len(calls) if work.is_remade(place, ways) else 0
+        if place in _GATHERED:  # a sequence that is gathered once more for a weight's gradient comes after
+            number = min(number, 1)
+        sent += calls[:number]
+        left[place] = calls[number:]
+    return [Compute(work.remade(setup.recompute), "recompute"), *_sync(sent)], left
 
 
 def _renamed(program: Iterable[Item]) -> list[Item]:
     return [replace(item, name="recompute") if isinstance(item, Compute) else item for item in program]
 
 
-def _check_used(at: Places) -> None:
-    if at:
-        raise InternalError(f"calls at {', '.join(at)} have no place in a layer's program")
+def _check_places(work: LayerWork, at: Places) -> None:
+    unknown = at.keys() - {*work.segments, "parameters", "gradients"}
+    if unknown:
+        raise InternalError(f"calls at {', '.join(sorted(unknown))} have no place in a layer's program")
 
 
 def _is_serial(program: Sequence[Item]) -> bool:

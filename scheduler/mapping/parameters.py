@@ -594,5 +594,6 @@ def _ends(model: ModelShape, cut: Cut, has: _Ends) -> tuple[list[Weight], list[W
 
 @lru_cache(maxsize=4096)
 def _layer(model: ModelShape, cut: Cut, moe: bool) -> tuple[Weight, ...]:
-    """Every parameter of a layer on one rank, in the order of its modules."""
-    return tuple(each for op in layer_table(model, cut, moe) for each in op.weights)
+    """Every parameter of a layer on one rank, in the order of its modules, in which what all tokens pass through is the last."""
+    ops = sorted(layer_table(model, cut, moe), key=lambda op: op.name == "shared")
+    return tuple(each for op in ops for each in op.weights)

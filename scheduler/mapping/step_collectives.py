@@ -20,17 +20,18 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.dispatch_price import INDEX_BYTES, WEIGHT_BYTES
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import head_sizes, kv_heads_needed
+from commlayer.scheduler.mapping.layer_table import Op, layer_table
 from commlayer.scheduler.mapping.parameters import (
     bucket_bytes,
+    cut_of,
     end_parameters,
     layer_parameters,
     layers_of,
     replicated_elements,
     stage_parameters,
 )
-from commlayer.scheduler.mapping.recomputation import modules_of
-from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.mapping.recomputation import ways_of
+from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
@@ -41,7 +42,6 @@ __all__ = [
     "dispatched_rows",
     "layer_backward",
     "layer_forward",
-    "names_remade",
     "rows_of_rank",
     "step_exchanges",
     "whole_step",
@@ -53,27 +53,6 @@ _DEGREES = frozenset({"tp", "cp", "dp", "pp", "etp", "ep", "edp"})
 _MIRRORS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 _COUNT_BYTES = 8  # int64
 _STATISTIC_BYTES = 8  # FP64
-_AGAIN = {
-    "tensor": ("sequence", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
-    "ulysses": ("rows", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
-}
-"""The exchanges that selective recomputation sends again: the inputs of attention's projections, or of its last one, and of the
-experts."""
-_OF_FFN = frozenset({"ffn_sequence", "ffn_sum"})
-_OF_EXPERTS = frozenset(
-    {
-        *(
-            "counts",
-            "dispatch",
-            "dispatch_weights",
-            "experts_gather",
-            "experts_gather_weights",
-            "experts_sum",
-            "combine",
-        ),
-        *("choices", "tokens", "weights", "tokens_sum"),
-    }
-)
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
 """Shards are whole rows of so many elements: :class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
@@ -92,7 +71,7 @@ class StepCollective:
         logical_bytes: of one call, nccl-tests' S: the gathered total, the whole input of a reduce_scatter, the tensor of an
             all_reduce or a message, and what a rank sends in an all_to_all_v (its bound, the busiest rank's, where routing is
             uneven).
-        place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``, ``router``, ``counts``,
+        place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``, ``balance``, ``counts``,
             ``dispatch``, ``gather_experts``, ``scatter_experts``, ``combine``, ``before_ffn``, ``after_ffn``, ``gradients``,
             ``parameters``, ``boundary``, ``embedding``, ``head``, ``loss``. A gradient has its activation's.
         over: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
@@ -160,8 +139,8 @@ def rows_of_rank(job: Job, setup: Setup) -> int:
 
 def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
     """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
-    attention = (*_parameters(job, setup, software, moe), *_attention(job, setup, software))
-    return (*attention, *(_experts(job, setup, software) if moe else _dense(job, setup, software)))
+    sent = (each for _, each in _sent(job, setup, software, moe))
+    return (*_parameters(job, setup, software, moe), *sent)
 
 
 def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
@@ -170,37 +149,25 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
 
     What is sent again for the gradient of weights (a sequence that was gathered) comes before the gradient that it runs beside.
     """
-    forward = (*_attention(job, setup, software), *(_experts if moe else _dense)(job, setup, software))
+    forward, ways = _sent(job, setup, software, moe), ways_of(setup.recompute)
     found = [*_parameters(job, setup, software, moe, again=True)]
-    if setup.recompute == "full":
-        found += [_again(each) for each in forward]
-    elif setup.recompute == "selective":
-        found += [_again(each) for each in forward if each.name in _AGAIN[setup.attention]]
-    else:
-        found += [_again(each) for each in forward if each.name in names_remade(setup, moe=moe)]
+    found += [_again(each) for op, each in forward if ways & (op.remade | {"full"})]
     # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
     ways_back = forward
     if moe and software.dispatch_precision != "bf16":
-        ways_back = (*_attention(job, setup, software), *_experts(job, setup, software, of_gradients=True))
-    for each, back in zip(reversed(forward), reversed(ways_back), strict=True):
-        if each.place in ("counts", "router"):
+        ways_back = _sent(job, setup, software, moe, of_gradients=True)
+    for (op, each), (_, back) in zip(reversed(forward), reversed(ways_back), strict=True):
+        if each.place in ("counts", "balance"):
             continue
-        if _is_gathered_again(each, setup, software):
+        # The gathered input of a product, which is not kept, is gathered again for the gradient of the weights.
+        is_gathered = op.overlaps and each.axis == "tp"
+        if software.gathers_again and is_gathered and not (setup.recompute == "selective" and ways & op.remade):
             found.append(_again(each))
         if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
             found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
         else:
             found.append(_mirrored(back))
     return (*found, *_gradients(job, setup, software, moe))
-
-
-def names_remade(setup: Setup, *, moe: bool) -> frozenset[str]:
-    """The names of the exchanges that modules which are computed again send once more: those of experts, or of a dense FFN or a
-    shared expert that tp splits."""
-    modules = modules_of(setup.recompute)
-    if moe and "moe" in modules:
-        return _OF_EXPERTS | _OF_FFN
-    return _OF_FFN if ("shared_experts" if moe else "mlp") in modules else frozenset()
 
 
 def dispatched_rows(job: Job, setup: Setup) -> int:
@@ -219,69 +186,37 @@ def _again(exchange: StepCollective) -> StepCollective:
     return exchange.renamed("_again")
 
 
-def _is_gathered_again(exchange: StepCollective, setup: Setup, software: Software) -> bool:
-    """The gathered input of a product, which is not kept: Megatron-LM gathers it again for the gradient of the weights."""
-    is_sent_already = setup.recompute == "selective" and exchange.name in _AGAIN[setup.attention]
-    return (
-        software.gathers_again
-        and not is_sent_already
-        and exchange.axis == "tp"
-        and exchange.collective == "all_gather"
-        and exchange.place in ("before_attention", "before_ffn")
-    )
+def _sent(
+    job: Job, setup: Setup, software: Software, moe: bool, *, of_gradients: bool = False
+) -> list[tuple[Op, StepCollective]]:
+    """The exchanges of a layer's operations, each with its own. ``of_gradients``: those for the experts with the sizes of what
+    each call's way back sends."""
+    tokens_bytes = rows_of_rank(job, setup) * setup.micro_batch * software.activation_bytes
+    dispatched = _of_dispatcher(job, setup, software, of_gradients=of_gradients) if moe else ()
+    found = []
+    for op in layer_table(job.model, cut_of(setup, software), moe):
+        if op.exchange is not None:
+            name, axis, collective, elements = op.exchange
+            size, count = tokens_bytes * elements, 1
+            if axis == "cp":  # blocks of all ranks are gathered, or passed on
+                collective, size, count = (
+                    (SEND_RECV, size, setup.cp - 1) if software.context == "ring" else (collective, size * setup.cp, 1)
+                )
+            found.append((op, StepCollective(name, axis, axis, collective, size, op.name, count)))
+        else:
+            found += [(op, each) for each in dispatched if each.place == op.name]
+    return [(op, each) for op, each in found if _kept(setup, each)]
 
 
-def _attention(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    model, width = job.model, software.activation_bytes
-    rows = rows_of_rank(job, setup) * setup.micro_batch
-    query, key_value, value = head_sizes(model)
-    needed = kv_heads_needed(model, setup.tp)
-    if setup.attention == "tensor":
-        whole = rows * setup.tp * model.hidden * width
-        before = StepCollective("sequence", "tp", "tp", "all_gather", whole, "before_attention")
-        after = StepCollective("attention_sum", "tp", "tp", "reduce_scatter", whole, "after_attention")
-    else:
-        to_heads = rows * (model.heads * query + sum(needed) * key_value) * width
-        before = StepCollective("heads", "tp", "tp", "all_to_all_v", to_heads, "before_attention")
-        to_rows = rows * model.heads * value * width
-        after = StepCollective("rows", "tp", "tp", "all_to_all_v", to_rows, "after_attention")
-    block = rows * setup.tp * max(needed) * key_value * width
-    if software.context == "ring":
-        context = StepCollective("context", "cp", "cp", SEND_RECV, block, "context", setup.cp - 1)
-    else:
-        context = StepCollective("context", "cp", "cp", "all_gather", block * setup.cp, "context")
-    return _kept(setup, before, context, after)
-
-
-def _dense(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    """List the exchanges of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums
-    are scattered."""
-    if not splits_ffn(software, setup.attention):
-        return ()
-    whole = rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
-    return _kept(
-        setup,
-        StepCollective("ffn_sequence", "tp", "tp", "all_gather", whole, "before_ffn"),
-        StepCollective("ffn_sum", "tp", "tp", "reduce_scatter", whole, "after_ffn"),
-    )
-
-
-def _experts(job: Job, setup: Setup, software: Software, *, of_gradients: bool = False) -> tuple[StepCollective, ...]:
-    """List what is exchanged for the experts. ``of_gradients``: with the sizes of what each call's way back sends."""
-    before: tuple[StepCollective, ...] = ()
-    after: tuple[StepCollective, ...] = ()
-    if job.model.shared_width:
-        before, after = _halves(_dense(job, setup, software))
-    if software.balances:
-        size = (2 * job.model.experts + 3) * _STATISTIC_BYTES
-        before = (*_kept(setup, StepCollective("balance", "stage", "dp", "all_reduce", size, "router")), *before)
+def _of_dispatcher(
+    job: Job, setup: Setup, software: Software, *, of_gradients: bool = False
+) -> tuple[StepCollective, ...]:
+    """List what is exchanged for the experts."""
+    size = (2 * job.model.experts + 3) * _STATISTIC_BYTES * software.balances
+    balance = StepCollective("balance", "stage", "dp", "all_reduce", size, "balance")
     if setup.dispatch == "all_gather":
-        return (*before, *_gathered(job, setup, software), *after)
-    return (*before, *_exchanged(job, setup, software, of_gradients=of_gradients), *after)
-
-
-def _halves(pair: tuple[StepCollective, ...]) -> tuple[tuple[StepCollective, ...], tuple[StepCollective, ...]]:
-    return pair[:1], pair[1:]
+        return (balance, *_counts(job, setup, software), *_gathered(job, setup, software))
+    return (balance, *_counts(job, setup, software), *_exchanged(job, setup, software, of_gradients=of_gradients))
 
 
 def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool = False) -> tuple[StepCollective, ...]:
@@ -290,9 +225,7 @@ def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool
     rows = dispatched_rows(job, setup)
     out, home = (rows * software.row_bytes(model.hidden, to_experts=way is not of_gradients) for way in (True, False))
     weights = rows * WEIGHT_BYTES * software.sends_weights
-    return _kept(
-        setup,
-        *_counts(job, setup, software),
+    return (
         StepCollective("dispatch", "ep", "ep", "all_to_all_v", out, "dispatch"),
         StepCollective("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
         StepCollective("experts_gather", "etp", "ep", "all_gather", out * setup.etp, "gather_experts"),
@@ -307,9 +240,7 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollectiv
     model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
     tokens = rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
     size = tokens * model.hidden * software.activation_bytes
-    return _kept(
-        setup,
-        *_counts(job, setup, software),
+    return (
         StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * INDEX_BYTES, "counts"),
         StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch"),
         StepCollective("weights", axis, "ep", "all_gather", tokens * model.top_k * WEIGHT_BYTES, "combine"),

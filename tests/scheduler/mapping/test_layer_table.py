@@ -1,0 +1,89 @@
+"""The table of a layer's operations: everything that is said of a layer follows from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from commlayer.profiles.errors import InternalError
+from commlayer.scheduler.mapping import catalog, clusters, layer_table, layer_work, layers, memory, parameters
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_table import WHOLE, Cut, Exchange, Op, Product, Saved, Weight
+from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import MEGATRON
+from commlayer.scheduler.mapping.step_collectives import layer_backward, layer_forward
+from commlayer.scheduler.programs import Compute, Issue
+
+_softmax = layer_table._softmax  # the kind to which rows are added below
+
+
+def _indexed(model: ModelShape, cut: Cut) -> Iterator[Op]:
+    """Attention with an indexer: one more projection, whose output all tp ranks need, and keep unless norms are made again."""
+    yield Op(
+        "indexer",
+        weights=(Weight("sharded", WHOLE, model.hidden * 128),),
+        products=(Product("token", model.hidden, 128),),
+        saved=(Saved(128, frozenset({"layernorm"})),),
+        remade=frozenset({"layernorm"}),
+    )
+    yield Op("index", exchange=Exchange("index", "tp", "all_gather", 128 * cut.tp), remade=frozenset({"layernorm"}))
+    yield from _softmax(model, cut)
+
+
+def _forget() -> None:
+    """Drop what is remembered of layers."""
+    caches = layer_table.layer_table, parameters._layer, memory.kept_elements, layer_work._layer_work
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def _no_tables() -> Iterator[None]:
+    """Nothing that an attention changes is remembered before or after."""
+    _forget()
+    yield
+    _forget()
+
+
+@pytest.mark.usefixtures("_no_tables")
+def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = catalog.load("mixtral-8x7b")
+    job = Job(model=model, gpus=16, global_batch=16, sequence=4096)
+    setup, again = Setup(gpus=16, tp=4, ep=4), Setup(gpus=16, tp=4, ep=4, recompute="layernorm")
+    cut = parameters.cut_of(setup, MEGATRON)
+    estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
+    plain = estimator.work(setup, True)
+    held = parameters.layer_parameters(model, setup, MEGATRON, True)
+    kept = [memory.kept_elements(model, way, cut) for way in ("none", "layernorm")]
+    with monkeypatch.context() as patched:
+        patched.setattr(layer_table, "_softmax", _indexed)
+        _forget()
+        assert parameters.layer_parameters(model, setup, MEGATRON, True) == {
+            **held,
+            "dp_cp": held["dp_cp"] + model.hidden * 128,
+        }
+        more = [memory.kept_elements(model, way, cut).token for way in ("none", "layernorm")]
+        assert more == [kept[0].token + 128, kept[1].token]
+        estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
+        work = estimator.work(setup, True)
+        us = estimator.compute.gemm_us(1024, model.hidden, 128)
+        assert work.forward == pytest.approx(plain.forward + us)
+        assert work.remade("layernorm") == pytest.approx(plain.remade("layernorm") + us)
+        assert "index" in [each.name for each in layer_forward(job, setup, MEGATRON)]
+        back = [[each.name for each in layer_backward(job, way, MEGATRON)] for way in (setup, again)]
+        assert "index_gradient" in back[0]
+        assert "index_again" not in back[0]
+        assert "index_again" in back[1]
+        forward, _ = estimator.programs(setup, True)
+        names = [item.name if isinstance(item, Compute) else item.call.name for item in forward]
+        assert names.index("dense") < names.index("index") < names.index("attention")
+        assert sum(isinstance(item, Issue) and item.call.name == "index" for item in forward) == 1
+
+
+def test_calls_without_a_place_in_a_layer_are_refused() -> None:
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=16, sequence=4096)
+    work = Estimator(job, clusters.load("h100-eos"), MEGATRON).work(Setup(gpus=16, ep=8), True)
+    with pytest.raises(InternalError, match="calls at nowhere have no place"):
+        layers._check_places(work, {"dispatch": [], "nowhere": []})
