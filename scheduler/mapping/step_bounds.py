@@ -1,0 +1,201 @@
+"""Bounds of a step's time, each closer and slower to find than the one before: a search leaves out what none can make fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.layout_balance import least_slowest_us
+from commlayer.scheduler.mapping.model import layer_kinds
+from commlayer.scheduler.mapping.parameters import Stage
+from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT
+from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, is_dual, merged_shares
+from commlayer.scheduler.mapping.pipeline_stage import exposed_gradients, exposed_parameters, least_exposed, passing
+from commlayer.scheduler.mapping.step_pipeline import StepPipeline
+
+__all__ = ["StepBounds"]
+
+
+class StepBounds:
+    """The bounds of steps that have these parts."""
+
+    def __init__(self, pipeline: StepPipeline) -> None:
+        self.parts, self.pipeline, self.job = pipeline.parts, pipeline, pipeline.job
+        kinds = layer_kinds(self.job.model)
+        every = (*kinds, *kinds[-1:] * self.job.model.mtp_layers)
+        self.numbers = {is_moe: every.count(is_moe) for is_moe in sorted(set(every))}
+        """How many layers there are with experts, and with a dense FFN, modules' among them."""
+
+    def us(self, setup: Setup, level: int = 0) -> float:
+        """A time that a step is never below, µs.
+
+        ``level``: 0 of computation and bubble; 1 of layers that take as long as tokens are on their way to experts, where
+        computation takes less; 2 of all calls that layers and ends make, but for those of ZeRO 2 and 3; 3 of these too, and of
+        what passes cannot hide of gradients and weights; 4 with gradients and weights sent when they are ready, nothing in each
+        other's way. Each takes longer to find than the one before. For setups that an estimator would take: nothing is
+        checked. With the pipeline layout ``auto``, which is for the levels up to 2, it is a bound of every layout.
+        """
+        total = self.parts.optimizer_us(setup)
+        if level <= 2 and setup.zero > 1:
+            setup = replace(setup, zero=1)
+        total += self.least_pipeline_us(setup, level)
+        if level >= 2:
+            total += self.pipeline.sending_us(setup)
+        if level == 3:
+            total += self._least_exposed_us(setup)
+        elif level > 3:
+            stage = self.parts.stages(setup)[0]
+            for ask in (exposed_gradients, exposed_parameters):
+                total += self.parts.exposed(ask, setup, stage, is_bound=True).us
+        return total
+
+    def weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
+        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes are merged. ``single``: by
+        itself."""
+        shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
+        found = {}
+        for is_moe, alone in single.items():
+            both = self.parts.merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
+            found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
+        return found
+
+    def _least_exposed_us(self, setup: Setup) -> float:
+        """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
+        but for one layer (the one before the first gradients, or behind the last weights)."""
+        stage = self.parts.stages(setup)[0]
+        degrees = (
+            setup.tp,
+            setup.cp,
+            setup.pp,
+            setup.ep,
+            setup.etp,
+            setup.folded,
+            setup.attention,
+            setup.precision,
+            setup.zero,
+            setup.copies,
+        )
+        key = ("exposed", *degrees, stage.dense, stage.sparse, setup.ends_at(stage.number))
+        least = self.parts.once(key, lambda: least_exposed(self.parts.builder(setup), setup, stage))
+        total = 0.0
+        for place, side in (("gradients", 1), ("parameters", 0)):
+            us, hides = least[place]
+            if us and hides:
+                layers = {
+                    is_moe: self.parts.layer_times(setup, is_moe, is_bound=True)[side].total_us
+                    for is_moe in set(stage.kinds)
+                }
+                plain = sum(layers[is_moe] for is_moe in stage.kinds) - max(layers.values())
+                us = max(0.0, us - plain * (1 + passing(self.parts.builder(setup), setup)))
+            total += us
+        return total
+
+    def _exchanged_us(self, setup: Setup) -> float:
+        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ in that."""
+        if setup.ep * setup.etp == 1:
+            return 0.0
+        tokens = (setup.micro_batch * self.job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
+        key = (
+            "exchanged",
+            *tokens,
+            setup.etp,
+            setup.dispatch,
+            *map(setup.layout, ("ep", "etp_ep")),
+            self.parts.job_of(setup).imbalance,
+        )
+        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
+        return self.parts.once(key, lambda: self.parts.builder(setup).least_exchange_us(plain))
+
+    def _waits_us(self, setup: Setup) -> float:
+        """Bound for how long a layer waits for attention's calls, which few of all mappings differ in."""
+        if setup.tp * setup.cp == 1:
+            return 0.0
+        key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
+        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
+        return self.parts.once(key, lambda: self.parts.builder(setup).least_waits_us(plain))
+
+    def _computed_us(self, setup: Setup, is_moe: bool) -> float:
+        """Time one layer without its calls, forward and backward."""
+        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
+        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+
+        return self.parts.once(key, lambda: self.parts.work(setup, is_moe).step_us(setup.recompute))
+
+    def least_pipeline_us(self, setup: Setup, level: int) -> float:
+        """Bound the time of all micro-batches, as :meth:`bound_us` says."""
+        if setup.pipeline_layout == AUTO_LAYOUT:
+            return self.least_of_layouts_us(setup, level)
+        stages = self.parts.stages(setup)
+        count, calls = setup.micro_batches(self.job), level >= 2
+        sparse = self.least_layer_us(setup, True, level) if any(stage.sparse for stage in stages) else 0.0
+        dense = self.least_layer_us(setup, False, level) if any(stage.dense for stage in stages) else 0.0
+        alone = [
+            stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
+        ]
+        if not setup.is_merged:
+            return count * max(alone) + _bubble_us(alone, stages, setup)
+        merged = alone
+        if calls:
+            merged = [self.pipeline.stage_merged(setup, stage, is_bound=True).total_us for stage in stages]
+        times = [StageTimes(0.0, us, 0.0, both) for us, both in zip(alone, merged, strict=True)]
+        ranks = [times[place] for place in self.pipeline.places_of_ranks(setup, stages)]
+        return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
+
+    def least_of_layouts_us(self, setup: Setup, level: int) -> float:
+        """Bound the time of all micro-batches, however the layers are laid on the ranks.
+
+        The slowest rank has at least the mean of all work, and at least what the layers with experts and the head make it have
+        where they are laid as evenly as whole layers go (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
+        """
+        count, ranks = setup.passes(self.job), setup.pp // setup.copies
+        single = {is_moe: self.least_layer_us(setup, is_moe, level) for is_moe in self.numbers}
+        weights = self.weights(setup, single, level) if setup.is_merged else single
+        head_us = self.parts.head_us(setup, True, False)
+        ends_us = head_us if level < 2 and not self.job.model.mtp_layers else self._all_ends_us(setup, level)
+        work = ends_us + sum(number * single[is_moe] for is_moe, number in self.numbers.items())
+        busy = ends_us + sum(number * weights[is_moe] for is_moe, number in self.numbers.items())
+        slowest = busy / ranks
+        if sparse := self.numbers.get(True):
+            slowest = max(slowest, least_slowest_us(sparse, ranks, weights[True], head_us))
+        if is_dual(setup.schedule):
+            return count * slowest
+        # the bubble is the other ranks' work: all but what the slowest takes by itself
+        alone = max(1.0, *(single[is_moe] / weights[is_moe] for is_moe in weights)) if setup.is_merged else 1.0
+        return slowest * (count - alone / setup.vpp) + work / setup.vpp
+
+    def _all_ends_us(self, setup: Setup, level: int) -> float:
+        """Bound the time of embedding, head and modules of a micro-batch, on whichever ranks they are."""
+        if level < 2:
+            return self.parts.head_us(setup, True, True)
+        return (
+            sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in self.parts.stages(setup))
+            / setup.copies
+        )
+
+    def least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        """Bound the time of one layer, forward and backward, as :meth:`bound_us` says."""
+        if level >= 2:
+            forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
+            return forward.total_us + backward.total_us
+        computed = self._computed_us(setup, is_moe)
+        if level:
+            computed += self._waits_us(setup)
+        if not level or not is_moe:
+            return computed
+        exchanged = self._exchanged_us(setup)
+        # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
+        alone = 0.0 if setup.is_merged else computed - self.parts.work(setup, True).beside_us
+        return max(computed, alone + exchanged)
+
+    def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
+        """Bound the time of what a stage has beside its layers, in the same way."""
+        if level >= 2:
+            return self.parts.ends(setup, stage).total_us
+        has = setup.has_head(stage.number), setup.has_modules(stage.number)
+        return self.parts.head_us(setup, *has) if any(has) else 0.0
+
+
+def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup) -> float:
+    every = [us for us, stage in zip(per_stage, stages, strict=True) for _ in range(stage.alike)]
+    return bubble_us(every, setup.vpp)
