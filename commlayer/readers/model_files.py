@@ -23,7 +23,7 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.known_names import closest, closest_or_all, is_path
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import parse_object
-from commlayer.scheduler.mapping.catalog import MODELS
+from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.model import (
     MOST_LAYERS,
     MOST_OF_A_SIZE,
@@ -74,13 +74,13 @@ def resolve(name_or_path: str) -> ModelShape:
     Raises:
         UsageError: neither; or a file that cannot be read as one (:func:`read_model`).
     """
-    if name_or_path in MODELS:
-        return MODELS[name_or_path]
+    if name_or_path in catalog.names():
+        return catalog.load(name_or_path)
     if is_path(name_or_path):
         return read_model(name_or_path)
     raise UsageError(
         "model: expected the name of a known model or a file such as a Hugging Face config.json (or its folder), "
-        f"got {shortened(name_or_path)!r}{closest_or_all(name_or_path, MODELS)}"
+        f"got {shortened(name_or_path)!r}{closest_or_all(name_or_path, catalog.names())}"
     )
 
 
@@ -98,7 +98,7 @@ def read_model(path: str | Path) -> ModelShape:
     try:
         data = read_file(file)
     except FileNotFoundError as error:
-        hint = "" if file.suffix == ".json" else closest(file.name, MODELS)  # the name of a repository of models, say
+        hint = "" if file.suffix == ".json" else closest(file.name, catalog.names())  # the name of a repository of models, say
         raise UsageError(
             f"{shortened(typed)}: expected a model's JSON file, or a folder with a config.json, got no such file{hint}"
         ) from error

@@ -1,18 +1,25 @@
-"""The clusters that are known by name: GPUs and peaks from data sheets, efficiencies as declared (docs/clusters.md)."""
+"""The clusters that are known by name (clusters.json): GPUs and peaks from data sheets, efficiencies as declared.
+
+docs/clusters.md has the sources of the latter.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
+import msgspec
+
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.known_names import closest_or_all
 from commlayer.profiles.links import Peaks
 from commlayer.profiles.printable import shortened
+from commlayer.profiles.shipped import shipped_data
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 
 __all__ = ["fitted", "from_peaks", "load", "names"]
 
+_NVLINK5_GBPS = 900
 _ASSUMED = "peaks as given, efficiencies as declared for H100 clusters (docs/clusters.md)"
 
 
@@ -48,47 +55,31 @@ def from_peaks(
     )
 
 
-_KNOWN: dict[str, tuple[str, int, float, float, str]] = {
-    # name: (GPU, domain, inter GB/s, intra GB/s, source of the peaks)
-    "a100": ("a100", 8, 25, 300, "DGX A100: eight 200 Gb/s cards, NVLink 3; NVIDIA's data sheet, MoNTA table 5"),
-    "b200-hgx": (
-        "b200",
-        8,
-        50,
-        900,
-        "DGX B200: eight 400 Gb/s ConnectX-7 for the GPUs, NVLink 5 (1.8 TB/s both ways); NVIDIA's data sheet",
-    ),
-    "b300-hgx": (
-        "b300",
-        8,
-        100,
-        900,
-        "DGX B300: eight 800 Gb/s ConnectX-8, NVLink 5 (1.8 TB/s both ways); NVIDIA's data sheet",
-    ),
-    "gb200-nvl72": (
-        "gb200",
-        72,
-        50,
-        900,
-        "GB200 NVL72: 72 GPUs on NVLink 5 (130 TB/s), a 400 Gb/s ConnectX-7 each; NVIDIA's data sheet",
-    ),
-    "gb300-nvl72": (
-        "gb300",
-        72,
-        100,
-        900,
-        "GB300 NVL72: 72 GPUs on NVLink 5 (130 TB/s), an 800 Gb/s ConnectX-8 each; NVIDIA's data sheet",
-    ),
-    "h100-eos": ("h100", 8, 50, 450, "NVLink 450 GB/s, InfiniBand 400 Gb/s: MoE Parallel Folding, section 4.1 (Eos)"),
-    "h20": ("h20", 8, 50, 450, "NVLink: MegaScale-MoE table 4; network: assumed, one 400 Gb/s card per GPU"),
-    "h200": ("h200", 8, 50, 450, "DGX H200: eight 400 Gb/s cards, NVLink 4; NVIDIA's data sheet"),
-    "h800": ("h800", 8, 50, 200, "NVLink: MegaScale-MoE table 4; network: DeepEP's H800 (400 Gb/s per GPU)"),
-}
+class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``: its name in :data:`hardware.GPUS`."""
+
+    name: str
+    gpu: str
+    domain: int
+    inter_gbps: float
+    intra_gbps: float
+    source: str
+
+
+class _Clusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    clusters: tuple[_Declared, ...]
+
+
+@cache
+def _known() -> dict[str, _Declared]:
+    """The clusters of the file by name: read once."""
+    shipped = shipped_data("commlayer.scheduler.mapping", "clusters.json", _Clusters, "list of clusters")
+    return {each.name: each for each in shipped.clusters}
 
 
 def names() -> list[str]:
     """The clusters that :func:`load` knows, sorted."""
-    return sorted([*_KNOWN, "a800-monta"])
+    return sorted([*_known(), "a800-monta"])
 
 
 @cache
@@ -96,14 +87,15 @@ def load(name: str) -> Cluster:
     """The declared cluster ``name``; always the same object. Raises UsageError for another name, with the closest."""
     if name == "a800-monta":
         return _monta()
-    if name not in _KNOWN:
+    declared = _known().get(name)
+    if declared is None:
         raise UsageError(
             f"cluster: expected the name of a known cluster or the path of a cluster file, got {shortened(name)!r}"
             f"{closest_or_all(name, names())}"
         )
-    gpu, domain, inter, intra, source = _KNOWN[name]
-    cluster = from_peaks(name, hardware.GPUS[gpu], domain, inter, intra, source=source)
-    return cluster.replace(intra=hardware.NVLINK5) if intra == 900 else cluster
+    gpu, peaks = hardware.GPUS[declared.gpu], (declared.inter_gbps, declared.intra_gbps)
+    cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source)
+    return cluster.replace(intra=hardware.NVLINK5) if declared.intra_gbps == _NVLINK5_GBPS else cluster
 
 
 def _monta() -> Cluster:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from importlib.resources import files
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -695,6 +697,14 @@ def test_groups_of_no_ranks_are_refused() -> None:
 
 V3 = catalog.load("deepseek-v3")
 V3_MTP = dataclasses.replace(V3, mtp_layers=1)
+
+
+def test_the_catalog_s_file_has_no_field_that_models_lack() -> None:
+    """msgspec reads a dataclass without what it does not know: a misspelt field would be left out in silence."""
+    models = json.loads((files("commlayer.scheduler.mapping") / "models.json").read_text(encoding="utf-8"))["models"]
+    known = {each.name for each in dataclasses.fields(ModelShape)}
+    assert [each["name"] for each in models] == catalog.names()
+    assert not [each["name"] for each in models if each.keys() - known]
 
 
 def test_a_module_for_more_tokens_has_the_published_size() -> None:
