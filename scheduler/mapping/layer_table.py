@@ -73,7 +73,7 @@ _FLASH_BACKWARD = 2.5
 
 
 class Cut(NamedTuple):
-    """How a layer is cut over ranks, and what a rank fuses and keeps of it.
+    """How a layer is cut over ranks; and, from ``cp`` on, what parameters do not depend on: what a rank fuses and keeps of it.
 
     ``splits_attention``, ``splits_ffn``, ``splits_ends`` (embedding and head): whether tp does. ``keeps_whole_kv``: as of
     :class:`~commlayer.scheduler.mapping.software.Software`. ``keeps_sequences``, ``keeps_context``: whether sequences, or keys
@@ -82,13 +82,13 @@ class Cut(NamedTuple):
     """
 
     tp: int = 1
-    cp: int = 1
     ep: int = 1
     etp: int = 1
     splits_attention: bool = True
     splits_ffn: bool = True
     splits_ends: bool = True
     keeps_whole_kv: bool = False
+    cp: int = 1
     keeps_sequences: bool = False
     keeps_context: bool = False
     fuses_experts: bool = False

@@ -61,50 +61,61 @@ class Times:
         )
 
 
+_NO_TIMES = Times()
+
+
+class SegmentOrder:
+    """The segments of a layer, exchanges among them, in the order of its forward pass (``names``).
+
+    ``kinds``: the part of a step's time as which each counts. ``gathers``: by segment, the exchange that travels beside its work.
+    ``routed``: those of the routed experts, and of the ways of tokens to them and home; ``around``: the others.
+    """
+
+    def __init__(self, ops: tuple[Op, ...]) -> None:
+        self.ops = ops
+        self.kinds = {op.name: op.kind for op in reversed(ops)}
+        self.names = tuple(dict.fromkeys(op.name for op in ops))
+        self.gathers = {op.overlaps: op.name for op in ops if op.overlaps}
+        self.routed = tuple(dict.fromkeys(op.name for op in ops if op.is_routed))
+        self.around = tuple(name for name in self.names if name not in self.routed)
+
+    def is_remade(self, segment: str, ways: frozenset[str]) -> bool:
+        """Whether ways of recomputation but ``full`` compute a segment, or send it, again."""
+        return any(op.remade & ways for op in self.ops if op.name == segment)
+
+
+@lru_cache(maxsize=1 << 14)
+def _order_of(model: ModelShape, cut: Cut, is_moe: bool) -> SegmentOrder:
+    return SegmentOrder(layer_table(model, cut, is_moe))
+
+
 class LayerWork:
     """The times of a layer's segments, by the names that its operations have for them.
 
     ``forward``, ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients.
     """
 
-    def __init__(self, ops: tuple[Op, ...], times: tuple[Times, ...], norms_us: tuple[float, ...]) -> None:
+    def __init__(self, order: SegmentOrder, times: tuple[Times, ...], norms_us: tuple[float, ...]) -> None:
         """``times`` of each operation; ``norms_us``: of the norm in it."""
-        self._rows = tuple(zip(ops, times, norms_us, strict=True))
+        self.order = order
+        self._rows = tuple(zip(order.ops, times, norms_us, strict=True))
         self._segments: dict[str, Times] = {}
         for op, each, _ in self._rows:
-            self._segments[op.name] = self[op.name] + each
-        self.kinds = {op.name: op.kind for op in reversed(ops)}
-        """The part of a step's time as which each segment counts."""
-        self.gathers = {op.overlaps: op.name for op in ops if op.overlaps}
-        """The exchange that travels beside the work of a segment."""
-        self.routed = tuple(dict.fromkeys(op.name for op in ops if op.is_routed))
-        """The segments of the routed experts, and of the ways of tokens to them and home."""
+            known = self._segments.get(op.name)
+            self._segments[op.name] = each if known is None else known + each
         self.forward = sum(each.forward for each in times)
         self.backward = sum(each.backward for each in times)
         self.weights = sum(each.weight_gradient for each in times)
+        self.attention_weights = self["projections"].weight_gradient + self["out"].weight_gradient
+        """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
+        self.beside_us = sum(
+            each.forward + each.backward for op, each, _ in self._rows if op.is_routed or op.name == "shared"
+        )
+        """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
 
     def __getitem__(self, segment: str) -> Times:
         """The times of a segment; none where the layer does not have it."""
-        return self._segments.get(segment, Times())
-
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """The names of all segments, exchanges among them, in the order of the forward pass."""
-        return tuple(self._segments)
-
-    def is_remade(self, segment: str, ways: frozenset[str]) -> bool:
-        """Whether ways of recomputation but ``full`` compute a segment, or send it, again."""
-        return any(op.remade & ways for op, *_ in self._rows if op.name == segment)
-
-    @property
-    def attention_weights(self) -> float:
-        """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
-        return self["projections"].weight_gradient + self["out"].weight_gradient
-
-    @property
-    def beside_us(self) -> float:
-        """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
-        return sum(self[name].forward + self[name].backward for name in (*self.routed, "shared"))
+        return self._segments.get(segment, _NO_TIMES)
 
     def remade(self, recompute: str) -> float:
         """The time of what a way of recomputation computes again, µs. ``layernorm``: of the norms alone, where they are fused
@@ -173,9 +184,10 @@ class _MicroBatch(NamedTuple):
 @lru_cache(maxsize=65536)
 def _layer_work(batch: _MicroBatch, cut: Cut, is_moe: bool, compute: AnyCompute) -> LayerWork:
     timing = _Timing(batch, cut, compute)
-    ops = layer_table(batch.model, cut, is_moe)
-    norms = tuple(compute.memory_us(op.norm * timing.rows["token"] * _BYTES) for op in ops)
-    return LayerWork(ops, tuple(map(timing.op, ops)), norms)
+    order = _order_of(batch.model, cut, is_moe)
+    tokens_bytes = timing.rows["token"] * _BYTES
+    norms = tuple(compute.memory_us(op.norm * tokens_bytes) if op.norm else 0.0 for op in order.ops)
+    return LayerWork(order, tuple(map(timing.op, order.ops)), norms)
 
 
 class _Timing:

@@ -368,8 +368,8 @@ class LayerBuilder:
         first, last = self._beside(at.get("parameters", []))
         before: list[Item] = []
         after: list[Item] = []
-        for segment in work.segments:
-            if segment in work.routed or (segment == "shared" and shared_is_beside):
+        for segment in work.order.around:
+            if segment == "shared" and shared_is_beside:
                 continue
             items = after if segment == "after_ffn" else before
             if segment == "core":
@@ -407,14 +407,15 @@ class LayerBuilder:
         later = 0.0
         before_experts = sequence(first, first_sum)
         after_experts: list[Item] = []
-        for segment in reversed(work.segments):
-            if segment in work.routed or segment in work.gathers.values():
+        gathers = work.order.gathers
+        beside = set(gathers.values())
+        for segment in reversed(work.order.around):
+            if segment in beside:
                 continue
-            gather = work.gathers.get(segment, "")
-            gathered, scattered = again.get(gather, []), at.get(gather, [])
-            times, calls = work[segment], at.get(segment, [])
+            times, gather = work[segment], gathers.get(segment)
+            gathered, scattered = (again.get(gather, []), at.get(gather, [])) if gather else ([], [])
             if segment == "after_ffn":
-                before_experts += _sync(calls)
+                before_experts += _sync(at.get(segment, []))
             elif segment == "shared":
                 if shared_is_beside:
                     after_experts += [*_sync(gathered), *_sync(scattered)]
@@ -432,7 +433,7 @@ class LayerBuilder:
                     after_experts += _beside_product(gathered, _computed(work, segment, times.input_gradient))
                     after_experts += _beside_product(scattered, _computed(work, segment, weights))
             else:
-                after_experts += [_computed(work, segment, times.backward), *_sync(calls)]
+                after_experts += [_computed(work, segment, times.backward), *_sync(at.get(segment, []))]
         return sequence(before_experts), sequence(after_experts, last, last_sum), sequence(Compute(later, "attention"))
 
     def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
@@ -635,7 +636,7 @@ def _moved(us: float) -> Compute:
 
 def _computed(work: LayerWork, segment: str, us: float) -> Compute:
     """What is computed in a segment."""
-    kind = work.kinds[segment]
+    kind = work.order.kinds[segment]
     return Compute(us, kind, is_streaming=kind == "memory")
 
 
@@ -655,7 +656,7 @@ def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], 
     sent: list[PlannedCall] = []
     left: Places = {}
     for place, calls in resent.items():
-        number = len(calls) if work.is_remade(place, ways) else 0
+        number = len(calls) if work.order.is_remade(place, ways) else 0
         if place in _GATHERED:  # a sequence that is gathered once more for a weight's gradient comes after
             number = min(number, 1)
         sent += calls[:number]
@@ -668,7 +669,7 @@ def _renamed(program: Iterable[Item]) -> list[Item]:
 
 
 def _check_places(work: LayerWork, at: Places) -> None:
-    unknown = at.keys() - {*work.segments, "parameters", "gradients"}
+    unknown = at.keys() - {*work.order.names, "parameters", "gradients"}
     if unknown:
         raise InternalError(f"calls at {', '.join(sorted(unknown))} have no place in a layer's program")
 

@@ -58,6 +58,8 @@ __all__ = [
     "stages",
 ]
 
+_OF_WEIGHTS = 7
+"""The first fields of a :class:`Cut`, on which parameters depend."""
 Sized = tuple[str, int]
 """Axis, elements."""
 
@@ -531,25 +533,27 @@ def bucket_bytes(parameters: Iterable[Sized], element_bytes: int, limit: int) ->
 
 def cut_of(setup: Setup, software: Software) -> Cut:
     """How ``setup`` cuts a layer over ranks, and what ``software`` fuses and keeps of it."""
-    return _cut_of_weights(setup, software)._replace(
+    gathers_once, fuses = not software.gathers_again, software.fuses_experts
+    return Cut(
+        *_cut_of_weights(setup, software)[:_OF_WEIGHTS],
         cp=setup.cp,
-        keeps_sequences=not software.gathers_again,
-        keeps_context=not software.gathers_again and software.context == "gather",
-        fuses_experts=software.fuses_experts,
-        fuses_activation=software.fuses_experts and setup.precision != "bf16",
+        keeps_sequences=gathers_once,
+        keeps_context=gathers_once and software.context == "gather",
+        fuses_experts=fuses,
+        fuses_activation=fuses and setup.precision != "bf16",
     )
 
 
 def _cut_of_weights(setup: Setup, software: Software) -> Cut:
     """The part of :func:`cut_of` on which parameters depend: few of all mappings differ in that."""
     return Cut(
-        tp=setup.tp,
-        ep=setup.ep,
-        etp=setup.etp,
-        splits_attention=setup.attention == "tensor",
-        splits_ffn=splits_ffn(software, setup.attention),
-        splits_ends=software.splits_ends,
-        keeps_whole_kv=software.keeps_whole_kv,
+        setup.tp,
+        setup.ep,
+        setup.etp,
+        setup.attention == "tensor",
+        splits_ffn(software, setup.attention),
+        software.splits_ends,
+        software.keeps_whole_kv,
     )
 
 

@@ -119,7 +119,11 @@ def _mirrored(exchange: StepCollective) -> StepCollective:
 
 def _kept(setup: Setup, *exchanges: StepCollective) -> tuple[StepCollective, ...]:
     """Keep the exchanges that have somebody to talk to, and something to say."""
-    return tuple(each for each in exchanges if each.count and each.logical_bytes and axis_size(setup, each.axis) > 1)
+    return tuple(each for each in exchanges if _is_sent(setup, each))
+
+
+def _is_sent(setup: Setup, exchange: StepCollective) -> bool:
+    return bool(exchange.count and exchange.logical_bytes and axis_size(setup, exchange.axis) > 1)
 
 
 def axis_size(setup: Setup, axis: str) -> int:
@@ -192,7 +196,9 @@ def _sent(
     """The exchanges of a layer's operations, each with its own. ``of_gradients``: those for the experts with the sizes of what
     each call's way back sends."""
     tokens_bytes = rows_of_rank(job, setup) * setup.micro_batch * software.activation_bytes
-    dispatched = _of_dispatcher(job, setup, software, of_gradients=of_gradients) if moe else ()
+    dispatched: dict[str, list[StepCollective]] = {}
+    for each in _of_dispatcher(job, setup, software, of_gradients=of_gradients) if moe else ():
+        dispatched.setdefault(each.place, []).append(each)
     found = []
     for op in layer_table(job.model, cut_of(setup, software), moe):
         if op.exchange is not None:
@@ -203,9 +209,9 @@ def _sent(
                     (SEND_RECV, size, setup.cp - 1) if software.context == "ring" else (collective, size * setup.cp, 1)
                 )
             found.append((op, StepCollective(name, axis, axis, collective, size, op.name, count)))
-        else:
-            found += [(op, each) for each in dispatched if each.place == op.name]
-    return [(op, each) for op, each in found if _kept(setup, each)]
+        elif op.name in dispatched:
+            found += [(op, each) for each in dispatched[op.name]]
+    return [(op, each) for op, each in found if _is_sent(setup, each)]
 
 
 def _of_dispatcher(

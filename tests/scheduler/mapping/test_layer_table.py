@@ -34,7 +34,13 @@ def _indexed(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 def _forget() -> None:
     """Drop what is remembered of layers."""
-    caches = layer_table.layer_table, parameters._layer, memory.kept_elements, layer_work._layer_work
+    caches = (
+        layer_table.layer_table,
+        parameters._layer,
+        memory.kept_elements,
+        layer_work._layer_work,
+        layer_work._order_of,
+    )
     for cache in caches:
         cache.cache_clear()
 
