@@ -1,14 +1,17 @@
 """What a transformer layer consists of: one table of operations, in the order of its forward pass.
 
-Each row (:class:`Op`) says what an operation of one rank has, computes, moves and keeps, for each token, row or position: sizes
-that depend on the model and on how it is cut over ranks (:class:`Cut`), not on a micro-batch. Everything else is a fold over the
-rows: parameters (mapping/parameters.py), the time of computation and of what is computed again (mapping/layer_work.py), memory
-and what leaves it for the host's (mapping/memory.py). A new kind of attention is a function here that returns its rows.
+Each row (:class:`Op`) says what an operation of one rank has, computes, moves and keeps, for each
+token, row or position: sizes that depend on the model and on how it is cut over ranks
+(:class:`Cut`), not on a micro-batch. Everything else is a fold over the rows: parameters
+(mapping/parameters.py), the time of computation and of what is computed again
+(mapping/layer_work.py), memory and what leaves it for the host's (mapping/memory.py). A new kind of
+attention is a function here that returns its rows.
 
-Where a model has two kinds of attention, a layer here has the rows of both, each by its part of the layers.
+Where a model has two kinds of attention, a layer here has the rows of both, each by its part of the
+layers.
 
-Between products everything is bound by memory: elements read and written, one kernel each where software fuses them (RMSNorm;
-SwiGLU; rotary embeddings; residual sums).
+Between products everything is bound by memory: elements read and written, one kernel each where
+software fuses them (RMSNorm; SwiGLU; rotary embeddings; residual sums).
 """
 
 from __future__ import annotations
@@ -62,23 +65,27 @@ _KINDS: dict[Per, str] = {"token": "dense", "ffn": "dense", "attention": "attent
 _NARROW_HEAD = 64
 """Elements of a head up to which attention is timed by its tiles."""
 _CLAMPED = 8, 10
-"""Elements that limiting both halves of an FFN's first products moves, forward and backward, for each of its width: each half is
-read and written, and both are joined (Megatron-Core, fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
+"""Elements that limiting both halves of an FFN's first products moves, forward and backward, for
+each of its width: each half is read and written, and both are joined (Megatron-Core,
+fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
 _BIASED = 6, 8
-"""The same for the bias that experts add to their output, times a token's weight, for each hidden element: a product, a sum, and
-all experts' rows joined; backward two products that are summed, over rows and over elements, and the rows joined
-(Megatron-Core, transformer/moe/experts.py, TEGroupedMLP._apply_bias, in BF16)."""
+"""The same for the bias that experts add to their output, times a token's weight, for each hidden
+element: a product, a sum, and all experts' rows joined; backward two products that are summed, over
+rows and over elements, and the rows joined (Megatron-Core, transformer/moe/experts.py,
+TEGroupedMLP._apply_bias, in BF16)."""
 _FLASH_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward: scores are made again (Dao 2022)."""
 
 
 class Cut(NamedTuple):
-    """How a layer is cut over ranks; and, from ``cp`` on, what parameters do not depend on: what a rank fuses and keeps of it.
+    """How a layer is cut over ranks; and, from ``cp`` on, what parameters do not depend on: what a
+    rank fuses and keeps of it.
 
-    ``splits_attention``, ``splits_ffn``, ``splits_ends`` (embedding and head): whether tp does. ``keeps_whole_kv``: as of
-    :class:`~commlayer.scheduler.mapping.software.Software`. ``keeps_sequences``, ``keeps_context``: whether sequences, or keys
-    and values, that were gathered are kept for the backward pass. ``fuses_experts``: experts' biases and clamps are part of their
-    products, ``fuses_activation``: and so is their activation function.
+    ``splits_attention``, ``splits_ffn``, ``splits_ends`` (embedding and head): whether tp does.
+    ``keeps_whole_kv``: as of :class:`~commlayer.scheduler.mapping.software.Software`.
+    ``keeps_sequences``, ``keeps_context``: whether sequences, or keys and values, that were
+    gathered are kept for the backward pass. ``fuses_experts``: experts' biases and clamps are part
+    of their products, ``fuses_activation``: and so is their activation function.
     """
 
     tp: int = 1
@@ -96,8 +103,9 @@ class Cut(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A parameter on one rank. ``part``: a field of :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`; ``axis``
-    over which its gradient is summed: ``dp_cp``, ``edp``, or WHOLE."""
+    """A parameter on one rank. ``part``: a field of
+    :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`; ``axis`` over which its
+    gradient is summed: ``dp_cp``, ``edp``, or WHOLE."""
 
     part: str
     axis: str
@@ -107,7 +115,8 @@ class Weight(NamedTuple):
 class Product(NamedTuple):
     """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows.
 
-    ``casts``: in FP8, the kernels that cast what goes in, and backward the output's gradient; None: one for each group.
+    ``casts``: in FP8, the kernels that cast what goes in, and backward the output's gradient; None:
+    one for each group.
     """
 
     per: Per
@@ -118,7 +127,8 @@ class Product(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """A kernel that the memory's rate bounds: elements that it reads and writes, forward and backward."""
+    """A kernel that the memory's rate bounds: elements that it reads and writes, forward and
+    backward."""
 
     per: Per
     forward: float
@@ -126,9 +136,11 @@ class Moves(NamedTuple):
 
 
 class Core(NamedTuple):
-    """The FLOPs of attention's core for each token of a tp group: for each position that it attends to, and by itself.
+    """The FLOPs of attention's core for each token of a tp group: for each position that it attends
+    to, and by itself.
 
-    ``backward``: FLOPs of the backward pass over those. ``narrow_heads``: a rank's, where they are timed by tiles.
+    ``backward``: FLOPs of the backward pass over those. ``narrow_heads``: a rank's, where they are
+    timed by tiles.
     """
 
     per_position: float
@@ -138,8 +150,9 @@ class Core(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A call of the group of ``axis``, of ``elements`` for each of a rank's tokens: of its logical bytes, nccl-tests' S. By
-    all_gather of blocks along ``cp``, as software does that (mapping/step_collectives.py)."""
+    """A call of the group of ``axis``, of ``elements`` for each of a rank's tokens: of its logical
+    bytes, nccl-tests' S. By all_gather of blocks along ``cp``, as software does that
+    (mapping/step_collectives.py)."""
 
     name: str
     axis: str
@@ -150,8 +163,8 @@ class Exchange(NamedTuple):
 class Saved(NamedTuple):
     """Elements that are kept for the backward pass, per ``token`` or ``row``.
 
-    ``remade``: the ways of recomputation, besides ``full``, that make them again (``selective``, or modules). ``offload``: the
-    module with which they go to the host's memory; empty: they stay.
+    ``remade``: the ways of recomputation, besides ``full``, that make them again (``selective``, or
+    modules). ``offload``: the module with which they go to the host's memory; empty: they stay.
     """
 
     elements: float
@@ -168,12 +181,16 @@ class Op:
     Attributes:
         name: the segment of the layer that it is part of; several operations may be of one.
         products, core, moves: what it computes.
-        exchange: what it sends. The calls by which tokens go to experts and back are the dispatcher's
-            (mapping/step_collectives.py); for these there are rows without one, where they are in a pass.
-        overlaps: the segment beside whose work an exchange travels backward, and forward where software does that.
-        saved: what is kept of its inputs. The first operation's first is the layer's own input, which always is.
+        exchange: what it sends. The calls by which tokens go to experts and back are the
+            dispatcher's (mapping/step_collectives.py); for these there are rows without one, where
+            they are in a pass.
+        overlaps: the segment beside whose work an exchange travels backward, and forward where
+            software does that.
+        saved: what is kept of its inputs. The first operation's first is the layer's own input,
+            which always is.
         remade: the ways of recomputation that compute it, or send it, again, besides ``full``.
-        norm: elements for each token that the norm in it reads and writes, which ``layernorm`` computes again; 0: there is none.
+        norm: elements for each token that the norm in it reads and writes, which ``layernorm``
+            computes again; 0: there is none.
         is_routed: whether it is of the routed experts, or of the ways of tokens to them and home.
         part: of the model's layers, that which has it.
     """
@@ -193,7 +210,8 @@ class Op:
 
     @property
     def kind(self) -> str:
-        """The part of a step's time as which its computation counts: ``attention``, ``experts``, ``dense``, or ``memory``."""
+        """The part of a step's time as which its computation counts: ``attention``, ``experts``,
+        ``dense``, or ``memory``."""
         if self.core is not None:
             return "attention"
         return _KINDS[self.products[0].per] if self.products else "memory"
@@ -201,7 +219,8 @@ class Op:
 
 @lru_cache(maxsize=1 << 14)
 def layer_table(model: ModelShape, cut: Cut, is_moe: bool) -> tuple[Op, ...]:
-    """The operations of a layer with experts, or with a dense FFN, in the order of its forward pass."""
+    """The operations of a layer with experts, or with a dense FFN, in the order of its forward
+    pass."""
     return tuple(_rows(model, cut, is_moe))
 
 
@@ -258,7 +277,8 @@ def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 
 def attention_kinds(model: ModelShape, cut: Cut) -> list[tuple[tuple[Op, ...], int]]:
-    """The rows of each kind of attention that the model has, and in how many of its layers it is."""
+    """The rows of each kind of attention that the model has, and in how many of its layers it
+    is."""
     kinds = [(tuple(_softmax(model, cut)), model.softmax_layers)]
     if model.linear is not None:
         kinds.append((tuple(_linear(model.linear, model.hidden, cut)), model.linear.layers))
@@ -266,7 +286,8 @@ def attention_kinds(model: ModelShape, cut: Cut) -> list[tuple[tuple[Op, ...], i
 
 
 def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
-    """Attention with scores, of grouped queries or latent. A window changes nothing that is kept: scores never are."""
+    """Attention with scores, of grouped queries or latent. A window changes nothing that is kept:
+    scores never are."""
     hidden, tp = model.hidden, cut.tp
     parts, axis = (tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     query, key_value, value = head_sizes(model)
@@ -322,7 +343,8 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 
 def _into_out(output: int, cut: Cut) -> tuple[Saved, ...]:
-    """What the projection behind attention keeps beside attention itself: rows, after Ulysses' exchange, and a cast copy."""
+    """What the projection behind attention keeps beside attention itself: rows, after Ulysses'
+    exchange, and a cast copy."""
     rows = () if cut.splits_attention else (Saved(output, _ways("selective"), "attn_proj", "output"),)
     return (*rows, Saved(output, _ways("selective"), "attn_proj", "output_cast"))
 
@@ -345,8 +367,9 @@ def _grouped_queries(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 
 def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op]:
-    """Projections down, one product for both, and up. Layers of the latter have the norms in them (Transformer Engine's), and
-    ``mla_up_proj`` makes these again too (DeepSeek-V3, section 3.2.3)."""
+    """Projections down, one product for both, and up. Layers of the latter have the norms in them
+    (Transformer Engine's), and ``mla_up_proj`` makes these again too (DeepSeek-V3, section
+    3.2.3)."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     hidden, heads, ranks = model.hidden, model.heads, latent.q_rank + latent.kv_rank
     key, inner = latent.nope_dim + latent.rope_dim, latent.q_rank or model.hidden
@@ -431,8 +454,8 @@ def _router(model: ModelShape) -> Iterator[Op]:
 
 
 def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
-    """The routed experts, and the ways of tokens to them and home. What ``permute`` and ``unpermute`` move depends on how tokens
-    come (mapping/layer_work.py)."""
+    """The routed experts, and the ways of tokens to them and home. What ``permute`` and
+    ``unpermute`` move depends on how tokens come (mapping/layer_work.py)."""
     hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
     moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
     again = moe | {"selective"}
@@ -476,8 +499,8 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 
 def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> tuple[Op, Op, Op]:
-    """The FFN that every token goes through, alone in its layer or beside the routed experts. Where tp splits it, the sequence is
-    gathered before it, and the sums are scattered."""
+    """The FFN that every token goes through, alone in its layer or beside the routed experts. Where
+    tp splits it, the sequence is gathered before it, and the sums are scattered."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_ffn else (1, WHOLE)
     hidden, matrices, inner = model.hidden, model.matrices, (model.matrices - 1) * width
     is_shared = part == "shared"

@@ -1,4 +1,5 @@
-"""The computation of a layer on one GPU, forward and backward, µs: a fold over its operations (mapping/layer_table.py).
+"""The computation of a layer on one GPU, forward and backward, µs: a fold over its operations
+(mapping/layer_table.py).
 
 T: tokens that a tensor-parallel group shares (micro_batch · sequence / cp), t = T/tp: tokens of one
 rank between the sharded parts. A product of T rows takes 2·T·inner·columns FLOPs forward; backward
@@ -30,9 +31,10 @@ _LOGIT_PASSES = 4 + 4 + 2
 
 
 class TokenArrival(NamedTuple):
-    """How tokens come that kernels send once to each rank: as so many ``rows`` on a rank, which are then read and put into the
-    order of experts. ``is_copied``: a call reads and writes each of them once more itself, into this order and into blocks for
-    products in FP8, where a token is once for each of its experts on the rank."""
+    """How tokens come that kernels send once to each rank: as so many ``rows`` on a rank, which are
+    then read and put into the order of experts. ``is_copied``: a call reads and writes each of them
+    once more itself, into this order and into blocks for products in FP8, where a token is once for
+    each of its experts on the rank."""
 
     rows: float
     is_copied: bool
@@ -40,7 +42,8 @@ class TokenArrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """µs of one segment: forward; backward for the input's gradient and the weight's (0.0 where there is none)."""
+    """µs of one segment: forward; backward for the input's gradient and the weight's (0.0 where
+    there is none)."""
 
     forward: float = 0.0
     input_gradient: float = 0.0
@@ -67,8 +70,9 @@ _NO_TIMES = Times()
 class SegmentOrder:
     """The segments of a layer, exchanges among them, in the order of its forward pass (``names``).
 
-    ``kinds``: the part of a step's time as which each counts. ``gathers``: by segment, the exchange that travels beside its work.
-    ``routed``: those of the routed experts, and of the ways of tokens to them and home; ``around``: the others.
+    ``kinds``: the part of a step's time as which each counts. ``gathers``: by segment, the exchange
+    that travels beside its work. ``routed``: those of the routed experts, and of the ways of tokens
+    to them and home; ``around``: the others.
     """
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
@@ -92,7 +96,8 @@ def _order_of(model: ModelShape, cut: Cut, is_moe: bool) -> SegmentOrder:
 class LayerWork:
     """The times of a layer's segments, by the names that its operations have for them.
 
-    ``forward``, ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients.
+    ``forward``, ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for
+    weights' gradients.
     """
 
     def __init__(self, order: SegmentOrder, times: tuple[Times, ...], norms_us: tuple[float, ...]) -> None:
@@ -107,19 +112,21 @@ class LayerWork:
         self.backward = sum(each.backward for each in times)
         self.weights = sum(each.weight_gradient for each in times)
         self.attention_weights = self["projections"].weight_gradient + self["out"].weight_gradient
-        """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
+        """The part of ``weights`` that attention's products take, which runs beside a message to
+        the next stage."""
         self.beside_us = sum(
             each.forward + each.backward for op, each, _ in self._rows if op.is_routed or op.name == "shared"
         )
-        """The time of what may run beside a layer's own exchange of tokens, forward and backward: experts, and what is shared."""
+        """The time of what may run beside a layer's own exchange of tokens, forward and backward:
+        experts, and what is shared."""
 
     def __getitem__(self, segment: str) -> Times:
         """The times of a segment; none where the layer does not have it."""
         return self._segments.get(segment, _NO_TIMES)
 
     def remade(self, recompute: str) -> float:
-        """The time of what a way of recomputation computes again, µs. ``layernorm``: of the norms alone, where they are fused
-        with other work."""
+        """The time of what a way of recomputation computes again, µs. ``layernorm``: of the norms
+        alone, where they are fused with other work."""
         if recompute == "full":
             return self.forward
         ways = ways_of(recompute)
@@ -139,8 +146,9 @@ def tokens_of(job: Job, setup: Setup) -> tuple[float, float]:
 
 
 def expert_rows(job: Job, setup: Setup) -> float:
-    """Rows that a rank's experts compute in a micro-batch (the busiest rank's): its tokens' choices times those of the etp ranks
-    with which it shares them. Padded to the capacity where there is one, in place of the imbalance."""
+    """Rows that a rank's experts compute in a micro-batch (the busiest rank's): its tokens' choices
+    times those of the etp ranks with which it shares them. Padded to the capacity where there is
+    one, in place of the imbalance."""
     _, own = tokens_of(job, setup)
     spread = min(job.imbalance, setup.ep)  # all rows on one rank is ep times the mean
     if job.capacity_factor is not None:
@@ -228,8 +236,8 @@ class _Timing:
         )
 
     def _core(self, core: Core) -> Times:
-        """Causal attention: each token meets half the sequence, or what windows leave of it, the mean over the model's layers.
-        Narrow heads are timed by tiles."""
+        """Causal attention: each token meets half the sequence, or what windows leave of it, the
+        mean over the model's layers. Narrow heads are timed by tiles."""
         batch, tiles = self.batch, None
         positions = mean_positions(batch.model, batch.sequence)
         flops = self.group_tokens * (core.per_position * positions + core.per_token)
@@ -242,7 +250,8 @@ class _Timing:
         )
 
     def _reordered(self, name: str) -> Times:
-        """Rows on their way into the order of experts (``permute``) and home (``unpermute``); nothing for other operations."""
+        """Rows on their way into the order of experts (``permute``) and home (``unpermute``);
+        nothing for other operations."""
         if name not in ("permute", "unpermute"):
             return Times()
         batch, hidden = self.batch, self.batch.model.hidden
@@ -292,12 +301,14 @@ def _product(
 
 
 def head_work(job: Job, setup: Setup, compute: AnyCompute, *, head: bool = True, modules: bool = True) -> Times:
-    """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp. In BF16, as the router: FP8
-    recipes (Transformer Engine's, MegaScale-MoE's) leave both alone.
+    """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp. In
+    BF16, as the router: FP8 recipes (Transformer Engine's, MegaScale-MoE's) leave both alone.
 
-    Once more for each module of multi-token prediction, with its two norms and its projection of both, that tp splits too.
+    Once more for each module of multi-token prediction, with its two norms and its projection of
+    both, that tp splits too.
 
-    ``head``, ``modules``: whether the stage has the one (with the losses of the modules), and the others.
+    ``head``, ``modules``: whether the stage has the one (with the losses of the modules), and the
+    others.
     """
     whole, own = tokens_of(job, setup)
     model = job.model

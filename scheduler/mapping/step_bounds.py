@@ -1,4 +1,5 @@
-"""Bounds of a step's time, each closer and slower to find than the one before: a search leaves out what none can make fast."""
+"""Bounds of a step's time, each closer and slower to find than the one before: a search leaves out
+what none can make fast."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ class StepBounds:
     def us(self, setup: Setup, level: int = 0) -> float:
         """A time that a step is never below, µs.
 
-        ``level``: 0 of computation and bubble; 1 of layers that take as long as tokens are on their way to experts, where
-        computation takes less; 2 of all calls that layers and ends make, but for those of ZeRO 2 and 3; 3 of these too, and of
-        what passes cannot hide of gradients and weights; 4 with gradients and weights sent when they are ready, nothing in each
-        other's way. Each takes longer to find than the one before. For setups that an estimator would take: nothing is
-        checked. With the pipeline layout ``auto``, which is for the levels up to 2, it is a bound of every layout.
+        ``level``: 0 of computation and bubble; 1 of layers that take as long as tokens are on their
+        way to experts, where computation takes less; 2 of all calls that layers and ends make, but
+        for those of ZeRO 2 and 3; 3 of these too, and of what passes cannot hide of gradients and
+        weights; 4 with gradients and weights sent when they are ready, nothing in each other's way.
+        Each takes longer to find than the one before. For setups that an estimator would take:
+        nothing is checked. With the pipeline layout ``auto``, which is for the levels up to 2, it
+        is a bound of every layout.
         """
         total = self.parts.optimizer_us(setup)
         if level <= 2 and setup.zero > 1:
@@ -51,8 +54,8 @@ class StepBounds:
         return total
 
     def weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
-        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes are merged. ``single``: by
-        itself."""
+        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes
+        are merged. ``single``: by itself."""
         shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
         found = {}
         for is_moe, alone in single.items():
@@ -61,8 +64,9 @@ class StepBounds:
         return found
 
     def _least_exposed_us(self, setup: Setup) -> float:
-        """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
-        but for one layer (the one before the first gradients, or behind the last weights)."""
+        """For how long a step waits for its gradients and weights at least: what these take, less
+        the passes that may hide them but for one layer (the one before the first gradients, or
+        behind the last weights)."""
         stage = self.parts.stages(setup)[0]
         degrees = (
             setup.tp,
@@ -92,7 +96,8 @@ class StepBounds:
         return total
 
     def _exchanged_us(self, setup: Setup) -> float:
-        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ in that."""
+        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ
+        in that."""
         if setup.ep * setup.etp == 1:
             return 0.0
         tokens = (setup.micro_batch * self.job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
@@ -108,7 +113,8 @@ class StepBounds:
         return self.parts.once(key, lambda: self.parts.builder(setup).least_exchange_us(plain))
 
     def _waits_us(self, setup: Setup) -> float:
-        """Bound for how long a layer waits for attention's calls, which few of all mappings differ in."""
+        """Bound for how long a layer waits for attention's calls, which few of all mappings differ
+        in."""
         if setup.tp * setup.cp == 1:
             return 0.0
         key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
@@ -145,8 +151,9 @@ class StepBounds:
     def least_of_layouts_us(self, setup: Setup, level: int) -> float:
         """Bound the time of all micro-batches, however the layers are laid on the ranks.
 
-        The slowest rank has at least the mean of all work, and at least what the layers with experts and the head make it have
-        where they are laid as evenly as whole layers go (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
+        The slowest rank has at least the mean of all work, and at least what the layers with
+        experts and the head make it have where they are laid as evenly as whole layers go
+        (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
         """
         count, ranks = setup.passes(self.job), setup.pp // setup.copies
         single = {is_moe: self.least_layer_us(setup, is_moe, level) for is_moe in self.numbers}
@@ -165,7 +172,8 @@ class StepBounds:
         return slowest * (count - alone / setup.vpp) + work / setup.vpp
 
     def _all_ends_us(self, setup: Setup, level: int) -> float:
-        """Bound the time of embedding, head and modules of a micro-batch, on whichever ranks they are."""
+        """Bound the time of embedding, head and modules of a micro-batch, on whichever ranks they
+        are."""
         if level < 2:
             return self.parts.head_us(setup, True, True)
         return (

@@ -20,7 +20,8 @@ __all__ = ["StepMemory"]
 _RESERVE = 0.06
 """The part of a GPU's memory that CUDA, NCCL and fragmentation take before a model does."""
 _MOST_ROUNDS = 3
-"""The most changes of a layout that lacks memory: what a rank takes of a layer depends on which one it is."""
+"""The most changes of a layout that lacks memory: what a rank takes of a layer depends on which one
+it is."""
 _FASTER = 1e-3
 """The part by which another layout has to be faster than the even one."""
 
@@ -34,7 +35,8 @@ class StepMemory:
         self.limit = self.cluster.gpu.memory_bytes * (1 - _RESERVE)
 
     def of(self, setup: Setup) -> Memory:
-        """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
+        """Bytes of the fullest GPU. Raises as
+        :func:`commlayer.scheduler.mapping.memory.estimate`."""
         laid = self.laid_out(setup, self.limit).setup
 
         def counted() -> Memory:
@@ -44,9 +46,10 @@ class StepMemory:
         return self.parts.once(("memory", laid), counted)
 
     def laid_out(self, setup: Setup, limit: float) -> LaidOut:
-        """The setup with the pipeline layout that is fastest among those that fit into ``limit`` bytes, where it says ``auto``:
-        the even one where that fits and no other is faster, else the balanced one (mapping/layout_balance.py), with fewer layers
-        on ranks that lack memory. Where none fits it is the even one."""
+        """The setup with the pipeline layout that is fastest among those that fit into ``limit``
+        bytes, where it says ``auto``: the even one where that fits and no other is faster, else the
+        balanced one (mapping/layout_balance.py), with fewer layers on ranks that lack memory. Where
+        none fits it is the even one."""
         if setup.pipeline_layout != AUTO_LAYOUT:
             return LaidOut(setup, True)
         if setup.pp == 1:
@@ -96,7 +99,8 @@ class StepMemory:
         )
 
     def _balanced(self, setup: Setup, room: Sequence[int] | None) -> list[Setup]:
-        """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where most tasks are."""
+        """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where
+        most tasks are."""
         model = self.job.model
         weights = {is_moe: self.bounds.least_layer_us(setup, is_moe, 2) for is_moe in self.bounds.numbers}
         if setup.is_merged:
@@ -112,9 +116,9 @@ class StepMemory:
         return [] if chunks is None else [replace(setup, pipeline_layout=written(chunks))]
 
     def _squeezed(self, setup: Setup, start: Setup, limit: float) -> Iterator[Setup]:
-        """Layouts that take less memory than ``start``, which is balanced, of the ranks that lack it: with layers in chunks whose
-        activations fewer micro-batches keep (DualPipe and its V, of which a rank's chunks differ much in that), and with fewer
-        layers."""
+        """Layouts that take less memory than ``start``, which is balanced, of the ranks that lack
+        it: with layers in chunks whose activations fewer micro-batches keep (DualPipe and its V, of
+        which a rank's chunks differ much in that), and with fewer layers."""
         model = self.job.model
         own = owners(setup.schedule, setup.pp, setup.vpp)
         for _ in range(_MOST_ROUNDS):

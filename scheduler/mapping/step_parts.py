@@ -1,5 +1,5 @@
-"""The parts of a step: layers, what the model's ends take, messages between stages, the optimizer; each timed once for all
-setups that share it, for a search asks the same of thousands of them."""
+"""The parts of a step: layers, what the model's ends take, messages between stages, the optimizer;
+each timed once for all setups that share it, for a search asks the same of thousands of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _Value = TypeVar("_Value")
 
 
 class StepParts:
-    """The parts of steps of one job on one cluster. Arguments as :class:`~commlayer.scheduler.mapping.simulate.Estimator`."""
+    """The parts of steps of one job on one cluster. Arguments as
+    :class:`~commlayer.scheduler.mapping.simulate.Estimator`."""
 
     def __init__(
         self, job: Job, cluster: Cluster, software: Software, compute: AnyCompute, loads: Loads | None
@@ -78,7 +79,8 @@ class StepParts:
         return self.once(("programs", *self._layer_key(setup, is_moe)), programs)
 
     def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
-        """The key on which a layer's program depends: not on the pipeline, unless it sends to the whole stage."""
+        """The key on which a layer's program depends: not on the pipeline, unless it sends to the
+        whole stage."""
         degrees: tuple[object, ...] = (setup.tp, setup.cp, setup.micro_batch)
         if is_moe:
             degrees += (setup.ep, setup.etp, setup.dispatch, setup.folded)
@@ -129,7 +131,8 @@ class StepParts:
         return self.once(key, times)
 
     def optimizer_us(self, setup: Setup) -> float:
-        """Adam on this rank's share, the gradients' buffers set to zero, and weights cast for products in FP8."""
+        """Adam on this rank's share, the gradients' buffers set to zero, and weights cast for
+        products in FP8."""
 
         def time() -> float:
             cast = 0.0
@@ -160,7 +163,8 @@ class StepParts:
         return self.builder(setup).job
 
     def builder(self, setup: Setup) -> LayerBuilder:
-        """The builder for this setup's imbalance, which depends on ep where experts' popularity is given."""
+        """The builder for this setup's imbalance, which depends on ep where experts' popularity is
+        given."""
         ratio = self.job.imbalance
         if self.loads is not None:
             rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)

@@ -1,4 +1,5 @@
-"""Micro-batches through the pipeline: the slowest stage, by themselves or merged with others, and the schedule's bubble."""
+"""Micro-batches through the pipeline: the slowest stage, by themselves or merged with others, and
+the schedule's bubble."""
 
 from __future__ import annotations
 
@@ -59,8 +60,9 @@ class StepPipeline:
         return found
 
     def stage_merged(self, setup: Setup, stage: Stage, *, is_bound: bool = False) -> Breakdown:
-        """The same with forward and backward of two micro-batches merged, layers with experts among themselves. A layer that has
-        no partner in the other task, as the chunks of a rank differ, is by itself: one with experts, where there are any."""
+        """The same with forward and backward of two micro-batches merged, layers with experts among
+        themselves. A layer that has no partner in the other task, as the chunks of a rank differ,
+        is by itself: one with experts, where there are any."""
         found = Breakdown()
         alone = self._unpaired(setup, stage)
         for is_moe, number in stage.numbers:
@@ -74,18 +76,21 @@ class StepPipeline:
         return found
 
     def _unpaired(self, setup: Setup, stage: Stage) -> float:
-        """Layers of a rank, forward and backward, that are merged with no other: the forward task of a chunk goes with the
-        backward task of the one that is as far from the rank's last as it is from the first."""
+        """Layers of a rank, forward and backward, that are merged with no other: the forward task
+        of a chunk goes with the backward task of the one that is as far from the rank's last as it
+        is from the first."""
         kinds = parameters.kinds_of_chunks(self.job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
         layers = [len(kinds[chunk]) for chunk in setup.chunks(stage.number)]
         return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
 
     def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
-        """A stage's times as the schedule asks for them: without a split, where none of it matters to how long all takes."""
+        """A stage's times as the schedule asks for them: without a split, where none of it matters
+        to how long all takes."""
         return self._split_times(setup, stage, alone_us, merged_us) if setup.is_merged else StageTimes(0.0, alone_us)
 
     def _split_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
-        """Part a stage's times into forward, backward, and products for weights. The ends are a third of each."""
+        """Part a stage's times into forward, backward, and products for weights. The ends are a
+        third of each."""
         forward = weights = 0.0
         for is_moe, number in stage.numbers:
             forward += number * self.parts.layer_times(setup, is_moe)[0].total_us
@@ -110,8 +115,8 @@ class StepPipeline:
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def sending_us(self, setup: Setup) -> float:
-        """The time that sends between stages add to a step, µs. Beside those of merged tasks the last layer's products for
-        weights are computed (Megatron-Core puts them off for that)."""
+        """The time that sends between stages add to a step, µs. Beside those of merged tasks the
+        last layer's products for weights are computed (Megatron-Core puts them off for that)."""
         us = self.parts.boundary(setup)[0]
         if not us:
             return 0.0
