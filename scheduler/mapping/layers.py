@@ -53,9 +53,9 @@ from commlayer.scheduler.mapping.step_collectives import (
 )
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
-from commlayer.scheduler.plan import Span, Strategy
+from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import Traffic, link_over
 
 __all__ = ["LayerBuilder", "group_nodes"]
 
@@ -91,6 +91,18 @@ class _ExpertParts(NamedTuple):
     last: list[Compute]
 
 
+class ExchangePrice(NamedTuple):
+    """The time of one call over ``nodes``, µs, with its plan: ``name`` and busiest ``link`` in words. ``is_whole``: its time is
+    not its steps'."""
+
+    nodes: tuple[int, ...]
+    us: float
+    plan: Plan
+    name: str
+    link: str
+    is_whole: bool = False
+
+
 class LayerBuilder:
     """Makes programs of layers and times them.
 
@@ -104,24 +116,39 @@ class LayerBuilder:
         self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
-        """The call of an exchange (once), by the plan that the run time would choose."""
-        nodes, kernels_us = group_nodes(self.cluster, setup, exchange), self.kernels_us(setup, exchange)
-        if exchange.collective == SEND_RECV:
-            us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
-            plan, durations_us = build(_around(exchange, nodes), Strategy.FLAT), (us,)
-        elif kernels_us is not None:
-            traffic = Traffic.on_nodes(exchange.collective, exchange.logical_bytes, nodes)
-            plan, us, durations_us = build(traffic, Strategy.FLAT), kernels_us, (kernels_us,)
-        elif exchange.over is not Span.GROUP:
-            (plan, us), durations_us = self.pricer.over(exchange.over, exchange.logical_bytes, nodes), None
-        else:
-            lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
-            decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, lane)
-            us, plan, durations_us = decision.predicted_us, decision.plan, None
+        """The call of an exchange (once; of messages all), by the plan that the run time would choose."""
+        price = self.price(setup, exchange)
+        us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
-        profile = self.cluster.profile_of(nodes)
-        taken = self._taken(nodes, setup, exchange, us)
-        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *taken)
+        profile = self.cluster.profile_of(price.nodes)
+        taken = self._taken(price.nodes, setup, exchange, us)
+        durations_us = (us,) if price.is_whole else None
+        return PlannedCall(
+            exchange.name, price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *taken
+        )
+
+    def price(self, setup: Setup, exchange: StepCollective) -> ExchangePrice:
+        """The price of one call of an exchange."""
+        nodes, collective, size = (
+            group_nodes(self.cluster, setup, exchange),
+            exchange.collective,
+            exchange.logical_bytes,
+        )
+        kernels, kernels_us = self.software.kernels, self.kernels_us(setup, exchange)
+        link = link_over(nodes).value
+        if collective == SEND_RECV:
+            plan = build(_around(exchange, nodes), Strategy.FLAT)
+            return ExchangePrice(nodes, self.pricer.us(SEND_RECV, size, nodes), plan, SEND_RECV, link, True)
+        if kernels is not None and kernels_us is not None:
+            plan = build(Traffic.on_nodes(collective, size, nodes), Strategy.FLAT)
+            return ExchangePrice(nodes, kernels_us, plan, kernels.name, link, True)
+        if exchange.over is not Span.GROUP:
+            plan, us = self.pricer.over(exchange.over, size, nodes)
+            return ExchangePrice(nodes, us, plan, plan.steps[0].leg.name, plan.steps[0].resource.value)
+        lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
+        decision = self.pricer.decide(collective, size, nodes, lane)
+        plan = decision.plan
+        return ExchangePrice(nodes, decision.predicted_us, plan, plan.name, decision.bottleneck.value)
 
     def _taken(self, nodes: tuple[int, ...], setup: Setup, exchange: StepCollective, us: float) -> tuple[float, float]:
         """The parts of the GPU's multiprocessors, and of its memory's rate, that a call's kernels take."""

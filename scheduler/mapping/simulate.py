@@ -28,7 +28,7 @@ from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, effi
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work
-from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
 from commlayer.scheduler.mapping.parameters import Stage
@@ -37,14 +37,12 @@ from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.step_bounds import StepBounds
-from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
+from commlayer.scheduler.mapping.step_collectives import StepCollective, whole_step
 from commlayer.scheduler.mapping.step_memory import StepMemory
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
 from commlayer.scheduler.mapping.validity import assess, cautions, kind_of
-from commlayer.scheduler.plan import Span
 from commlayer.scheduler.programs import Breakdown, Item
-from commlayer.scheduler.traffic import link_over
 
 __all__ = ["Estimator"]
 
@@ -244,16 +242,6 @@ def _bottleneck(times: Breakdown) -> str:
 
 def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, count: int) -> Traffics:
     """``count`` calls of one kind, with the price of each, for people to read."""
-    nodes = group_nodes(builder.cluster, setup, exchange)
-    collective, size = exchange.collective, exchange.logical_bytes
-    if collective == SEND_RECV:
-        us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, link_over(nodes).value
-    elif (kernels_us := builder.kernels_us(setup, exchange)) is not None and builder.software.kernels is not None:
-        us, plan, link = kernels_us, builder.software.kernels.name, link_over(nodes).value
-    elif exchange.over is not Span.GROUP:
-        over, us = builder.pricer.over(exchange.over, size, nodes)
-        plan, link = over.steps[0].leg.name, over.steps[0].resource.value
-    else:
-        decision = builder.pricer.decide(collective, size, nodes, exchange.lane if builder.software.lanes else "")
-        us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
-    return Traffics(exchange.name, exchange.axis, exchange.lane, collective, size, nodes, count, us, plan, link)
+    price, collective, size = builder.price(setup, exchange), exchange.collective, exchange.logical_bytes
+    names = exchange.name, exchange.axis, exchange.lane
+    return Traffics(*names, collective, size, price.nodes, count, price.us, price.name, price.link)
