@@ -14,8 +14,6 @@ What is hidden, and behind what:
   leaves while this one computes forward, and what the layer below needs comes back beside this one's backward pass.
 - merged (:meth:`LayerBuilder.merged`): tokens of one micro-batch behind what another's computes, forward and backward, in the
   order of Megatron-Core's model_chunk_schedule_plan.py and of DeepSeek-V3's figure 4.
-
-Kernels hold multiprocessors while they send (mapping/dispatch_kernels.py), which what is computed beside them lacks.
 """
 
 from __future__ import annotations
@@ -29,52 +27,24 @@ from typing import NamedTuple
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.dispatch_price import row_maps_us
-from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.dispatch_kernels import (
-    MOST_TAKEN,
-    NCCL_MESSAGE_MULTIPROCESSORS,
-    NCCL_MOVES,
-    NCCL_MULTIPROCESSORS,
-)
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.host_copies import host_copy
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_calls import AGAIN, LayerCalls
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenArrival, layer_work
 from commlayer.scheduler.mapping.memory import offloaded_layer_bytes
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import ways_of
 from commlayer.scheduler.mapping.software import Software
-from commlayer.scheduler.mapping.step_collectives import (
-    SEND_RECV,
-    StepCollective,
-    layer_backward,
-    layer_forward,
-)
-from commlayer.scheduler.mapping.token_routes import TokenRoutes
+from commlayer.scheduler.mapping.step_collectives import StepCollective, layer_backward, layer_forward
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
-from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
-from commlayer.scheduler.traffic import Traffic, link_over
+from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["LayerBuilder", "group_nodes"]
+__all__ = ["LayerBuilder", "sequence"]
 
-_AGAIN = "_again"
-_PARTS = {
-    "counts": "dispatch",
-    "dispatch": "dispatch",
-    "gather_experts": "dispatch",
-    "scatter_experts": "combine",
-    "combine": "combine",
-    "balance": "dispatch",
-    "gradients": "gradients",
-    "parameters": "parameters",
-    "dp": "gradients",
-}
-"""The part as which a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
-_LEAST_OF_CHUNKS = 0.9
-"""The part of an exchange's time that its chunks take together at least."""
 Places = dict[str, list[PlannedCall]]
 """The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
@@ -91,18 +61,6 @@ class _ExpertParts(NamedTuple):
     last: list[Compute]
 
 
-class ExchangePrice(NamedTuple):
-    """The time of one call over ``nodes``, µs, with its plan: ``name`` and busiest ``link`` in words. ``is_whole``: its time is
-    not its steps'."""
-
-    nodes: tuple[int, ...]
-    us: float
-    plan: Plan
-    name: str
-    link: str
-    is_whole: bool = False
-
-
 class LayerBuilder:
     """Makes programs of layers and times them.
 
@@ -111,62 +69,14 @@ class LayerBuilder:
 
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
+        self.calls = LayerCalls(job, cluster, software, pricer)
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
         self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
-        self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
-
-    def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
-        """The call of an exchange (once; of messages all), by the plan that the run time would choose."""
-        price = self.price(setup, exchange)
-        us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
-        part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
-        profile = self.cluster.profile_of(price.nodes)
-        taken = self._taken(price.nodes, setup, exchange, us)
-        durations_us = (us,) if price.is_whole else None
-        return PlannedCall(
-            exchange.name, price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *taken
-        )
-
-    def price(self, setup: Setup, exchange: StepCollective) -> ExchangePrice:
-        """The price of one call of an exchange."""
-        nodes, collective, size = (
-            group_nodes(self.cluster, setup, exchange),
-            exchange.collective,
-            exchange.logical_bytes,
-        )
-        kernels, kernels_us = self.software.kernels, self.kernels_us(setup, exchange)
-        link = link_over(nodes).value
-        if collective == SEND_RECV:
-            plan = build(_around(exchange, nodes), Strategy.FLAT)
-            return ExchangePrice(nodes, self.pricer.us(SEND_RECV, size, nodes), plan, SEND_RECV, link, True)
-        if kernels is not None and kernels_us is not None:
-            plan = build(Traffic.on_nodes(collective, size, nodes), Strategy.FLAT)
-            return ExchangePrice(nodes, kernels_us, plan, kernels.name, link, True)
-        if exchange.over is not Span.GROUP:
-            plan, us = self.pricer.over(exchange.over, size, nodes)
-            return ExchangePrice(nodes, us, plan, plan.steps[0].leg.name, plan.steps[0].resource.value)
-        lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
-        decision = self.pricer.decide(collective, size, nodes, lane)
-        plan = decision.plan
-        return ExchangePrice(nodes, decision.predicted_us, plan, plan.name, decision.bottleneck.value)
-
-    def _taken(self, nodes: tuple[int, ...], setup: Setup, exchange: StepCollective, us: float) -> tuple[float, float]:
-        """The parts of the GPU's multiprocessors, and of its memory's rate, that a call's kernels take."""
-        gpu, kernels, routes = self.cluster.gpu, self.software.kernels, self._routes(setup)
-        if kernels is not None and routes is not None and routes.takes(exchange):
-            number, moved = kernels.multiprocessors(len(nodes)), routes.moved_bytes(exchange)
-        else:
-            is_message = exchange.collective == SEND_RECV
-            number = NCCL_MESSAGE_MULTIPROCESSORS if is_message else NCCL_MULTIPROCESSORS
-            ranks = sum(nodes)
-            moved = NCCL_MOVES * exchange.logical_bytes * (exchange.count if is_message else 1 - 1 / ranks)
-        moving_us = moved / (gpu.memory_gbps * gpu.memory * 1e3)
-        return min(number / gpu.multiprocessors, MOST_TAKEN), min(moving_us / us, MOST_TAKEN) if us else 0.0
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
         """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels where it has any, or in two
         levels where that takes less time."""
-        if (routes := self._routes(setup)) is not None:
+        if (routes := self.calls.routes(setup)) is not None:
             return routes.replaced(tuple(exchanges))
         levels = self._chosen(setup)[0]
         return exchanges if levels is None else levels.replaced(exchanges)
@@ -175,38 +85,12 @@ class LayerBuilder:
         """Why tokens go to their experts in two levels, or how kernels send them; empty where they go flat, as they should."""
         if self.software.kernels is None:
             return self._chosen(setup)[1]
-        if (routes := self._routes(setup)) is not None:
+        if (routes := self.calls.routes(setup)) is not None:
             return routes.note()
         name = self.software.kernels.name
         is_asked = setup.ep > 1 and setup.dispatch == "all_to_all"
         why = "it takes whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
         return f"{name} does not dispatch this mapping, whose tokens go by all_to_all: {why}" if is_asked else ""
-
-    def kernels_us(self, setup: Setup, exchange: StepCollective) -> float | None:
-        """The time of an exchange that goes by the software's kernels, µs; None for another."""
-        routes = self._routes(setup)
-        is_theirs = routes is not None and routes.takes(exchange)
-        return routes.call_us(exchange, self.cluster) if routes is not None and is_theirs else None
-
-    def _routes(self, setup: Setup) -> TokenRoutes | None:
-        kernels = self.software.kernels
-        if kernels is None:
-            return None
-        key = (
-            setup.tp,
-            setup.cp,
-            setup.pp,
-            setup.ep,
-            setup.etp,
-            setup.micro_batch,
-            setup.dispatch,
-            setup.folded,
-            setup.gpus,
-        )
-        if key not in self._known_routes:
-            nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
-            self._known_routes[key] = TokenRoutes.of(kernels, self.job, setup, nodes, self.software)
-        return self._known_routes[key]
 
     def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
         """The levels in which tokens go, and why; none where they go flat. Of one setup always the same."""
@@ -237,52 +121,17 @@ class LayerBuilder:
             exchanges = [
                 each
                 for each in list_exchanges(self.job, plain, self.software)
-                if each.place in ("dispatch", "combine") and not each.name.endswith(_AGAIN)
+                if each.place in ("dispatch", "combine") and not each.name.endswith(AGAIN)
             ]
             at = self._calls(plain, exchanges if levels is None else levels.replaced(exchanges))
             total += self.timed(self._experts(plain, work, at, levels, is_forward=is_forward)).total_us
         return total
 
-    def least_exchange_us(self, setup: Setup) -> float:
-        """Bound the time for which a layer's tokens are on their way to experts and back, forward and backward, µs: of the flat
-        exchange and of that in two levels the shorter one, and a part of it, as chunks may have faster plans than a whole."""
-        passes = (layer_forward(self.job, setup, self.software), layer_backward(self.job, setup, self.software))
-        exchanges = tuple(each for calls in passes for each in calls if each.lane == "ep")
-        if (routes := self._routes(setup)) is not None:
-            return _LEAST_OF_CHUNKS * sum(self.call(setup, each).us for each in routes.replaced(exchanges))
-        found = sum(self.call(setup, each).us for each in exchanges)
-        nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
-        levels = DispatchLevels.of(self.job, setup, self.software, nodes)
-        if levels is not None:
-            with contextlib.suppress(PlanError):  # as in _chosen
-                spans: dict[Span, float] = {}
-                for each in levels.replaced(exchanges):
-                    spans[each.over] = spans.get(each.over, 0.0) + self.call(setup, each).us
-                found = min(found, max(spans.values()))
-        return _LEAST_OF_CHUNKS * found
-
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
         """Find what one layer computes for a micro-batch."""
-        routes = self._routes(setup)
+        routes = self.calls.routes(setup)
         arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
         return layer_work(self.job, setup, self.compute, is_moe, self.software, arrival)
-
-    def least_waits_us(self, setup: Setup) -> float:
-        """Bound for how long a layer waits for attention's calls that nothing is computed beside, forward and backward, µs."""
-        is_tensor, is_gathered = setup.attention == "tensor", self.software.context == "gather"
-        context = {"context"} if is_gathered else set()
-        forward = context | {"before_attention", "after_attention"}
-        backward = context | {"after_attention"} | (set() if is_tensor else {"before_attention"})
-        passes = (
-            (layer_forward(self.job, setup, self.software), forward),
-            (layer_backward(self.job, setup, self.software), backward),
-        )
-        return sum(
-            self.call(setup, each).us
-            for calls, places in passes
-            for each in calls
-            if each.place in places and not each.name.endswith(_AGAIN)
-        )
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
@@ -369,7 +218,7 @@ class LayerBuilder:
         """A backward pass's calls, and those that are sent again."""
         found: tuple[list[StepCollective], list[StepCollective]] = [], []
         for each in exchanges:
-            found[each.name.endswith(_AGAIN)].append(each)
+            found[each.name.endswith(AGAIN)].append(each)
         return self._places(setup, found[0]), self._places(setup, found[1])
 
     def _places(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
@@ -378,7 +227,7 @@ class LayerBuilder:
     def _calls(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
         found: Places = {}
         for each in exchanges:
-            found.setdefault(each.place, []).append(self.call(setup, each))
+            found.setdefault(each.place, []).append(self.calls.call(setup, each))
         return found
 
     def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Item]:
@@ -590,20 +439,6 @@ def sequence(*items: Item | Iterable[Item]) -> list[Item]:
     """One flat list; work of no length and calls of no time are left out."""
     flat = (one for item in items for one in ((item,) if isinstance(item, Item) else item))
     return [one for one in flat if (one.us if isinstance(one, Compute) else one.call.us)]
-
-
-def group_nodes(cluster: Cluster, setup: Setup, exchange: StepCollective) -> tuple[int, ...]:
-    """Ranks of the exchange's group on each domain; of messages, the two that may be furthest apart."""
-    layout = ((setup.gpus, 1),) if exchange.axis == "world" else setup.layout(exchange.axis)
-    nodes = cluster.nodes_of(layout, setup.gpus)
-    if exchange.collective != SEND_RECV or sum(nodes) == 1:
-        return nodes
-    return (1, 1) if len(nodes) > 1 else (2,)
-
-
-def _around(exchange: StepCollective, nodes: tuple[int, ...]) -> Traffic:
-    """Take a ring's rounds together as one call: what every rank has comes to every other."""
-    return Traffic.on_nodes("all_gather", exchange.logical_bytes * sum(nodes), nodes)
 
 
 def _sync(calls: Iterable[PlannedCall]) -> list[Item]:

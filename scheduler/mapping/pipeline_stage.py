@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.layer_calls import group_nodes
 from commlayer.scheduler.mapping.layer_work import head_work
-from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
+from commlayer.scheduler.mapping.layers import LayerBuilder, sequence
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, step_exchanges
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, run_alone
@@ -56,7 +57,7 @@ def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
         if exchange.place in ("embedding", "head", "loss") or _is_of_every_micro_batch(exchange, setup):
             if exchange.axis == "world":
                 continue  # one number a step
-            call = builder.call(setup, exchange)
+            call = builder.calls.call(setup, exchange)
             us = call.us * exchange.count / sent
             found.total_us += us
             found.wait(call, us)
@@ -135,7 +136,7 @@ def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> 
 def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[StepCollective]) -> Exposed:
     found = Breakdown()
     for exchange in wanted:
-        call = builder.call(setup, exchange)
+        call = builder.calls.call(setup, exchange)
         found.wait(call, call.us * exchange.count)
     return Exposed(sum(found.links.values()), found.links)
 
@@ -152,7 +153,7 @@ def _spread(
     for exchange in wanted:
         whole, number = _together(exchange, layers)
         for j in range(number):
-            found[place_of(j, number)].append(builder.call(setup, whole))
+            found[place_of(j, number)].append(builder.calls.call(setup, whole))
     return found
 
 

@@ -242,6 +242,6 @@ def _bottleneck(times: Breakdown) -> str:
 
 def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, count: int) -> Traffics:
     """``count`` calls of one kind, with the price of each, for people to read."""
-    price, collective, size = builder.price(setup, exchange), exchange.collective, exchange.logical_bytes
+    price, collective, size = builder.calls.price(setup, exchange), exchange.collective, exchange.logical_bytes
     names = exchange.name, exchange.axis, exchange.lane
     return Traffics(*names, collective, size, price.nodes, count, price.us, price.name, price.link)

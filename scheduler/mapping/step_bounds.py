@@ -110,7 +110,7 @@ class StepBounds:
             self.parts.job_of(setup).imbalance,
         )
         plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
-        return self.parts.once(key, lambda: self.parts.builder(setup).least_exchange_us(plain))
+        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_exchange_us(plain))
 
     def _waits_us(self, setup: Setup) -> float:
         """Bound for how long a layer waits for attention's calls, which few of all mappings differ
@@ -119,7 +119,7 @@ class StepBounds:
             return 0.0
         key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
         plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
-        return self.parts.once(key, lambda: self.parts.builder(setup).least_waits_us(plain))
+        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_waits_us(plain))
 
     def _computed_us(self, setup: Setup, is_moe: bool) -> float:
         """Time one layer without its calls, forward and backward."""

@@ -171,7 +171,7 @@ def _facts(estimator: Estimator, setup: Setup) -> Facts:
         "replicated": parameters.replicated_elements(model, setup, software, 0),
         "mean": list(parameters.mean_elements(model, setup, software)),
         "of the step": _sent(step_exchanges(job, setup, software, stage=setup.pp - 1)),
-        "waits, exchanges": [builder.least_waits_us(setup), builder.least_exchange_us(setup)],
+        "waits, exchanges": [builder.calls.least_waits_us(setup), builder.calls.least_exchange_us(setup)],
         "note": builder.dispatch_note(setup),
     }
     for is_moe in (True, False):
