@@ -1,19 +1,26 @@
-"""One layer as a program, forward and backward: what is computed (:mod:`commlayer.scheduler.mapping.layer_work`), what is sent
+"""One layer as a program, forward and backward: what is computed
+(:mod:`commlayer.scheduler.mapping.layer_work`), what is sent
 (:mod:`commlayer.scheduler.mapping.step_collectives`), and what of that waits for what.
 
 What is hidden, and behind what:
 
-- ``tensor``: in the backward pass of the projections the sequence is gathered again beside the product for the input's gradient,
-  whose sum is scattered beside the product for the weight's (Megatron-LM's asynchronous linear layer).
-- ``context`` of the kind ``ring``: keys and values travel beside the attention's core; of the kind ``gather`` before it.
-- tokens on their way to experts in chunks beside the experts' work, where the software does that (scheduler/overlap.py) and the
-  experts are whole (etp 1).
-- tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is predicted to take less all the same.
-- what ``selective`` recomputation sends again is issued at the beginning of the layer's backward pass (MegaScale-MoE, figure 8b).
-- what a layer has in the host's memory (mapping/host_copies.py), behind its neighbour: what the layer before sends there
-  leaves while this one computes forward, and what the layer below needs comes back beside this one's backward pass.
-- merged (:meth:`LayerBuilder.merged`): tokens of one micro-batch behind what another's computes, forward and backward, in the
-  order of Megatron-Core's model_chunk_schedule_plan.py and of DeepSeek-V3's figure 4.
+- ``tensor``: in the backward pass of the projections the sequence is gathered again beside the
+  product for the input's gradient, whose sum is scattered beside the product for the weight's
+  (Megatron-LM's asynchronous linear layer).
+- ``context`` of the kind ``ring``: keys and values travel beside the attention's core; of the kind
+  ``gather`` before it.
+- tokens on their way to experts in chunks beside the experts' work, where the software does that
+  (scheduler/overlap.py) and the experts are whole (etp 1).
+- tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is
+  predicted to take less all the same.
+- what ``selective`` recomputation sends again is issued at the beginning of the layer's backward
+  pass (MegaScale-MoE, figure 8b).
+- what a layer has in the host's memory (mapping/host_copies.py), behind its neighbour: what the
+  layer before sends there leaves while this one computes forward, and what the layer below needs
+  comes back beside this one's backward pass.
+- merged (:meth:`LayerBuilder.merged`): tokens of one micro-batch behind what another's computes,
+  forward and backward, in the order of Megatron-Core's model_chunk_schedule_plan.py and of
+  DeepSeek-V3's figure 4.
 """
 
 from __future__ import annotations
@@ -46,12 +53,13 @@ __all__ = ["LayerBuilder", "sequence"]
 
 _GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[PlannedCall]]
-"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
+"""The calls of a pass, by their place in it
+(:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
 
 class _ExpertParts(NamedTuple):
-    """The experts' part of a pass, in order: the calls to them, their work, what of it is put off until the calls back
-    are under way, these, and what is copied before and after."""
+    """The experts' part of a pass, in order: the calls to them, their work, what of it is put off
+    until the calls back are under way, these, and what is copied before and after."""
 
     first: list[Compute]
     out: list[PlannedCall]
@@ -74,15 +82,16 @@ class LayerBuilder:
         self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
-        """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels where it has any, or in two
-        levels where that takes less time."""
+        """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels
+        where it has any, or in two levels where that takes less time."""
         if (routes := self.calls.routes(setup)) is not None:
             return routes.replaced(tuple(exchanges))
         levels = self._chosen(setup)[0]
         return exchanges if levels is None else levels.replaced(exchanges)
 
     def dispatch_note(self, setup: Setup) -> str:
-        """Why tokens go to their experts in two levels, or how kernels send them; empty where they go flat, as they should."""
+        """Why tokens go to their experts in two levels, or how kernels send them; empty where they
+        go flat, as they should."""
         if self.software.kernels is None:
             return self._chosen(setup)[1]
         if (routes := self.calls.routes(setup)) is not None:
@@ -93,7 +102,8 @@ class LayerBuilder:
         return f"{name} does not dispatch this mapping, whose tokens go by all_to_all: {why}" if is_asked else ""
 
     def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
-        """The levels in which tokens go, and why; none where they go flat. Of one setup always the same."""
+        """The levels in which tokens go, and why; none where they go flat. Of one setup always the
+        same."""
         nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
         levels = DispatchLevels.of(self.job, setup, self.software, nodes)
         if levels is None:
@@ -140,7 +150,8 @@ class LayerBuilder:
         return self._beside_copies("offload", setup, is_moe, self._forward(setup, work, at))
 
     def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
-        """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
+        """One layer's backward pass of a micro-batch, with what is computed and sent again for
+        it."""
         work = self.work(setup, is_moe)
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
         at, resent = self._told_apart(setup, exchanges)
@@ -153,7 +164,8 @@ class LayerBuilder:
         return self._beside_copies("reload", setup, is_moe, sequence(remade, self._backward(setup, work, at, resent)))
 
     def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
-        """With the copies to the host, or from it, that are under way meanwhile: as many bytes as the layer itself has there."""
+        """With the copies to the host, or from it, that are under way meanwhile: as many bytes as
+        the layer itself has there."""
         nbytes = offloaded_layer_bytes(self.job, setup, self.cluster.gpu, software=self.software, is_moe=is_moe)
         if not nbytes:
             return program
@@ -161,11 +173,12 @@ class LayerBuilder:
         return [Issue(copy), *program, Wait(copy)]
 
     def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
-        """One layer's forward pass of a micro-batch and its backward pass of another, merged: one computes while the other's
-        tokens travel.
+        """One layer's forward pass of a micro-batch and its backward pass of another, merged: one
+        computes while the other's tokens travel.
 
-        Exchanges go one after another: gradients to the experts, tokens to them, gradients from them, tokens from them. Products
-        for weights are computed when the gradients of tokens are on their way (``--delay-wgrad-compute``; DualPipe's split).
+        Exchanges go one after another: gradients to the experts, tokens to them, gradients from
+        them, tokens from them. Products for weights are computed when the gradients of tokens are
+        on their way (``--delay-wgrad-compute``; DualPipe's split).
         """
         work = self.work(setup, is_moe)
         there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
@@ -270,7 +283,8 @@ class LayerBuilder:
         puts_off: bool = False,
         shared_is_beside: bool = False,
     ) -> tuple[list[Item], list[Item], list[Item]]:
-        """Return what comes before the gradients' way to the experts, and after it, and what of that is put off.
+        """Return what comes before the gradients' way to the experts, and after it, and what of
+        that is put off.
 
         ``puts_off``: attention's products for weights, but those beside which a sum is scattered.
         """
@@ -313,7 +327,8 @@ class LayerBuilder:
         return sequence(before_experts), sequence(after_experts, last, last_sum), sequence(Compute(later, "attention"))
 
     def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
-        """Weights of the next layer while this one computes, as prefetching software does; else now, and nothing beside."""
+        """Weights of the next layer while this one computes, as prefetching software does; else
+        now, and nothing beside."""
         if self.software.overlaps_parameters:
             return [Issue(call) for call in calls], [Wait(call) for call in calls]
         return _sync(calls), []
@@ -342,13 +357,14 @@ class LayerBuilder:
         ]
 
     def _has_shared_beside(self, work: LayerWork, at: Places) -> bool:
-        """Whether shared experts compute beside the exchange of tokens; not where there is none, or in a dense layer."""
+        """Whether shared experts compute beside the exchange of tokens; not where there is none, or
+        in a dense layer."""
         is_asked = self.software.overlaps_shared and not self.software.hides_dispatch
         return is_asked and bool(work["experts"].forward and at.get("dispatch") and at.get("combine"))
 
     def _shared_beside(self, work: LayerWork, is_forward: bool) -> tuple[list[Item], list[Item]]:
-        """Shared experts' first products, of two (three with a gate), beside the way to the routed experts and the last one
-        beside the way home; backward the last one first."""
+        """Shared experts' first products, of two (three with a gate), beside the way to the routed
+        experts and the last one beside the way home; backward the last one first."""
         whole = work["shared"].forward if is_forward else work["shared"].backward
         matrices = self.job.model.matrices
         last = Compute(whole / matrices, "dense")
@@ -358,7 +374,8 @@ class LayerBuilder:
     def _expert_parts(
         self, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool, puts_off: bool = False
     ) -> _ExpertParts:
-        """Take what concerns the experts out of ``at``, in order. ``puts_off``: backward, their products for weights."""
+        """Take what concerns the experts out of ``at``, in order. ``puts_off``: backward, their
+        products for weights."""
         out = [*at.get("dispatch", []), *at.get("gather_experts", [])]
         home = [*at.get("scatter_experts", []), *at.get("combine", [])]
         put_off = 0.0
@@ -376,8 +393,8 @@ class LayerBuilder:
         return _ExpertParts([first], out, computed, Compute(put_off, "experts"), home, [*beyond, last])
 
     def _of_levels(self, levels: DispatchLevels, calls: Sequence[PlannedCall]) -> Compute:
-        """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher
-        takes for a part of the exchanges' time."""
+        """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks'
+        tokens, which the dispatcher takes for a part of the exchanges' time."""
         moved = self.compute.memory_us(levels.moved_elements * self.software.activation_bytes)
         return _moved(moved + row_maps_us(sum(call.us for call in calls)))
 
@@ -389,8 +406,8 @@ class LayerBuilder:
     def _chunked(
         self, out: PlannedCall, home: PlannedCall, computed: list[Compute], later: Compute, is_forward: bool
     ) -> list[Item]:
-        """The experts' work in chunks, beside their way to the experts and back, where that is worth it; ``later``: what is
-        computed behind it."""
+        """The experts' work in chunks, beside their way to the experts and back, where that is
+        worth it; ``later``: what is computed behind it."""
         whole = sum(work.us for work in (*computed, later))
         slices = self._slices(out.plan.traffic, whole / (1 if is_forward else 2))
         if len(slices) == 1:
@@ -413,7 +430,8 @@ class LayerBuilder:
         return [*items, *([left] if left.us else []), *map(Wait, homes)]
 
     def _slices(self, traffic: Traffic, work_us: float) -> tuple[int, ...]:
-        """In which chunks rows go to experts that work on all of them for ``work_us`` (of each product, backward)."""
+        """In which chunks rows go to experts that work on all of them for ``work_us`` (of each
+        product, backward)."""
 
         def exchange_us(part: float) -> float:
             return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
@@ -446,7 +464,8 @@ def _sync(calls: Iterable[PlannedCall]) -> list[Item]:
 
 
 def _of_one_group(calls: Sequence[PlannedCall]) -> int:
-    """How many of the first calls are of one group, which runs them one after another; those of another wait for them."""
+    """How many of the first calls are of one group, which runs them one after another; those of
+    another wait for them."""
     return next((index for index, call in enumerate(calls) if call.group != calls[0].group), len(calls))
 
 
@@ -462,7 +481,8 @@ def _ended(out: Sequence[PlannedCall]) -> list[Item]:
 
 
 def _sent_home(home: Sequence[PlannedCall]) -> list[Item]:
-    """The calls from the experts: the last ones begin when those of other groups before them have ended."""
+    """The calls from the experts: the last ones begin when those of other groups before them have
+    ended."""
     number = len(home) - _of_one_group(home[::-1])
     return [*_sync(home[:number]), *map(Issue, home[number:])]
 
@@ -477,7 +497,8 @@ def _out_beside(out: Sequence[PlannedCall], work: Sequence[Item]) -> list[Item]:
 
 
 def _home_beside(home: list[PlannedCall], later: Sequence[Item]) -> list[Item]:
-    """The way home, one call after another, and what is computed while the last of them is under way."""
+    """The way home, one call after another, and what is computed while the last of them is under
+    way."""
     return [*_sync(home[:-1]), *map(Issue, home[-1:]), *sequence(later), *map(Wait, home[-1:])]
 
 
@@ -486,7 +507,8 @@ def _beside_product(calls: list[PlannedCall], work: Compute) -> list[Item]:
 
 
 def _around_products(gathered: list[PlannedCall], work: Compute, scattered: list[PlannedCall]) -> list[Item]:
-    """A sequence gathered again beside one half of the products, and sums scattered beside the other."""
+    """A sequence gathered again beside one half of the products, and sums scattered beside the
+    other."""
     half = Compute(work.us / 2, work.name)
     return [*_beside_product(gathered, half), *_beside_product(scattered, half)]
 
@@ -505,8 +527,8 @@ def _computed(work: LayerWork, segment: str, us: float) -> Compute:
 def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], Places]:
     """Return what recomputation but ``full`` computes and sends again, and what else is sent again.
 
-    ``selective`` sends all of it beside its work, and waits at once for what that does not hide. Of modules calls are waited for
-    one by one, as in their forward pass.
+    ``selective`` sends all of it beside its work, and waits at once for what that does not hide. Of
+    modules calls are waited for one by one, as in their forward pass.
     """
     ways = ways_of(setup.recompute)
     if not ways:
@@ -545,7 +567,8 @@ def _is_serial(program: Sequence[Item]) -> bool:
 
 
 def _broken_down(forecast: conflicts.Forecast, program: Sequence[Item]) -> Breakdown:
-    """A forecast's times by part, lane and link. What computation took, it took as it was stretched."""
+    """A forecast's times by part, lane and link. What computation took, it took as it was
+    stretched."""
     found = Breakdown(total_us=forecast.total_us)
     for name, start, end in forecast.computed:
         found.parts[name] = found.parts.get(name, 0.0) + end - start

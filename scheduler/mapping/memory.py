@@ -1,12 +1,15 @@
-"""Bytes of the fullest GPU: weights, gradients, optimizer state, activations and the largest temporary tensors.
+"""Bytes of the fullest GPU: weights, gradients, optimizer state, activations and the largest
+temporary tensors.
 
-Mixed precision as Megatron-Core has it: BF16 weights, gradients summed in FP32 (or BF16), Adam with FP32 weights and two
-moments, in FP32 or less. With a recipe of FP8 (:mod:`commlayer.scheduler.mapping.precisions`) the operands of products are kept
-in FP8, one copy of each, and weights have FP8 copies beside them, or in place of them.
+Mixed precision as Megatron-Core has it: BF16 weights, gradients summed in FP32 (or BF16), Adam with
+FP32 weights and two moments, in FP32 or less. With a recipe of FP8
+(:mod:`commlayer.scheduler.mapping.precisions`) the operands of products are kept in FP8, one copy
+of each, and weights have FP8 copies beside them, or in place of them.
 
-Activations are those of flash attention, a fused SwiGLU that applies the gating weights, and permuted tokens; MegaScale-MoE's
-appendix A.2 (``LayerShape`` in tests/paper_activations.py) is the special case of heads · head_dim = hidden and no shared
-expert. docs/counting.md derives every formula and the table of ZeRO.
+Activations are those of flash attention, a fused SwiGLU that applies the gating weights, and
+permuted tokens; MegaScale-MoE's appendix A.2 (``LayerShape`` in tests/paper_activations.py) is the
+special case of heads · head_dim = hidden and no shared expert. docs/counting.md derives every
+formula and the table of ZeRO.
 """
 
 from __future__ import annotations
@@ -47,17 +50,18 @@ __all__ = [
 _WEIGHT = 2  # bytes of a BF16 weight or activation
 _LOGIT = 6  # BF16 logits, and their FP32 copy that the loss keeps
 _LAYERS_AHEAD = 2
-"""The layers whose offloaded activations are on the GPU all the same: that which computes, and its neighbour, whose copies are
-under way."""
+"""The layers whose offloaded activations are on the GPU all the same: that which computes, and its
+neighbour, whose copies are under way."""
 
 
 class Formats(NamedTuple):
     """What is kept of an element, in BF16 elements.
 
-    ``operand``: of one that goes into a product: 1, or in FP8 a half and its scales. There what others need in BF16 as well is
-    kept in both (attention's output; what a router reads). ``gated``: of what goes into a gated activation function.
-    ``output``: of attention's output, where one copy is enough; 0: it is not. ``routed``: what crosses to the host of an element
-    that goes into the experts' first product; Megatron-Core keeps it in BF16 for that, but with MXFP8.
+    ``operand``: of one that goes into a product: 1, or in FP8 a half and its scales. There what
+    others need in BF16 as well is kept in both (attention's output; what a router reads).
+    ``gated``: of what goes into a gated activation function. ``output``: of attention's output,
+    where one copy is enough; 0: it is not. ``routed``: what crosses to the host of an element that
+    goes into the experts' first product; Megatron-Core keeps it in BF16 for that, but with MXFP8.
     """
 
     operand: float = 1.0
@@ -83,7 +87,8 @@ _IN_BF16 = Formats()
 
 
 class LayerElements(NamedTuple):
-    """Elements that one layer keeps: per ``token`` of a rank's share, and per ``row`` of its experts."""
+    """Elements that one layer keeps: per ``token`` of a rank's share, and per ``row`` of its
+    experts."""
 
     token: float
     row: float
@@ -96,11 +101,12 @@ class LayerElements(NamedTuple):
 def kept_elements(
     model: ModelShape, recompute: Recompute, cut: Cut, formats: Formats = _IN_BF16, is_moe: bool = True
 ) -> LayerElements:
-    """Count what a layer keeps for its backward pass. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp
-    times as many, narrower.
+    """Count what a layer keeps for its backward pass. A rank's share are a sample's tokens over tp
+    · cp; an FFN under tp has tp times as many, narrower.
 
-    ``none``: what its operations keep (mapping/layer_table.py). ``selective`` (MegaScale-MoE, A.2), or modules: as ``none``
-    without what they compute again. ``full``: a layer's input alone (Megatron).
+    ``none``: what its operations keep (mapping/layer_table.py). ``selective`` (MegaScale-MoE, A.2),
+    or modules: as ``none`` without what they compute again. ``full``: a layer's input alone
+    (Megatron).
     """
     ops, sizes, ways = layer_table(model, cut, is_moe), formats.sizes(), ways_of(recompute)
     if recompute == "full":
@@ -133,8 +139,8 @@ def offloaded_elements(
 ) -> tuple[LayerElements, LayerElements]:
     """Count what of :func:`kept_elements` leaves the GPU, and what crosses to the host for it.
 
-    More crosses than leaves where two modules keep one tensor (attention's output crosses for both, and leaves with the second),
-    and where it is computed again as well.
+    More crosses than leaves where two modules keep one tensor (attention's output crosses for both,
+    and leaves with the second), and where it is computed again as well.
     """
     modules, ways, sizes = offloaded_modules(offload), ways_of(recompute), formats.sizes()
     modules -= {"expert_fc1"} if recompute == "selective" else set()
@@ -159,11 +165,11 @@ def offloaded_elements(
 
 
 def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations ``stage`` holds at once, at most, each through all chunks of the stage
-    (:func:`~commlayer.scheduler.mapping.pipeline_schedule.in_flight_chunks`).
+    """Micro-batches whose activations ``stage`` holds at once, at most, each through all chunks of
+    the stage (:func:`~commlayer.scheduler.mapping.pipeline_schedule.in_flight_chunks`).
 
-    1F1B: pp - stage. Interleaved (Narayanan 2021, arXiv:2104.04473; the warm-up of Megatron-Core), for stage 0
-    pp · (1 + (pp - 1) / (pp · vpp)).
+    1F1B: pp - stage. Interleaved (Narayanan 2021, arXiv:2104.04473; the warm-up of Megatron-Core),
+    for stage 0 pp · (1 + (pp - 1) / (pp · vpp)).
     """
     chunks = in_flight_chunks(setup.schedule, setup.pp, stage, micro_batches, setup.vpp)
     return chunks / setup.chunks_per_rank
@@ -172,7 +178,8 @@ def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
 def state_bytes_per_parameter(
     zero: int, replicas: float, gradient_bytes: int, adam_bytes: float = 12
 ) -> tuple[float, float, float]:
-    """Bytes of weight, gradient and optimizer state that each of ``replicas`` GPUs keeps of a parameter, by ZeRO stage.
+    """Bytes of weight, gradient and optimizer state that each of ``replicas`` GPUs keeps of a
+    parameter, by ZeRO stage.
 
     ``adam_bytes``: of a main weight and two moments; 12: all in FP32.
     """
@@ -190,15 +197,17 @@ def estimate(
 
     Args:
         gradient_bytes: of an element in the sums of gradients.
-        software: whether tp splits embedding, head and FFNs; whether ZeRO shards what all tp ranks have over these too; whether
-            context parallelism gathers keys and values or passes them on; and whether what was gathered is kept for the backward
-            pass, or gathered again; in what formats the optimizer's state is, and how much of it lies in the host's memory.
-        gpu: which decides how many copies a recipe of FP8 needs; None: weights and operands are counted in BF16.
+        software: whether tp splits embedding, head and FFNs; whether ZeRO shards what all tp ranks
+            have over these too; whether context parallelism gathers keys and values or passes them
+            on; and whether what was gathered is kept for the backward pass, or gathered again; in
+            what formats the optimizer's state is, and how much of it lies in the host's memory.
+        gpu: which decides how many copies a recipe of FP8 needs; None: weights and operands are
+            counted in BF16.
 
     Raises:
-        UsageError: degrees that do not divide the model (:func:`~commlayer.scheduler.mapping.parameters.check`), or
-            ``gradient_bytes`` other than 2 or 4.
-        GroupError: the batch does not split over dp and micro-batches.
+        UsageError: degrees that do not divide the model
+            (:func:`~commlayer.scheduler.mapping.parameters.check`), or ``gradient_bytes`` other
+            than 2 or 4. GroupError: the batch does not split over dp and micro-batches.
     """
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
     every = parameters.held(job.model, setup, software)
@@ -209,8 +218,9 @@ def estimate(
 
 
 class Room(NamedTuple):
-    """The memory of a pipeline rank, in bytes: what is left of it (below zero: what it lacks), what one layer more takes, as the
-    mean of the rank's chunks keeps its activations, and what a layer keeps of one micro-batch."""
+    """The memory of a pipeline rank, in bytes: what is left of it (below zero: what it lacks), what
+    one layer more takes, as the mean of the rank's chunks keeps its activations, and what a layer
+    keeps of one micro-batch."""
 
     left: float
     layer: float
@@ -226,8 +236,9 @@ def rooms(
     software: Software = MEGATRON,
     gpu: Gpu | None = None,
 ) -> list[Room]:
-    """The room of each pipeline rank in ``limit`` bytes, where the layout of ``setup`` is spelt out; by layers that have experts,
-    where the rank has any. Other arguments and errors as :func:`estimate`."""
+    """The room of each pipeline rank in ``limit`` bytes, where the layout of ``setup`` is spelt
+    out; by layers that have experts, where the rank has any. Other arguments and errors as
+    :func:`estimate`."""
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
     stages = parameters.held(job.model, setup, software)
     ranks = _of_ranks(job.model, setup, stages)
@@ -253,8 +264,9 @@ def have_room(
     software: Software = MEGATRON,
     gpu: Gpu | None = None,
 ) -> bool:
-    """Whether ``limit`` bytes of each GPU may have room for the model's layers, however they are laid on a pipeline's ranks: for
-    those of either kind, if there were no others. Other arguments and errors as :func:`estimate`."""
+    """Whether ``limit`` bytes of each GPU may have room for the model's layers, however they are
+    laid on a pipeline's ranks: for those of either kind, if there were no others. Other arguments
+    and errors as :func:`estimate`."""
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
     ranks, kinds = range(setup.pp // setup.copies), layer_kinds(job.model)
     return all(
@@ -317,7 +329,8 @@ class _Counting:
         return in_flight_by_chunk(setup.schedule, setup.pp, held.stage.number, self.micro_batches, setup.vpp)
 
     def _over_chunks(self, held: parameters.StageElements, sparse: float, dense: float) -> float:
-        """The bytes of all layers of a stage, each as often as micro-batches are under way in its chunk."""
+        """The bytes of all layers of a stage, each as often as micro-batches are under way in its
+        chunk."""
         found = sum(
             number * (with_experts * sparse + without * dense)
             for number, (with_experts, without) in zip(self._under_way(held), held.chunks, strict=True)
@@ -329,8 +342,8 @@ class _Counting:
         return found
 
     def layer_bytes(self, held: parameters.StageElements) -> tuple[float, float]:
-        """The bytes of one layer more of the stage, its activations as the mean of its chunks has them, and these of one
-        micro-batch."""
+        """The bytes of one layer more of the stage, its activations as the mean of its chunks has
+        them, and these of one micro-batch."""
         under_way = in_flight(self.setup, held.stage.number, self.micro_batches)
         sizes = self.sizes
         kept = (
@@ -341,8 +354,9 @@ class _Counting:
         return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
 
     def most_layers(self, rank: int, is_moe: bool, limit: float) -> int:
-        """Layers of one kind that a rank has room for at most: with DualPipe and its V in the chunk with fewest micro-batches,
-        else in all chunks alike, as even and balanced layouts have them."""
+        """Layers of one kind that a rank has room for at most: with DualPipe and its V in the chunk
+        with fewest micro-batches, else in all chunks alike, as even and balanced layouts have
+        them."""
         setup, sizes = self.setup, self.sizes
         under_way = in_flight(setup, rank, self.micro_batches)
         if is_dual(setup.schedule):
@@ -363,18 +377,21 @@ class _Counting:
 def offloaded_layer_bytes(
     job: Job, setup: Setup, gpu: Gpu | None = None, *, software: Software = MEGATRON, is_moe: bool = True
 ) -> float:
-    """Bytes that cross to the host for one layer and a micro-batch, and come back for its backward pass."""
+    """Bytes that cross to the host for one layer and a micro-batch, and come back for its backward
+    pass."""
     found = _offloaded(job, setup, software, None if gpu is None else recipe_of(setup.precision, gpu))
     return found.sparse_crosses if is_moe else found.dense_crosses
 
 
 def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float:
-    """Parameters of one layer that other GPUs keep, and that are here only while they are needed."""
+    """Parameters of one layer that other GPUs keep, and that are here only while they are
+    needed."""
     return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 
 
 class _Offloaded(NamedTuple):
-    """Bytes that leave the GPU of a layer with experts, or a dense one, and a micro-batch, and those that cross for it."""
+    """Bytes that leave the GPU of a layer with experts, or a dense one, and a micro-batch, and
+    those that cross for it."""
 
     sparse_left: float
     sparse_crosses: float
@@ -397,9 +414,9 @@ def _offloaded(job: Job, setup: Setup, software: Software, recipe: Recipe | None
 
 
 class _Sizes(NamedTuple):
-    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of what modules of multi-token
-    prediction keep beside their layers (both hidden states, and their norms), of the largest temporary tensors; and what of a
-    layer is offloaded."""
+    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of what
+    modules of multi-token prediction keep beside their layers (both hidden states, and their
+    norms), of the largest temporary tensors; and what of a layer is offloaded."""
 
     sparse: float
     dense: float
@@ -412,9 +429,9 @@ class _Sizes(NamedTuple):
 def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
     """A rank's share of a micro-batch's tokens, and the rows that its experts take of it.
 
-    The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a capacity its buffers are as
-    large as the capacity, whatever the routing; without one the busiest rank has ``imbalance`` times the mean, where there are
-    others that have other experts.
+    The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a
+    capacity its buffers are as large as the capacity, whatever the routing; without one the busiest
+    rank has ``imbalance`` times the mean, where there are others that have other experts.
     """
     tokens = setup.micro_batch * job.sequence / (setup.cp * setup.tp)
     spread = min(job.imbalance, setup.ep)

@@ -1,14 +1,16 @@
-"""How many parameters a model has, how many of them a GPU of a mapping holds, and over which axis the gradient of each is summed.
+"""How many parameters a model has, how many of them a GPU of a mapping holds, and over which axis
+the gradient of each is summed.
 
 A layer's parameters are those of its operations (mapping/layer_table.py), as one rank has them; a
 model's own are those of a rank that shares with nobody. Their axes: ``dp_cp``: what tensor
-parallelism splits. ``edp``: experts. ``stage`` (dp, cp and tp together): what every tp rank has whole
-and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it counts
-as ``dp_cp``, and as ``tp`` too.
+parallelism splits. ``edp``: experts. ``stage`` (dp, cp and tp together): what every tp rank has
+whole and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it
+counts as ``dp_cp``, and as ``tp`` too.
 
-Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` has: embedding, head, projections, router,
-experts, norms, and the vectors beside them. Where some layers have linear attention, a layer here has the mean of the two kinds;
-the model's own count is exact. docs/counting.md has the formulas, and the counts beside transformers' and the published sizes.
+Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` has: embedding,
+head, projections, router, experts, norms, and the vectors beside them. Where some layers have
+linear attention, a layer here has the mean of the two kinds; the model's own count is exact.
+docs/counting.md has the formulas, and the counts beside transformers' and the published sizes.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ Sized = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of a whole model, each the sum over its layers. ``active_experts``: of ``experts``, what one token passes
-    through."""
+    """Parameters of a whole model, each the sum over its layers. ``active_experts``: of
+    ``experts``, what one token passes through."""
 
     embedding: int
     head: int
@@ -97,16 +99,18 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """A token's: everything but the experts that it does not take. The embedding counts, as in published numbers."""
+        """A token's: everything but the experts that it does not take. The embedding counts, as in
+        published numbers."""
         return self.dense + self.active_experts
 
 
 class LayerParameters(NamedTuple):
     """Parameters of one layer.
 
-    ``sharded``: of attention, what heads have of their own (queries and output; of latent attention: the projections up and the
-    output). ``keys_values``: what heads may share. ``copied``: what all share (of latent attention: the projections down).
-    ``experts``: all routed ones.
+    ``sharded``: of attention, what heads have of their own (queries and output; of latent
+    attention: the projections up and the output). ``keys_values``: what heads may share.
+    ``copied``: what all share (of latent attention: the projections down). ``experts``: all routed
+    ones.
     """
 
     sharded: int
@@ -126,8 +130,8 @@ class LayerParameters(NamedTuple):
 class Stage(NamedTuple):
     """A pipeline stage: its number, and how many layers it has with a dense FFN and with experts.
 
-    ``kinds``: for each of its layers, in order, whether it has experts. ``alike``: so many stages have as many layers of each
-    kind as this one, which is the first of them.
+    ``kinds``: for each of its layers, in order, whether it has experts. ``alike``: so many stages
+    have as many layers of each kind as this one, which is the first of them.
     """
 
     number: int
@@ -147,7 +151,8 @@ class Stage(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Parameters on one rank: of what tp splits, of what each of its ranks has whole, and of experts."""
+    """Parameters on one rank: of what tp splits, of what each of its ranks has whole, and of
+    experts."""
 
     split: int
     whole: int
@@ -155,11 +160,13 @@ class Elements(NamedTuple):
 
 
 class StageElements(NamedTuple):
-    """Parameters on a GPU of ``stage``, in all and of one of its layers, one with experts where it has any.
+    """Parameters on a GPU of ``stage``, in all and of one of its layers, one with experts where it
+    has any.
 
-    Of what tp splits, of what each of its ranks has whole (both are on all ranks of dp and cp besides), and of experts.
-    ``multiplied``: those of linear layers, which recipes of FP8 cast (not embedding, head, router and norms), in all and of one
-    layer. ``chunks``: for each chunk of the stage how many layers it has with experts, and with a dense FFN.
+    Of what tp splits, of what each of its ranks has whole (both are on all ranks of dp and cp
+    besides), and of experts. ``multiplied``: those of linear layers, which recipes of FP8 cast (not
+    embedding, head, router and norms), in all and of one layer. ``chunks``: for each chunk of the
+    stage how many layers it has with experts, and with a dense FFN.
     """
 
     stage: Stage
@@ -176,7 +183,8 @@ class StageElements(NamedTuple):
 
 @lru_cache(maxsize=256)
 def layer_of(model: ModelShape) -> LayerParameters:
-    """One layer of ``model``, with its dense FFN (that only some layers have) beside router and experts."""
+    """One layer of ``model``, with its dense FFN (that only some layers have) beside router and
+    experts."""
     found = dict.fromkeys(LayerParameters._fields, 0)
     for is_moe in (True, False):
         for each in _layer(model, Cut(), is_moe):
@@ -187,7 +195,8 @@ def layer_of(model: ModelShape) -> LayerParameters:
 
 @lru_cache(maxsize=256)
 def count(model: ModelShape) -> Parameters:
-    """Every parameter of ``model``. The head is nothing of its own where it is tied to the embedding."""
+    """Every parameter of ``model``. The head is nothing of its own where it is tied to the
+    embedding."""
     one, extra = layer_of(model), model.mtp_layers
     sparse = sum(layer_kinds(model)) + extra * layer_kinds(model)[-1]
     layers_in_all = model.layers + extra
@@ -216,10 +225,11 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
     """Whether the degrees divide the model.
 
     Raises:
-        UsageError: tp does not divide the heads (or the width of an FFN that the software splits over it), ep the experts, etp
-            an expert's width; the layers do not go into pp · vpp chunks; cp with linear attention, whose states no software
-            here passes on; or activations that are offloaded by software that has no way to. Names the number and what it must
-            divide.
+        UsageError: tp does not divide the heads (or the width of an FFN that the software splits
+            over it), ep the experts, etp an expert's width; the layers do not go into pp · vpp
+            chunks; cp with linear attention, whose states no software here passes on; or
+            activations that are offloaded by software that has no way to. Names the number and what
+            it must divide.
     """
     held(model, setup, software)
     if why := unfit_modules(setup.recompute, precision="", is_merged=False, there=modules_in(model)):
@@ -286,13 +296,16 @@ def stages(
 ) -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
-    The layers are cut into pp · vpp chunks as ``layout`` says (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as
-    equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others of one less. Where the last has modules
-    for more tokens too, it has the fewest, as in Megatron-Bridge's layouts of DeepSeek-V3 (but with DualPipe, for which nobody
-    published one). Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them, or where DualPipe has it.
+    The layers are cut into pp · vpp chunks as ``layout`` says
+    (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as equally as they go, the
+    larger ones first: of ceil(layers / (pp · vpp)), the others of one less. Where the last has
+    modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts of DeepSeek-V3
+    (but with DualPipe, for which nobody published one). Chunk c is on stage c mod pp, as Megatron's
+    interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
-        UsageError: a chunk would be empty; names the nearest degrees for which none is. A layout that does not hold this model.
+        UsageError: a chunk would be empty; names the nearest degrees for which none is. A layout
+        that does not hold this model.
     """
     return _stages(model, pp, vpp, schedule, layout)
 
@@ -310,7 +323,8 @@ def _stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, la
 
 
 def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
-    """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages` says."""
+    """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages`
+    says."""
     kinds = _kinds(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
     return len(kinds) - sum(kinds), sum(kinds)
 
@@ -344,7 +358,8 @@ def _too_many_chunks(layers: int, pp: int, vpp: int, schedule: PipelineSchedule)
 def kinds_of_chunks(
     model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
 ) -> tuple[tuple[bool, ...], ...]:
-    """For each chunk, and each of its layers, whether it has experts; those of modules for more tokens are among them."""
+    """For each chunk, and each of its layers, whether it has experts; those of modules for more
+    tokens are among them."""
     every, found, first = layer_kinds(model), [], 0
     for chunk in chunks_laid(model, pp, vpp, schedule, layout):
         found.append((*every[first : first + chunk.layers], *every[-1:] * chunk.modules))
@@ -380,17 +395,20 @@ def _ends_of(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, l
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
-    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second. Of
-    every kind of stage where dense layers lie between others, and with DualPipe and its V, whose ranks have a large chunk with a
-    small one, or two large ones, and with a layout that is spelt out.
+    """Count what a GPU of the first stage holds, of the second and of the last: those between hold
+    no more than the second. Of every kind of stage where dense layers lie between others, and with
+    DualPipe and its V, whose ranks have a large chunk with a small one, or two large ones, and with
+    a layout that is spelt out.
 
-    Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
-    whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
-    that whole (MegaScale-MoE, section 3.1). The first stage has the embedding, the last the final norm and the head, which is a
-    second copy of the embedding where the two are tied and pp > 1 (Megatron).
+    Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections
+    down of latent attention whole; a key-value head is held by at least one rank, and by several
+    where tp exceeds their number. ``ulysses`` leaves all that whole (MegaScale-MoE, section 3.1).
+    The first stage has the embedding, the last the final norm and the head, which is a second copy
+    of the embedding where the two are tied and pp > 1 (Megatron).
 
     Args:
-        software: whether tp divides embedding, head and FFNs at all, and what is held of key-value heads that it does not divide.
+        software: whether tp divides embedding, head and FFNs at all, and what is held of key-value
+            heads that it does not divide.
 
     Raises:
         UsageError: as :func:`check`.
@@ -424,15 +442,18 @@ def _held(
 
 
 def per_gpu(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[int, int]:
-    """(dense, expert) parameters of the fullest GPU: of the stage that has most. Errors: as :func:`held`."""
+    """(dense, expert) parameters of the fullest GPU: of the stage that has most. Errors: as
+    :func:`held`."""
     fullest = max(held(model, setup, software), key=lambda each: each.total).elements
     return fullest.split + fullest.whole, fullest.expert
 
 
 def replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
-    """GPUs that hold the same of what tp splits, of what its ranks have whole, and of experts: over so many ZeRO shards.
+    """GPUs that hold the same of what tp splits, of what its ranks have whole, and of experts: over
+    so many ZeRO shards.
 
-    Megatron-LM's distributed optimizer does not look across tp, although all its ranks have the second.
+    Megatron-LM's distributed optimizer does not look across tp, although all its ranks have the
+    second.
     """
     split = setup.dp * setup.cp * setup.copies
     return split, split * setup.tp if axis_of_whole(setup, software) == "stage" else split, setup.edp * setup.copies
@@ -444,8 +465,9 @@ def held_elements(model: ModelShape, setup: Setup, software: Software) -> float:
 
 
 def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float:
-    """Parameters whose optimizer state the fullest GPU keeps: from ZeRO-1 on its share of what it holds, of each kind over
-    those that hold the same (:func:`replicas`); all without. Raises UsageError as :func:`held`."""
+    """Parameters whose optimizer state the fullest GPU keeps: from ZeRO-1 on its share of what it
+    holds, of each kind over those that hold the same (:func:`replicas`); all without. Raises
+    UsageError as :func:`held`."""
     if setup.zero == 0:
         return held_elements(model, setup, software)
     over = replicas(setup, software)
@@ -478,18 +500,20 @@ def _layers(model: ModelShape, cut: Cut) -> dict[bool, tuple[Elements, int]]:
 
 
 def layer_elements(model: ModelShape, setup: Setup, software: Software) -> dict[bool, tuple[Elements, int]]:
-    """Count what a GPU has of a layer with experts, and of a dense one, as far as the model has such: all of it, and what of it
-    recipes cast."""
+    """Count what a GPU has of a layer with experts, and of a dense one, as far as the model has
+    such: all of it, and what of it recipes cast."""
     return _layers(model, _cut_of_weights(setup, software))
 
 
 def mean_elements(model: ModelShape, setup: Setup, software: Software) -> Elements:
-    """Count what a GPU holds at least, the mean over the pipeline's ranks, however the layers are laid on them."""
+    """Count what a GPU holds at least, the mean over the pipeline's ranks, however the layers are
+    laid on them."""
     return _mean(model, setup.pp / setup.copies, _cut_of_weights(setup, software))
 
 
 def axis_of_whole(setup: Setup, software: Software) -> str:
-    """Over which axis is shared, and summed, what all tp ranks have: with Ulysses that is nearly everything, summed at once."""
+    """Over which axis is shared, and summed, what all tp ranks have: with Ulysses that is nearly
+    everything, summed at once."""
     return "dp_cp" if software.sums_replicas_over_tp and setup.attention == "tensor" else "stage"
 
 
@@ -502,7 +526,8 @@ def layer_parameters(model: ModelShape, setup: Setup, software: Software, moe: b
 
 
 def replicated_elements(model: ModelShape, setup: Setup, software: Software, stage: int) -> int:
-    """Elements whose gradients are summed over tp by themselves: norms and routers, which see a part of the sequence."""
+    """Elements whose gradients are summed over tp by themselves: norms and routers, which see a
+    part of the sequence."""
     if axis_of_whole(setup, software) == "stage":
         return 0
     return sum(each.elements for each in _stage(model, setup, software, stage) if each.axis == WHOLE)
@@ -598,6 +623,7 @@ def _ends(model: ModelShape, cut: Cut, has: _Ends) -> tuple[list[Weight], list[W
 
 @lru_cache(maxsize=4096)
 def _layer(model: ModelShape, cut: Cut, moe: bool) -> tuple[Weight, ...]:
-    """Every parameter of a layer on one rank, in the order of its modules, in which what all tokens pass through is the last."""
+    """Every parameter of a layer on one rank, in the order of its modules, in which what all tokens
+    pass through is the last."""
     ops = sorted(layer_table(model, cut, moe), key=lambda op: op.name == "shared")
     return tuple(each for op in ops for each in op.weights)

@@ -1,9 +1,12 @@
 """Recomputation: what a layer does not keep for its backward pass, but computes again.
 
-Three words, and modules by Megatron-Core's names (``--recompute-modules``), joined by ``+`` where there are several:
+Three words, and modules by Megatron-Core's names (``--recompute-modules``), joined by ``+`` where
+there are several:
 
-- ``none``; ``full``: a layer's input stays, all else is made again; ``selective``: MegaScale-MoE's choice (A.2).
-- ``core_attn``: attention's core. With fused attention, whose output the projection behind it keeps, that frees nothing.
+- ``none``; ``full``: a layer's input stays, all else is made again; ``selective``: MegaScale-MoE's
+  choice (A.2).
+- ``core_attn``: attention's core. With fused attention, whose output the projection behind it
+  keeps, that frees nothing.
 - ``moe_act``: the experts' activation function. ``layernorm``: both norms.
 - ``mla_up_proj``: the projections up of latent attention, and so queries, keys and values.
 - ``mlp``: a dense layer's FFN. ``shared_experts``: what all tokens pass through.
@@ -54,14 +57,16 @@ _PARTS: dict[str, str] = {
 
 @lru_cache(maxsize=1024)
 def modules_of(recompute: Recompute) -> frozenset[str]:
-    """The modules that are computed again; empty for the three words. Raises UsageError for an unknown word."""
+    """The modules that are computed again; empty for the three words. Raises UsageError for an
+    unknown word."""
     if recompute in RECOMPUTE:
         return frozenset()
     return joined_modules("recompute", recompute, MODULES, RECOMPUTE)
 
 
 def ways_of(recompute: Recompute) -> frozenset[str]:
-    """What operations name as making them again: the word itself, or the modules that it joins; empty for ``none``.
+    """What operations name as making them again: the word itself, or the modules that it joins;
+    empty for ``none``.
 
     Raises as :func:`modules_of`.
     """
@@ -71,7 +76,8 @@ def ways_of(recompute: Recompute) -> frozenset[str]:
 
 
 def joined_modules(field: str, words: str, modules: Collection[str], alone: Collection[str]) -> frozenset[str]:
-    """The modules that ``words`` joins by a plus. ``alone``: words that such a field takes by themselves. Raises UsageError."""
+    """The modules that ``words`` joins by a plus. ``alone``: words that such a field takes by
+    themselves. Raises UsageError."""
     found = words.split("+")
     if unknown := [word for word in found if word not in modules]:
         raise UsageError(
@@ -87,7 +93,8 @@ def canonical(recompute: Recompute) -> Recompute:
 
 
 def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
-    """Orders ways of recomputation from the least to the most: modules, the more of them the later, behind none."""
+    """Orders ways of recomputation from the least to the most: modules, the more of them the later,
+    behind none."""
     modules = modules_of(recompute)
     return (0, len(modules), recompute) if modules else (RECOMPUTE.index(recompute), 0, "")
 
@@ -109,8 +116,8 @@ def unfit_modules(
     """Why modules cannot be computed again so; empty where they can.
 
     Args:
-        precision: the recipe's name; is_merged: whether passes of two micro-batches are merged; there: the modules that the
-            model has (:func:`modules_in`).
+        precision: the recipe's name; is_merged: whether passes of two micro-batches are merged;
+            there: the modules that the model has (:func:`modules_in`).
     """
     modules = modules_of(recompute)
     if missing := [module for module in MODULES if module in modules and module not in there]:
@@ -123,8 +130,8 @@ def unfit_modules(
 
 
 def unfit_recomputation(model: ModelShape, gpu: Gpu, recompute: Recompute, precision: str, is_merged: bool) -> str:
-    """Why ``model`` cannot compute its activations again so on ``gpu``; empty where it can. ``is_merged``: as
-    :func:`unfit_modules`.
+    """Why ``model`` cannot compute its activations again so on ``gpu``; empty where it can.
+    ``is_merged``: as :func:`unfit_modules`.
 
     Raises UsageError for a precision that the GPU does not have.
     """

@@ -1,19 +1,24 @@
-"""A training step that nobody has run: how long it takes on a cluster, what of it is communication, what it needs in memory.
+"""A training step that nobody has run: how long it takes on a cluster, what of it is communication,
+what it needs in memory.
 
-Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layers`). Every collective in
-them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
-what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. A step is made of parts
-(mapping/step_parts.py), through a pipeline (mapping/step_pipeline.py), in memory (mapping/step_memory.py); a search asks for
-bounds of its time first (mapping/step_bounds.py). On top of the layers:
+Layers are programs of what is computed and what is sent
+(:mod:`commlayer.scheduler.mapping.layers`). Every collective in them is planned and priced as the
+run time would (``choose``, ``price``), and where calls meet on a link the conflict model says what
+that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. A
+step is made of parts (mapping/step_parts.py), through a pipeline (mapping/step_pipeline.py), in
+memory (mapping/step_memory.py); a search asks for bounds of its time first
+(mapping/step_bounds.py). On top of the layers:
 
-- the pipeline: micro-batches through the slowest stage, by themselves or merged with others, and the bubble of the schedule
-  (mapping/pipeline_schedule.py);
-- activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``hops``);
-- gradients and sharded weights at the edges of a step, as far as the backward and the forward pass do not hide them
-  (mapping/pipeline_stage.py);
+- the pipeline: micro-batches through the slowest stage, by themselves or merged with others, and
+  the bubble of the schedule (mapping/pipeline_schedule.py);
+- activations between stages: those on the longest chain of tasks, of which interleaving leaves few
+  (``hops``);
+- gradients and sharded weights at the edges of a step, as far as the backward and the forward pass
+  do not hide them (mapping/pipeline_stage.py);
 - the optimizer: Adam reads and writes the sharded state once, bound by memory.
 
-Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that mapping/step_collectives.py lacks.
+Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that
+mapping/step_collectives.py lacks.
 """
 
 from __future__ import annotations
@@ -58,13 +63,16 @@ class Estimator:
 
     Args:
         software: what the trainer's software does (:mod:`commlayer.scheduler.mapping.software`).
-        efficiency: factor on the GPU's declared rates of matrix products and attention; None: what was calibrated for the model's
-            family, else the median of those that were; ``notes`` of every estimate say so then.
+        efficiency: factor on the GPU's declared rates of matrix products and attention; None: what
+            was calibrated for the model's family, else the median of those that were; ``notes`` of
+            every estimate say so then.
         compute: in place of the GPU's declared one, such as a measured one.
-        loads: experts' popularity, in place of ``job.loads``; and both in place of ``job.imbalance``, which then follows from ep.
+        loads: experts' popularity, in place of ``job.loads``; and both in place of
+            ``job.imbalance``, which then follows from ep.
 
     Raises:
-        UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a measured cluster.
+        UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a
+        measured cluster.
     """
 
     def __init__(
@@ -106,7 +114,8 @@ class Estimator:
         self.pricer, self.memory_limit = self._parts.pricer, self._memory.limit
 
     def memory(self, setup: Setup) -> Memory:
-        """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
+        """Bytes of the fullest GPU. Raises as
+        :func:`commlayer.scheduler.mapping.memory.estimate`."""
         return self._memory.of(setup)
 
     def laid_out(self, setup: Setup, limit: float) -> LaidOut:
@@ -114,8 +123,8 @@ class Estimator:
         return self._memory.laid_out(setup, limit)
 
     def bound_us(self, setup: Setup, level: int = 0) -> float:
-        """A time that :meth:`estimate` is never below, µs: as :meth:`StepBounds.us`, from level 3 on of the layout that is chosen
-        where the setup's is ``auto``."""
+        """A time that :meth:`estimate` is never below, µs: as :meth:`StepBounds.us`, from level 3
+        on of the layout that is chosen where the setup's is ``auto``."""
         return self._bounds.us(self.laid_out(setup, self.memory_limit).setup if level > 2 else setup, level)
 
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
@@ -132,13 +141,15 @@ class Estimator:
         return head.forward, head.backward, self._parts.optimizer_us(setup)
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
-        """The step of ``setup``. ``detail``: with its traffic and its forecasts, which take longer than its time.
+        """The step of ``setup``. ``detail``: with its traffic and its forecasts, which take longer
+        than its time.
 
         Raises:
-            UsageError, GroupError: degrees that do not go with the model or the batch; names what would.
-            PlanError: the cluster's profile lacks a curve that a call needs.
+            UsageError, GroupError: degrees that do not go with the model or the batch; names what
+            would. PlanError: the cluster's profile lacks a curve that a call needs.
 
-        A pipeline layout ``auto`` becomes the one that is chosen (:meth:`laid_out`), which the estimate's ``setup`` has.
+        A pipeline layout ``auto`` becomes the one that is chosen (:meth:`laid_out`), which the
+        estimate's ``setup`` has.
         """
         job = self._parts.job_of(setup)
         setup.check(job)
@@ -188,7 +199,8 @@ class Estimator:
             yield note
 
     def _offload_notes(self, setup: Setup) -> Iterator[str]:
-        """The notes on offloading: what crosses to the host, and which of the modules that were named frees nothing."""
+        """The notes on offloading: what crosses to the host, and which of the modules that were
+        named frees nothing."""
         if setup.offload == KEPT:
             return
         job, gpu = self._parts.job_of(setup), self.cluster.gpu
@@ -213,8 +225,8 @@ class Estimator:
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed
     ) -> StepEstimate:
-        """With its traffic, and the forecasts of the first stage's first and last micro-batch (of one layer, where nothing is
-        overlapped there)."""
+        """With its traffic, and the forecasts of the first stage's first and last micro-batch (of
+        one layer, where nothing is overlapped there)."""
         setup = found.setup
         builder = self._parts.builder(setup)
         forward, backward = self._parts.programs(setup, any(stage.sparse for stage in stages))

@@ -1,13 +1,16 @@
-"""The collective calls of a training step, for a job, a way of running it, and a trainer's software.
+"""The collective calls of a training step, for a job, a way of running it, and a trainer's
+software.
 
-One description for the simulated step (:mod:`commlayer.scheduler.mapping.simulate`) and for the test that holds it against what
-the run time counts (:func:`commlayer.stats`), call by call and byte by byte (``tests/scheduler/mapping``). What one layer
-sends for a micro-batch comes first, what a step sends beside its layers second.
+One description for the simulated step (:mod:`commlayer.scheduler.mapping.simulate`) and for the
+test that holds it against what the run time counts (:func:`commlayer.stats`), call by call and byte
+by byte (``tests/scheduler/mapping``). What one layer sends for a micro-batch comes first, what a
+step sends beside its layers second.
 
-Rows are positions of a sequence; between the sharded parts each rank has S/(cp·tp) of them. Sources: Megatron-LM's sequence
-parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention as
-Transformer Engine runs it, the six phases of MoE Parallel Folding's dispatcher (its figure 4), and MegaScale-MoE (section 3.2;
-A.2 for what selective recomputation sends again).
+Rows are positions of a sequence; between the sharded parts each rank has S/(cp·tp) of them.
+Sources: Megatron-LM's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2), DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention as Transformer Engine runs it, the six
+phases of MoE Parallel Folding's dispatcher (its figure 4), and MegaScale-MoE (section 3.2; A.2 for
+what selective recomputation sends again).
 """
 
 from __future__ import annotations
@@ -48,14 +51,16 @@ __all__ = [
 ]
 
 SEND_RECV = "send_recv"
-"""The collective of messages between two ranks: the stages of a pipeline, the neighbours in a ring."""
+"""The collective of messages between two ranks: the stages of a pipeline, the neighbours in a
+ring."""
 _DEGREES = frozenset({"tp", "cp", "dp", "pp", "etp", "ep", "edp"})
 _MIRRORS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 _COUNT_BYTES = 8  # int64
 _STATISTIC_BYTES = 8  # FP64
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
-"""Shards are whole rows of so many elements: :class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
+"""Shards are whole rows of so many elements:
+:class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +68,20 @@ class StepCollective:
     """``count`` calls of one kind by one rank.
 
     Attributes:
-        name: what it is; of a gradient's way back with ``_gradient`` behind it, of what is sent once more for the backward pass
-            with ``_again``.
+        name: what it is; of a gradient's way back with ``_gradient`` behind it, of what is sent
+            once more for the backward pass with ``_again``.
         axis: whose group, of :meth:`Setup.layout <commlayer.scheduler.mapping.job.Setup.layout>`.
         lane: its class of traffic.
         collective: one of GROUP_COLLECTIVES, or ``send_recv`` for messages.
-        logical_bytes: of one call, nccl-tests' S: the gathered total, the whole input of a reduce_scatter, the tensor of an
-            all_reduce or a message, and what a rank sends in an all_to_all_v (its bound, the busiest rank's, where routing is
-            uneven).
-        place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``, ``balance``, ``counts``,
-            ``dispatch``, ``gather_experts``, ``scatter_experts``, ``combine``, ``before_ffn``, ``after_ffn``, ``gradients``,
-            ``parameters``, ``boundary``, ``embedding``, ``head``, ``loss``. A gradient has its activation's.
-        over: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
+        logical_bytes: of one call, nccl-tests' S: the gathered total, the whole input of a
+            reduce_scatter, the tensor of an all_reduce or a message, and what a rank sends in an
+            all_to_all_v (its bound, the busiest rank's, where routing is uneven).
+        place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``,
+            ``balance``, ``counts``, ``dispatch``, ``gather_experts``, ``scatter_experts``,
+            ``combine``, ``before_ffn``, ``after_ffn``, ``gradients``, ``parameters``, ``boundary``,
+            ``embedding``, ``head``, ``loss``. A gradient has its activation's.
+        over: of an all_to_all_v, among the ranks of each rail or node only
+            (:mod:`commlayer.scheduler.rails`).
 
     Raises:
         UsageError: a lane or a collective that does not exist, or a negative number.
@@ -112,7 +119,8 @@ class StepCollective:
 
 
 def _mirrored(exchange: StepCollective) -> StepCollective:
-    """The way back of what it moved: all_gather and reduce_scatter are each other's, others their own."""
+    """The way back of what it moved: all_gather and reduce_scatter are each other's, others their
+    own."""
     collective = _MIRRORS.get(exchange.collective, exchange.collective)
     return exchange.renamed("_gradient", collective)
 
@@ -134,7 +142,8 @@ def axis_size(setup: Setup, axis: str) -> int:
 
 
 def rows_of_rank(job: Job, setup: Setup) -> int:
-    """Positions of a sequence on one rank between the sharded parts: the fullest rank's where cp·tp does not divide them."""
+    """Positions of a sequence on one rank between the sharded parts: the fullest rank's where cp·tp
+    does not divide them."""
     return -(-job.sequence // (setup.cp * setup.tp))
 
 
@@ -142,16 +151,18 @@ def rows_of_rank(job: Job, setup: Setup) -> int:
 
 
 def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
-    """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
+    """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a
+    dense FFN."""
     sent = (each for _, each in _sent(job, setup, software, moe))
     return (*_parameters(job, setup, software, moe), *sent)
 
 
 def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
-    """List the exchanges of the backward pass: what recomputation sends again first, then every exchange's way back, the last
-    one's first.
+    """List the exchanges of the backward pass: what recomputation sends again first, then every
+    exchange's way back, the last one's first.
 
-    What is sent again for the gradient of weights (a sequence that was gathered) comes before the gradient that it runs beside.
+    What is sent again for the gradient of weights (a sequence that was gathered) comes before the
+    gradient that it runs beside.
     """
     forward, ways = _sent(job, setup, software, moe), ways_of(setup.recompute)
     found = [*_parameters(job, setup, software, moe, again=True)]
@@ -175,10 +186,12 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
 
 
 def dispatched_rows(job: Job, setup: Setup) -> int:
-    """Rows that a rank sends to experts, for a micro-batch: T·k, the busiest rank's; padded to the capacity where there is one.
+    """Rows that a rank sends to experts, for a micro-batch: T·k, the busiest rank's; padded to the
+    capacity where there is one.
 
-    Of ranks that have all experts (ep = 1) none is busier than the others. A capacity of ceil(factor · T·k / E) rows for every
-    expert (MoE Parallel Folding's text; its equation 4 is for k = 1).
+    Of ranks that have all experts (ep = 1) none is busier than the others. A capacity of
+    ceil(factor · T·k / E) rows for every expert (MoE Parallel Folding's text; its equation 4 is for
+    k = 1).
     """
     choices = rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
     if job.capacity_factor is None:
@@ -193,8 +206,8 @@ def _again(exchange: StepCollective) -> StepCollective:
 def _sent(
     job: Job, setup: Setup, software: Software, moe: bool, *, of_gradients: bool = False
 ) -> list[tuple[Op, StepCollective]]:
-    """The exchanges of a layer's operations, each with its own. ``of_gradients``: those for the experts with the sizes of what
-    each call's way back sends."""
+    """The exchanges of a layer's operations, each with its own. ``of_gradients``: those for the
+    experts with the sizes of what each call's way back sends."""
     tokens_bytes = rows_of_rank(job, setup) * setup.micro_batch * software.activation_bytes
     dispatched: dict[str, list[StepCollective]] = {}
     for each in _of_dispatcher(job, setup, software, of_gradients=of_gradients) if moe else ():
@@ -242,7 +255,8 @@ def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool
 
 
 def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    """All tokens go to all ranks that hold experts, with their choices and weights, and sums come back."""
+    """All tokens go to all ranks that hold experts, with their choices and weights, and sums come
+    back."""
     model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
     tokens = rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
     size = tokens * model.hidden * software.activation_bytes
@@ -255,7 +269,8 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollectiv
 
 
 def _counts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    """How many rows go where. Padded rows need none, but for what ranks tell each other beside (:class:`Software`)."""
+    """How many rows go where. Padded rows need none, but for what ranks tell each other beside
+    (:class:`Software`)."""
     fixed, each, reached = software.count_words
     if job.capacity_factor is not None and not fixed:
         return ()
@@ -297,10 +312,11 @@ def _scattered_sum(axis: str, elements: int, software: Software, count: int = 1)
 
 
 def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
-    """List the exchanges of one rank of pipeline stage ``stage``, for a whole step, beside what its layers send for each
-    micro-batch.
+    """List the exchanges of one rank of pipeline stage ``stage``, for a whole step, beside what its
+    layers send for each micro-batch.
 
-    Gradients come in the order in which a backward pass makes them; ``count``: of equal layers or buckets, and of micro-batches.
+    Gradients come in the order in which a backward pass makes them; ``count``: of equal layers or
+    buckets, and of micro-batches.
 
     Raises:
         UsageError: no such stage. GroupError: the batch cannot be split.
@@ -326,8 +342,9 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
 
 
 def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
-    """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
-    first, but for the model's own ends; where the V of DualPipeV turns there is none."""
+    """Activations to the next stage, their gradients to the one before. With interleaved chunks the
+    last stage's neighbour is the first, but for the model's own ends; where the V of DualPipeV
+    turns there is none."""
     size = rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
     sent, chunks = setup.passes(job), setup.chunks_per_rank
     turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
@@ -337,8 +354,9 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
 
 
 def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
-    """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are summed and scattered, the
-    head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
+    """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are
+    summed and scattered, the head's input is gathered, and the loss needs the largest logit, the
+    label's and the sum of exponentials (Megatron-LM)."""
     sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
     modules = sent * job.model.mtp_layers
@@ -365,10 +383,12 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
 
 
 def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
-    """List the sums of gradients, and the gathers of sharded parameters, over the data-parallel ranks.
+    """List the sums of gradients, and the gathers of sharded parameters, over the data-parallel
+    ranks.
 
-    Without ZeRO that is an all_reduce, with ZeRO 1 a reduce_scatter and an all_gather. With ZeRO 2 the layers sum their gradients
-    themselves, and with ZeRO 3 they gather their parameters too, so neither is listed here.
+    Without ZeRO that is an all_reduce, with ZeRO 1 a reduce_scatter and an all_gather. With ZeRO 2
+    the layers sum their gradients themselves, and with ZeRO 3 they gather their parameters too, so
+    neither is listed here.
     """
     found: list[StepCollective] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
@@ -393,8 +413,9 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
 
 
 def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    """List what the two pipeline ranks send each other that have the same layers with DualPipe: they sum what the data-parallel
-    ranks have summed, and with ZeRO 1 each has half of it, and sends the weights of that back."""
+    """List what the two pipeline ranks send each other that have the same layers with DualPipe:
+    they sum what the data-parallel ranks have summed, and with ZeRO 1 each has half of it, and
+    sends the weights of that back."""
     elements = 0.0
     for axis, number in stage_parameters(job.model, setup, software, stage):
         elements += number / (axis_size(setup, axis) if setup.zero else 1)
@@ -426,7 +447,8 @@ def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list
 
 
 def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its parameters after the step."""
+    """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its
+    parameters after the step."""
     totals: dict[str, int] = {}
     for axis, elements in stage_parameters(job.model, setup, software, stage):
         totals[axis] = totals.get(axis, 0) + elements
@@ -439,8 +461,8 @@ def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> 
 
 
 def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no layer's is sent with every
-    micro-batch too."""
+    """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no
+    layer's is sent with every micro-batch too."""
     sent = setup.passes(job)
     found = []
     ends = set(_end_units(job, setup, software, stage))
