@@ -1,8 +1,9 @@
 """FLOPs of a model, per token: what MFU counts. A multiply-add is two.
 
-Model FLOPs are those of the forward pass three times (forward, and backward for inputs and for weights), whatever is computed
-again or dropped: recomputation, padding to a capacity and uneven routing are costs of a run, not work of the model
-(PaLM, arXiv:2204.02311, appendix B). docs/counting.md has the formulas.
+Model FLOPs are those of the forward pass three times (forward, and backward for inputs and for
+weights), whatever is computed again or dropped: recomputation, padding to a capacity and uneven
+routing are costs of a run, not work of the model (PaLM, arXiv:2204.02311, appendix B).
+docs/counting.md has the formulas.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions
-from commlayer.scheduler.mapping.parameters import count, layer_of
+from commlayer.scheduler.mapping.layer_table import Cut, attention_kinds, layer_table
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, mean_positions
+from commlayer.scheduler.mapping.parameters import count
 
 __all__ = ["Flops", "forward", "mfu", "of_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """FLOPs of one token's forward pass, each the sum over the layers. ``attention_core``: QKᵀ and PV, causal."""
+    """FLOPs of one token's forward pass, each the sum over the layers. ``attention_core``: QKᵀ and
+    PV, causal."""
 
     attention_projections: float
     attention_core: float
@@ -49,34 +52,36 @@ class Flops:
 def forward(model: ModelShape, sequence: int) -> Flops:
     """A token's forward pass in a sequence of ``sequence`` tokens.
 
-    A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and activations are not counted.
-    Windows count (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and linear attention
-    (:func:`~commlayer.scheduler.mapping.model.linear_flops`), and every module of multi-token prediction, with a head of its own
-    (as Megatron-LM counts them).
+    A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and
+    activations are not counted. Windows count
+    (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and linear attention
+    (:func:`~commlayer.scheduler.mapping.model.linear_flops`), and every module of multi-token
+    prediction, with a head of its own (as Megatron-LM counts them).
     """
-    one, extra, counted = layer_of(model), model.mtp_layers, count(model)
-    sparse = counted.experts // one.experts if one.experts else 0
-    core = (model.softmax_layers + extra) * 2 * mean_positions(model, sequence) * model.heads * head_sizes(model)[1]
-    if model.linear is not None:
-        core += model.linear.layers * linear_flops(model.linear)
+    extra = model.mtp_layers
+    kinds, positions = layer_kinds(model), mean_positions(model, sequence)
+    projections = core = 0.0
+    for ops, layers in attention_kinds(model, Cut()):
+        number = layers + extra  # a model with modules for more tokens has one kind
+        for op in ops:
+            matrices = sum(each.elements - each.vectors for each in op.weights if each.part != "norms")
+            projections += 2.0 * number * matrices
+            if op.core is not None:
+                core += number * (op.core.per_position * positions + op.core.per_token)
+    sparse = sum(kinds) + extra * kinds[-1]
+    parts = {"router": 0.0, "experts": 0.0, "shared": 0.0, "dense_ffn": 0.0}
+    for is_moe, number in ((True, sparse), (False, len(kinds) + extra - sparse)):
+        for each in (weight for op in layer_table(model, Cut(), is_moe) for weight in op.weights):
+            if each.part in parts:
+                share = model.top_k / model.experts if each.part == "experts" else 1.0
+                parts[each.part] += 2.0 * number * (each.elements - each.vectors) * share
     return Flops(
-        attention_projections=2.0 * (counted.attention - _biases(model)),
-        attention_core=float(core),
-        router=2.0 * sparse * model.experts * model.hidden,
-        experts=2.0 * sparse * model.top_k * (one.experts // model.experts - model.expert_vectors),
-        shared=2.0 * sparse * one.shared,
-        dense_ffn=2.0 * counted.dense_ffn,
+        attention_projections=projections,
+        attention_core=core,
         head=2.0 * model.vocabulary * model.hidden * (1 + extra),
-        mtp_projections=2.0 * counted.mtp_projections,
+        mtp_projections=2.0 * count(model).mtp_projections,
+        **parts,
     )
-
-
-def _biases(model: ModelShape) -> int:
-    """Elements of all biases of queries, keys and values."""
-    if not model.qkv_bias or model.latent is not None:
-        return 0
-    queries = model.heads * (1 + model.gated_attention)
-    return (model.softmax_layers + model.mtp_layers) * (queries + 2 * model.kv_heads) * model.head_dim
 
 
 def of_step(job: Job) -> float:

@@ -103,13 +103,17 @@ class Cut(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A parameter on one rank. ``part``: a field of
-    :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`; ``axis`` over which its
-    gradient is summed: ``dp_cp``, ``edp``, or WHOLE."""
+    """A parameter on one rank.
+
+    ``part``: a field of :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`. ``axis``
+    over which its gradient is summed: ``dp_cp``, ``edp``, or WHOLE. ``vectors``: those of its
+    elements that no product multiplies, such as biases.
+    """
 
     part: str
     axis: str
     elements: int
+    vectors: int = 0
 
 
 class Product(NamedTuple):
@@ -359,8 +363,8 @@ def _grouped_queries(model: ModelShape, cut: Cut) -> Iterator[Op]:
     yield Op(
         "projections",
         weights=(
-            Weight("sharded", axis, queries * size * (hidden + bias) // parts),
-            *[Weight("keys_values", of_keys, kv_heads * size * (hidden + bias))] * 2,
+            Weight("sharded", axis, queries * size * (hidden + bias) // parts, queries * size * bias // parts),
+            *[Weight("keys_values", of_keys, kv_heads * size * (hidden + bias), kv_heads * size * bias)] * 2,
         ),
         products=(Product("attention", hidden, (queries / parts + 2 * keys) * size),),
     )
@@ -445,7 +449,7 @@ def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) 
 def _router(model: ModelShape) -> Iterator[Op]:
     yield Op(
         "router",
-        weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors),),
+        weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors, model.moe_vectors),),
         products=(Product("token", model.hidden, model.experts),),
         remade=_ways("moe"),
     )
@@ -464,7 +468,8 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
     yield Op("gather_experts", remade=again)
     weights = [Weight("experts", "edp", held * -(-model.width // cut.etp) * hidden)] * matrices
     if model.expert_vectors:
-        weights.append(Weight("experts", "edp", -(-held * model.expert_vectors // cut.etp)))
+        vectors = -(-held * model.expert_vectors // cut.etp)
+        weights.append(Weight("experts", "edp", vectors, vectors))
     inner = (matrices - 1) * width
     # Where they are fused, all groups' rows are cast by one kernel, and the first products hand on what the last ones
     # read, as these do backward (Transformer Engine, ops/fused/grouped_mlp.py).

@@ -303,7 +303,7 @@ class LayerBuilder:
             if segment in beside:
                 continue
             times, gather = work[segment], gathers.get(segment)
-            gathered, scattered = (again.get(gather, []), at.get(gather, [])) if gather else ([], [])
+            gathered, scattered = (each.get(gather, []) if gather else [] for each in (again, at))
             if segment == "after_ffn":
                 before_experts += _sync(at.get(segment, []))
             elif segment == "shared":

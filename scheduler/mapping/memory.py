@@ -143,12 +143,13 @@ def offloaded_elements(
     and leaves with the second), and where it is computed again as well.
     """
     modules, ways, sizes = offloaded_modules(offload), ways_of(recompute), formats.sizes()
-    modules -= {"expert_fc1"} if recompute == "selective" else set()
+    if recompute == "selective":
+        modules -= {"expert_fc1"}
     saved = _saved(layer_table(model, cut, is_moe))
     named = [(each, part) for each, part in saved if each.offload in modules]
     # The projection's own copies of attention's output; without any it keeps the same tensor.
     own = [each for each, _ in saved if each.offload == "attn_proj" and not each.remade & ways and sizes[each.format]]
-    stays = set() if own or "attn_proj" in modules else {"output"}
+    stays: frozenset[str] = frozenset() if own or "attn_proj" in modules else frozenset({"output"})
 
     def crossing(each: Saved) -> float:
         if each.format == "routed":

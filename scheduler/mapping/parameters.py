@@ -60,8 +60,6 @@ __all__ = [
     "stages",
 ]
 
-_OF_WEIGHTS = 7
-"""The first fields of a :class:`Cut`, on which parameters depend."""
 Sized = tuple[str, int]
 """Axis, elements."""
 
@@ -560,7 +558,7 @@ def cut_of(setup: Setup, software: Software) -> Cut:
     """How ``setup`` cuts a layer over ranks, and what ``software`` fuses and keeps of it."""
     gathers_once, fuses = not software.gathers_again, software.fuses_experts
     return Cut(
-        *_cut_of_weights(setup, software)[:_OF_WEIGHTS],
+        *_splits(setup, software),
         cp=setup.cp,
         keeps_sequences=gathers_once,
         keeps_context=gathers_once and software.context == "gather",
@@ -570,8 +568,13 @@ def cut_of(setup: Setup, software: Software) -> Cut:
 
 
 def _cut_of_weights(setup: Setup, software: Software) -> Cut:
-    """The part of :func:`cut_of` on which parameters depend: few of all mappings differ in that."""
-    return Cut(
+    """The same as far as parameters depend on it: few of all mappings differ in that."""
+    return Cut(*_splits(setup, software))
+
+
+def _splits(setup: Setup, software: Software) -> tuple[int, int, int, bool, bool, bool, bool]:
+    """The first fields of a :class:`Cut`, on which parameters depend."""
+    return (
         setup.tp,
         setup.ep,
         setup.etp,

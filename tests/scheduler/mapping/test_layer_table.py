@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from commlayer.profiles.errors import InternalError
-from commlayer.scheduler.mapping import catalog, clusters, layer_table, layer_work, layers, memory, parameters
+from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, layer_work, layers, memory, parameters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import WHOLE, Cut, Exchange, Op, Product, Saved, Weight
 from commlayer.scheduler.mapping.model import ModelShape
@@ -34,12 +35,13 @@ def _indexed(model: ModelShape, cut: Cut) -> Iterator[Op]:
 
 def _forget() -> None:
     """Drop what is remembered of layers."""
-    caches = (
+    caches: tuple[Any, ...] = (
         layer_table.layer_table,
         parameters._layer,
         memory.kept_elements,
         layer_work._layer_work,
         layer_work._order_of,
+        flops.forward,
     )
     for cache in caches:
         cache.cache_clear()
@@ -62,6 +64,7 @@ def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.Mo
     estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
     plain = estimator.work(setup, True)
     held = parameters.layer_parameters(model, setup, MEGATRON, True)
+    plain_flops = flops.forward(model, 4096).total
     kept = [memory.kept_elements(model, way, cut) for way in ("none", "layernorm")]
     with monkeypatch.context() as patched:
         patched.setattr(layer_table, "_softmax", _indexed)
@@ -70,6 +73,8 @@ def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.Mo
             **held,
             "dp_cp": held["dp_cp"] + model.hidden * 128,
         }
+        more_flops = model.layers * 2 * model.hidden * 128
+        assert flops.forward(model, 4096).total == pytest.approx(plain_flops + more_flops, rel=1e-12)
         more = [memory.kept_elements(model, way, cut).token for way in ("none", "layernorm")]
         assert more == [kept[0].token + 128, kept[1].token]
         estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
