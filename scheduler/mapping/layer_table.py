@@ -305,7 +305,8 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
     if model.latent is not None:
         rotated = model.latent.rope_dim * (model.heads + 1)
     rotated = 2 * rotated / parts
-    yield Op("rotation", moves=(Moves("attention", rotated, rotated),), remade=_ways("mla_up_proj"))
+    expanded = _ways("mla_up_proj" if model.latent else "")
+    yield Op("rotation", moves=(Moves("attention", rotated, rotated),), remade=expanded)
     if not cut.splits_attention:
         to_heads = model.heads * query + sum(needed) * key_value
         yield Op("before_attention", exchange=Exchange("heads", "tp", "all_to_all_v", to_heads))
@@ -324,7 +325,7 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
             heads if model.latent is None and model.head_dim <= _NARROW_HEAD else 0.0,
         ),
         saved=(
-            Saved(kept, _ways("mla_up_proj"), "core_attn"),
+            Saved(kept, expanded, "core_attn"),
             Saved(model.heads * value, offload="core_attn", format="output"),
             Saved((cut.cp - 1) * context * cut.keeps_context),
         ),
@@ -416,12 +417,12 @@ def _linear(linear: LinearAttention, hidden: int, cut: Cut) -> Iterator[Op]:
         products=(Product("attention", hidden, 2 * keys / parts + 2 * values / parts),),
     )
     gated = (2 * keys + 3 * values) / parts  # what goes into the core, its output, and the gate's product with that
-    yield Op("rotation", moves=(Moves("attention", gated, 2 * gated),), remade=_ways("mla_up_proj"))
+    yield Op("rotation", moves=(Moves("attention", gated, 2 * gated),))
     yield Op(
         "core",
         core=Core(0.0, linear_flops(linear) / cut.tp, 2.0),
         saved=(
-            Saved(2 * (keys + values), _ways("mla_up_proj"), "core_attn"),
+            Saved(2 * (keys + values), offload="core_attn"),
             Saved(values, offload="core_attn", format="output"),
         ),
         remade=_ways("core_attn"),

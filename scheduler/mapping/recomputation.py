@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.hardware import Gpu
+from commlayer.scheduler.mapping.layer_table import Cut, layer_table
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.precisions import recipe_of
 
@@ -99,15 +100,13 @@ def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
     return (0, len(modules), recompute) if modules else (RECOMPUTE.index(recompute), 0, "")
 
 
+@lru_cache(maxsize=256)
 def modules_in(model: ModelShape) -> frozenset[str]:
-    """The modules that the layers of ``model`` have."""
-    has = {
-        "latent attention": model.latent is not None,
-        "layers without experts": model.dense_layers > 0,
-        "layers with experts": model.moe_layers > 0,
-        "shared experts": model.shared_width > 0 and model.moe_layers > 0,
-    }
-    return frozenset(module for module in MODULES if module not in _PARTS or has[_PARTS[module]])
+    """The modules that the layers of ``model`` have: those that its operations name."""
+    kinds = (is_moe for is_moe, layers in ((True, model.moe_layers), (False, model.dense_layers)) if layers)
+    ops = [op for is_moe in kinds for op in layer_table(model, Cut(), is_moe)]
+    named = frozenset(module for op in ops for module in op.remade) | {"layernorm"}  # every layer has norms
+    return named & frozenset(MODULES)
 
 
 def unfit_modules(
