@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Report, told
-from commlayer.failures.store_answers import asked_store
+from commlayer.failures.store_answers import Deadline, asked_store
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import printable
@@ -135,7 +135,7 @@ class CalledLists:
         return f"rank {self._rank}, group {self._name}, which is being made"
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
-        return asked_store(ask, self._timeout_s, self._where(), self._detector.host_lost)
+        return asked_store(ask, Deadline.since(self._timeout_s), self._where(), self._detector.host_lost)
 
 
 def _parts(words: str) -> tuple[str, str, str]:

@@ -6,9 +6,10 @@ that never came: only their timeouts tell. So this module loads little, and the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
@@ -18,8 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.backend.called_lists import CalledLists, digest_of, group_key
+from commlayer.backend.store_host import joining_since
 from commlayer.failures.detector import FailureDetector, job_detector
-from commlayer.failures.store_answers import asked_store
+from commlayer.failures.store_answers import Deadline, asked_store
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, PeerError
 from commlayer.profiles.files import name_in_files
 
@@ -35,7 +37,7 @@ _Loaded = TypeVar("_Loaded")
 class GroupRequest:
     """A request for a group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone;
     ``is_default``: it is the job's default group; ``stands_alone``: its ranks are no job's, and agree on everything
-    with each other alone."""
+    with each other alone; ``began``: when the time for joining began (monotonic clock)."""
 
     name: str
     rank: int
@@ -44,13 +46,22 @@ class GroupRequest:
     timeout: timedelta
     is_default: bool = False
     stands_alone: bool = False
+    began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of_torch(cls, opts: Any) -> GroupRequest:
         """The request in torch's options of a group (its extended_api)."""
         ranks = tuple(opts.global_ranks_in_group)
         everyone = ranks or tuple(range(opts.group_size))
-        return cls(opts.group_id, opts.group_rank, everyone, opts.store, opts.timeout, is_default=not ranks)
+        return cls(
+            opts.group_id,
+            opts.group_rank,
+            everyone,
+            opts.store,
+            opts.timeout,
+            is_default=not ranks,
+            began=joining_since(),
+        )
 
     @property
     def global_rank(self) -> int:
@@ -108,6 +119,7 @@ def joining_group(request: GroupRequest) -> Iterator[Joined]:
     the job's ranks call ``new_group`` with different lists.
     """
     me, timeout_s = request.global_rank, request.timeout.total_seconds()
+    deadline = Deadline.since(timeout_s, request.began)
     where = f"rank {me}, group {request.name} of {len(request.global_ranks)} ranks, which is being made"
     shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
     lists = None
@@ -116,13 +128,13 @@ def joining_group(request: GroupRequest) -> Iterator[Joined]:
         generation = f"{digest_of(request.global_ranks)}.{shared.life}"
         store: Store = PrefixStore(f"{generation}/", request.store)
     else:
-        store, generation = own_keys(request.store, request.global_ranks, timeout_s, where)
+        store, generation = own_keys(request.store, request.global_ranks, deadline, where)
         if request.stands_alone:
-            generation += f".{_drawn(store, timeout_s, where)}"
+            generation += f".{_drawn(store, deadline, where)}"
     with _Attending(request, store, generation) as attending:
         if shared is None:
             keys = PrefixStore("detector/", store)
-            detector = FailureDetector(keys, me, request.global_ranks, timeout_s, attending.begin)
+            detector = FailureDetector(keys, me, request.global_ranks, deadline, attending.begin)
         else:
             detector = shared
             attending.begin(None)
@@ -199,7 +211,7 @@ def _lists(name: str, ranks: Sequence[int], rank: int, detector: FailureDetector
     return CalledLists(_get_default_store(), name, detector.life, rank, ranks, detector, timeout_s)
 
 
-def own_keys(store: Store, ranks: Sequence[int], timeout_s: float, where: str) -> tuple[Store, str]:
+def own_keys(store: Store, ranks: Sequence[int], deadline: Deadline, where: str) -> tuple[Store, str]:
     """``store`` without what an earlier group of the same name has left in it, and which group of its name and ranks it is.
 
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
@@ -208,16 +220,16 @@ def own_keys(store: Store, ranks: Sequence[int], timeout_s: float, where: str) -
     Raises as :func:`commlayer.failures.store_answers.asked_store`.
     """
     digest = digest_of(ranks)
-    arrived = asked_store(lambda: store.add(f"commlayer/arrivals/{digest}", 1), timeout_s, where)
+    arrived = asked_store(lambda: store.add(f"commlayer/arrivals/{digest}", 1), deadline, where)
     generation = f"{digest}.{(arrived - 1) // len(ranks)}"
     return PrefixStore(f"{generation}/", store), generation
 
 
-def _drawn(store: Store, timeout_s: float, where: str) -> str:
+def _drawn(store: Store, deadline: Deadline, where: str) -> str:
     """A number of one group, the same on its ranks: the first of them draws it.
 
     A group that stands alone needs one. Whoever makes it counts its groups from the start again when he starts again, with
     another store, and names of groups of before come back, which a rank has made too. Raises as ``own_keys``.
     """
     mine = token_hex(4)
-    return asked_store(lambda: store.compare_set("commlayer/drawn", "", mine), timeout_s, where).decode()
+    return asked_store(lambda: store.compare_set("commlayer/drawn", "", mine), deadline, where).decode()

@@ -51,7 +51,7 @@ from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left,
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
-from commlayer.failures.store_answers import asked_store, store_host
+from commlayer.failures.store_answers import Deadline, asked_store, store_host
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
@@ -152,7 +152,10 @@ class FailureDetector:
     ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
     those of this process: a forked child has neither. ``on_listening`` is called before this rank waits for another one.
 
-    Raises CollectiveTimeoutError where a rank does not come in ``timeout_s``, PeerError where one cannot listen, ClusterError
+    ``timeout_s`` is one limit for all that is asked of the store, whose own waits would add up, or have none (where its
+    host is stopped); a :class:`Deadline` where it has begun before.
+
+    Raises CollectiveTimeoutError where a rank does not come in that time, PeerError where one cannot listen, ClusterError
     where this one cannot.
     """
 
@@ -161,7 +164,7 @@ class FailureDetector:
         store: Store | None,
         rank: int,
         ranks: Sequence[int],
-        timeout_s: float,
+        timeout_s: float | Deadline,
         on_listening: Callable[[FailureDetector], None] = lambda _: None,
     ) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
@@ -213,14 +216,13 @@ class FailureDetector:
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
         )
-        # One limit for all that is asked of the store, whose own waits would add up, or have none (where its host is stopped).
-        until = time.monotonic() + timeout_s
+        deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline.since(timeout_s)
         try:
-            self._say_where(store, timeout_s, until)
+            self._say_where(store, deadline)
             set_aside(self)
             self._thread.start()
             on_listening(self)
-            self._join(store, timeout_s, until)
+            self._join(store, deadline)
             self._has_joined = True
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
@@ -353,34 +355,34 @@ class FailureDetector:
 
     # Joining
 
-    def _say_where(self, store: Store, timeout_s: float, until: float) -> None:
+    def _say_where(self, store: Store, deadline: Deadline) -> None:
         """Tell the others where this rank listens: its sign of life, without which it is a rank that never came."""
         card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
         self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
         words = msgspec.msgpack.encode(card)
-        self._asked(lambda: store.set(f"detector/{self.rank}", words), store, (), timeout_s, until)  # type: ignore[arg-type]
+        self._asked(lambda: store.set(f"detector/{self.rank}", words), store, (), deadline)  # type: ignore[arg-type]
 
-    def _join(self, store: Store, timeout_s: float, until: float) -> None:
+    def _join(self, store: Store, deadline: Deadline) -> None:
         for peer in self._neighbours():
-            theirs = self._card_of(peer, store, timeout_s, until)
+            theirs = self._card_of(peer, store, deadline)
             if theirs.trouble:
                 raise PeerError(f"rank {peer} cannot take part: {theirs.trouble}")
             if self._dial(peer, theirs) is None and peer not in self.gone:
                 self._start_asking(peer, theirs)
 
-    def _card_of(self, peer: int, store: Store, timeout_s: float, until: float) -> _Card:
+    def _card_of(self, peer: int, store: Store, deadline: Deadline) -> _Card:
         key = f"detector/{peer}"
 
         def read() -> bytes:
-            store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            store.wait([key], timedelta(seconds=max(deadline.left_s(), 0.001)))
             return store.get(key)
 
-        words = self._asked(read, store, (peer,), timeout_s, until)
+        words = self._asked(read, store, (peer,), deadline)
         card: _Card = read_words(words, _Card, f"rank {peer}", _MAX_FRAME_BYTES)
         return card
 
     def _asked(
-        self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], timeout_s: float, until: float
+        self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], deadline: Deadline
     ) -> _Answer:
         """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
         PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
@@ -391,18 +393,18 @@ class FailureDetector:
                 return ask()
             except RuntimeError as error:
                 # The store counts in milliseconds, and gives up a moment before its time.
-                if time.monotonic() < until and "timeout" not in str(error):
+                if deadline.left_s() > 0 and "timeout" not in str(error):
                     raise
                 raise _NotComeError from error
 
         def waited(ask: Callable[[], _Answer]) -> _Answer:
-            return self._answered(ask, max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, me)
+            return self._answered(ask, deadline.left_s() + _STORE_GRACE_S, me)
 
         try:
-            return asked_store(asked, timeout_s, me, self.host_lost, waited)
+            return asked_store(asked, deadline, me, self.host_lost, waited)
         except _NotComeError as error:
             missing = self._missing(store)
-            absent = Absent((missing or peers)[:_MOST_TOLD], timeout_s, self.rank)
+            absent = Absent((missing or peers)[:_MOST_TOLD], deadline.timeout_s, self.rank)
             if missing:
                 self.tell(absent)
             raise CollectiveTimeoutError(

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from commlayer.failures.waits import within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
-__all__ = ["asked_store", "store_gone", "store_host", "store_silent"]
+__all__ = ["Deadline", "asked_store", "is_agents_store", "store_gone", "store_host", "store_silent"]
 
 _Answer = TypeVar("_Answer")
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A timeout, seconds, which messages name, and the time of the monotonic clock at which it is over.
+
+    Several waits share one, so that together they take no longer than the timeout.
+    """
+
+    timeout_s: float
+    until: float
+
+    @classmethod
+    def since(cls, timeout_s: float, began: float | None = None) -> Deadline:
+        """The deadline ``timeout_s`` seconds after ``began`` (monotonic clock; None: now)."""
+        return cls(timeout_s, (time.monotonic() if began is None else began) + timeout_s)
+
+    def left_s(self) -> float:
+        """The seconds that are left, at least 0."""
+        return max(self.until - time.monotonic(), 0.0)
+
+
 def asked_store(
     ask: Callable[[], _Answer],
-    timeout_s: float,
+    deadline: Deadline,
     where: str,
     lost: Callable[[], str] | None = None,
     wait: Callable[[Callable[[], _Answer]], _Answer] | None = None,
 ) -> _Answer:
-    """``ask()``, of the job's store, within ``timeout_s`` seconds. ``lost``: says which rank has taken the store with it;
-    ``wait``: waits for it in the place of :func:`commlayer.failures.waits.within`, and raises TimeoutError when it gives up.
+    """``ask()``, of the job's store, before ``deadline``. ``lost``: says which rank has taken the store with it;
+    ``wait``: waits for it in the place of :func:`commlayer.failures.waits.within`, and raises TimeoutError when
+    it gives up.
 
-    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``. Errors
-    of ``ask`` and ``wait`` that are commlayer's own are raised as they are.
+    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with
+    ``where``. Errors of ``ask`` and ``wait`` that are commlayer's own are raised as they are.
     """
     try:
-        return within(timeout_s, ask) if wait is None else wait(ask)
+        return within(deadline.left_s(), ask) if wait is None else wait(ask)
     except ClusterError:
         raise
     except TimeoutError as error:
-        raise store_silent(where, timeout_s) from error
+        raise store_silent(where, deadline.timeout_s) from error
     except NotImplementedError:  # a RuntimeError of Python's, but the store is there: it lacks a verb
         raise
     except RuntimeError as error:
@@ -41,11 +64,11 @@ def asked_store(
 
 
 def store_silent(where: str, timeout_s: float, address: str = "") -> CollectiveTimeoutError:
-    """The error of a store that has not answered. ``address``: where it was looked for, if it was not up."""
+    """The error of a store that has not answered. ``address``: where it was looked for, if that has not connected."""
     at, reached = (f" at {address}", "that address (MASTER_ADDR, MASTER_PORT)") if address else ("", "it")
     return CollectiveTimeoutError(
-        f"{where}: the job's store{at} did not answer within {timeout_s:g} s: {store_host()}, and whether {reached} can be "
-        "reached from here"
+        f"{where}: the job's store{at} did not answer within {timeout_s:g} s: {store_host()}, and whether {reached} "
+        "can be reached from here"
     )
 
 
@@ -54,8 +77,13 @@ def store_gone(where: str, why: str, error: RuntimeError) -> PeerError:
     return PeerError(f"{where}: the job's store is gone: {why} ({error})")
 
 
+def is_agents_store() -> bool:
+    """Whether torchrun's agent hosts the job's store, and no rank."""
+    return os.environ.get(_AGENT_STORE) == str(True)
+
+
 def store_host() -> str:
     """Who hosts the job's store, and what to look at where it does not answer."""
-    if os.environ.get(_AGENT_STORE) == str(True):
+    if is_agents_store():
         return "torchrun's agent hosts it: look at torchrun's log"
     return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend.joining import GroupRequest, joining_group, own_keys
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
+from commlayer.failures.store_answers import Deadline
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
 
 
@@ -57,6 +59,15 @@ def test_all_ranks_that_do_not_join_are_named() -> None:
     assert message.startswith("rank 1, joining the job of 5 ranks: ranks 0, 2, 3, 4 did not come within 0.2 s")
 
 
+def test_joining_takes_what_is_left_of_the_timeout() -> None:
+    """Connecting with the job's store has taken most of it."""
+    began = time.monotonic()
+    request = GroupRequest("0", 1, (0, 1), HashStore(), timedelta(seconds=60), is_default=True, began=began - 59.8)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not come within 60 s"), joining_group(request):
+        pass
+    assert time.monotonic() - began < 30
+
+
 def test_a_silent_store_ends_joining(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.failures.detector._STORE_GRACE_S", 0.1)
     with pytest.raises(
@@ -80,7 +91,7 @@ def test_a_store_that_is_gone_ends_joining() -> None:
 def test_making_a_group(silent: Any, is_silent: bool, error: type[ClusterError], words: str) -> None:
     store: Any = silent if is_silent else Gone()
     with pytest.raises(error, match=f"^rank 3, group ep: the job's store {words}"):
-        own_keys(store, range(4), 0.1, "rank 3, group ep")
+        own_keys(store, range(4), Deadline.since(0.1), "rank 3, group ep")
 
 
 def checked(store: Any) -> SignatureCheck:
