@@ -34,7 +34,7 @@ from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_clie
 from commlayer.failures.descriptors import CLIENT, require, shortfall
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
-from commlayer.failures.waits import bounded, end_wait, keep
+from commlayer.failures.waits import bounded, end_wait, keep, wait_for_message
 from commlayer.profiles.errors import ClusterError, InternalError, NonFiniteError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
@@ -281,7 +281,7 @@ class PlannedGroup(Executor):
         broken meanwhile."""
         self.waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         try:
-            if self.board.is_broken or not work.wait(timeout):
+            if self.board.is_broken or not wait_for_message(work, timeout, self.board):
                 raise self.board.woken()
         finally:
             self.waited_for.discard(work)

@@ -381,9 +381,7 @@ class FailureDetector:
         card: _Card = read_words(words, _Card, f"rank {peer}", _MAX_FRAME_BYTES)
         return card
 
-    def _asked(
-        self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], deadline: Deadline
-    ) -> _Answer:
+    def _asked(self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], deadline: Deadline) -> _Answer:
         """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
         PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
         me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"

@@ -7,7 +7,9 @@ kind:
 
 - A *message* (send, recv): :func:`end_wait` calls its C++ object's ``abort()``, which Gloo made for this, and which torch
   does not show to Python. The object's type is checked first by its table of virtual functions, which torch's library
-  exports.
+  exports. How torch lays out its objects is its own affair, so this is done with the releases of torch only with which
+  it has been tested (:data:`TESTED_TORCH`). With others each message is waited for on a thread, which is let go of where
+  the board says so (:func:`wait_for_message`): that works with any torch, and costs a thread for each wait.
 - A *collective* runs on a thread of Gloo's own: :func:`wait` looks up from it four times a second, and lets go of it when the
   board says that it is over. A collective that was let go of holds that thread, and freeing its group would wait for it, so
   such a group is never freed (:func:`keep`).
@@ -32,11 +34,11 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from commlayer.forked_child import in_forked_child
-from commlayer.profiles.printable import warn
 
 __all__ = [
     "NO_TIMEOUT",
     "SLICE",
+    "TESTED_TORCH",
     "Board",
     "Watched",
     "bounded",
@@ -47,11 +49,16 @@ __all__ = [
     "keep",
     "on_a_thread",
     "wait",
+    "wait_for_message",
     "within",
 ]
 
 NO_TIMEOUT = timedelta(0)
 """torch's value for "as long as the call itself is allowed to take"."""
+
+TESTED_TORCH = ("2.13.0",)
+"""The releases of torch whose objects :func:`end_wait` may read. Add one once ``make test-torch`` has passed with it:
+tests/failures/test_ended_waits.py tries it with whatever torch is there."""
 
 SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
@@ -192,29 +199,23 @@ class Watched:
     def wait_for_message(self, work: Work, timeout: timedelta) -> None:
         """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
 
-        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a message times out, Gloo closes
-        all connections of the group, and those who wait at its other ends take this rank for dead. What a rank has sent before it
-        left may still be on its way through others, so a message has a moment more.
+        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a message times out, Gloo
+        closes all connections of the group, and those who wait at its other ends take this rank for dead. What a rank has
+        sent before it left may still be on its way through others, so a message has a moment more.
         """
         if not self._is_listening:
             self._is_listening = True
             self._board.on_break(self._wake)
         self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         limit = timedelta(seconds=_PARTING_S) if self._board.is_broken else timeout
-        alarm = threading.Timer(limit.total_seconds(), end_wait, [work]) if limit else None
         try:
-            if alarm is not None:
-                alarm.daemon = True
-                alarm.start()
-            if work.wait(limit + _BEYOND if limit else limit):
+            if _waited_until(work, limit, self._board):
                 return
         except RuntimeError:
             if not self._board.is_broken:
                 raise
         finally:
             self._waited_for.discard(work)
-            if alarm is not None:
-                alarm.cancel()
         if self._board.is_broken:
             raise self._board.woken()
         raise RuntimeError(f"Timed out after {limit.total_seconds():g} s, waiting for a message")
@@ -248,6 +249,47 @@ class _WatchedWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         wait(self._work, self._board, timeout.total_seconds() if timeout else None)
         return True
+
+
+def _waited_until(work: Work, limit: timedelta, board: Board) -> bool:
+    """Wait for a message by our own clock, for ``limit`` (zero: as long as Gloo does); return whether it has gone or come."""
+    backstop = limit + _BEYOND if limit else limit
+    if _is_out_of_reach(work):
+        return _waited_on_a_thread(work, backstop, board, limit.total_seconds() or None, _PARTING_S)
+    if not limit:
+        return work.wait(limit)
+    alarm = threading.Timer(limit.total_seconds(), end_wait, [work])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        return work.wait(backstop)
+    finally:
+        alarm.cancel()
+
+
+def wait_for_message(work: Any, timeout: timedelta, board: Board) -> bool:
+    """Wait for a Gloo message, for ``timeout`` by Gloo's clock. Return whether it has gone or come; False where
+    :func:`end_wait` has ended the wait, or, where that cannot, the board has broken. Raises RuntimeError: Gloo's."""
+    return _waited_on_a_thread(work, timeout, board) if _is_out_of_reach(work) else bool(work.wait(timeout))
+
+
+def _waited_on_a_thread(
+    work: Any, timeout: timedelta, board: Board, limit_s: float | None = None, parting_s: float = 0.0
+) -> bool:
+    """``work.wait(timeout)`` on a thread, which is let go of ``parting_s`` seconds after the board broke, or after
+    ``limit_s``: then return False. Raises what the wait raises."""
+    answer = on_a_thread(lambda: bool(work.wait(timeout)))
+    until = None if limit_s is None else time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(FutureTimeoutError):
+            return answer.result(_LOOK_S)
+        if answer.done():
+            return answer.result()
+        if board.is_broken:
+            parting_s -= _LOOK_S
+        if (board.is_broken and parting_s <= 0) or (until is not None and time.monotonic() > until):
+            board.has_abandoned = True
+            return False
 
 
 def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
@@ -351,18 +393,22 @@ def keep(group: object) -> None:
 def end_wait(work: object) -> None:
     """Make the wait for a Gloo message return False, now or when it begins; other works are left alone. From any thread.
 
-    ``work``: torch's, or something that waits for the one in its attribute ``inner``.
+    ``work``: torch's, or something that waits for the one in its attribute ``inner``. Does nothing where this torch is none
+    of :data:`TESTED_TORCH`: then :func:`wait_for_message` looks at the board itself.
     """
-    work = getattr(work, "inner", work)
-    aborts = _aborts()
-    if not aborts:
-        _warn_once()
+    work, aborts = getattr(work, "inner", work), _aborts()
+    if not aborts or not _is_torchs(work):
         return
-    address = ctypes.c_void_p.from_address(id(work) + _OBJECT_HEAD_BYTES).value if _is_torchs(work) else None
+    address = ctypes.c_void_p.from_address(id(work) + _OBJECT_HEAD_BYTES).value
     if address:
         abort = aborts.get(ctypes.c_void_p.from_address(address).value or 0)
         if abort is not None:
             abort(address)
+
+
+def _is_out_of_reach(work: object) -> bool:
+    """Whether ``work`` is, or waits for, a message of Gloo's whose wait :func:`end_wait` cannot end with this torch."""
+    return not _aborts() and _is_torchs(getattr(work, "inner", work))
 
 
 def _is_torchs(work: object) -> bool:
@@ -372,7 +418,10 @@ def _is_torchs(work: object) -> bool:
 
 @cache
 def _aborts() -> dict[int, Callable[[int], None]]:
-    """``abort()`` of Gloo's works, by the address of their table of virtual functions; empty where torch exports none."""
+    """``abort()`` of Gloo's works, by the address of their table of virtual functions; empty where this torch has not been
+    tested, or exports none."""
+    if torch.__version__.partition("+")[0] not in TESTED_TORCH:
+        return {}
     found: dict[int, Callable[[int], None]] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -382,13 +431,3 @@ def _aborts() -> dict[int, Callable[[int], None]]:
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
             found[table + _VTABLE_HEAD_BYTES] = abort
     return found
-
-
-@cache
-def _warn_once() -> None:
-    warn(
-        f"torch {torch.__version__} does not let a wait for a Gloo message be ended: ranks that are in the middle of a "
-        "message when another dies notice it at the group's timeout only",
-        RuntimeWarning,
-        stacklevel=3,
-    )

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
-from commlayer.failures.waits import end_wait, keep
+from commlayer.failures.waits import end_wait, keep, wait_for_message
 from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region
@@ -422,8 +422,9 @@ class GlooCall:
         # In this order: whoever breaks the board looks at the wait afterwards.
         transport.waited_for.add(work)
         try:
-            if transport.board.is_broken or not work.wait(timedelta(seconds=left)):
-                raise transport.board.woken()
+            board, timeout = transport.board, timedelta(seconds=left)
+            if board.is_broken or not wait_for_message(work, timeout, board):
+                raise board.woken()
         except RuntimeError as error:
             shared = transport.shared[self._steps[index].op]
             if shared is not None and work.__class__ is not Send:

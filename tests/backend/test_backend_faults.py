@@ -24,6 +24,7 @@ from commlayer.auditing import group_instruments
 from commlayer.backend import create
 from commlayer.emulation import request_shape, rights
 from commlayer.engine import planned
+from commlayer.failures import waits
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.gloo import GlooCall
@@ -128,23 +129,38 @@ def test_a_death_in_mid_message_reaches_every_rank_long_before_the_timeout(
 ) -> None:
     """Also those that do not talk to the dead rank, and without the store, which rank 0 hosts."""
 
-    def job() -> tuple[str, str]:
-        rank = start("flat" if verb == "broadcast" else "pipelined:3", HALF_AN_HOUR)
-        x, whole = torch.ones(LARGE // 6 * 6), torch.empty(LARGE // 6 * 6)
-        part = x[: x.numel() // 6]
-        call = {
-            "all_reduce": partial(dist.all_reduce, x),
-            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole),
-            "all_gather": partial(dist.all_gather_single, whole, part),
-            "all_to_all": partial(dist.all_to_all_single, whole, x),
-            "broadcast": partial(dist.broadcast, x, 1),
-        }[verb]
-        meet(victim)
-        if rank == victim:
-            die_in(0.25)
-        return until_an_error(call)
-
+    job = partial(die_in_mid_message, verb, victim)
     check_named(emulated_cluster(3, 2, inter="400mbit").run(job, check=False, grace_s=40.0), victim)
+
+
+def die_in_mid_message(verb: str, victim: int, has_tested_torch: bool = True) -> tuple[str, str]:
+    """On every rank: call ``verb`` until the victim's death is an error. Without ``has_tested_torch`` as with a torch whose
+    waits for messages cannot be ended."""
+    if not has_tested_torch:
+        waits.TESTED_TORCH = ()
+        waits._aborts.cache_clear()
+    rank = start("flat" if verb == "broadcast" else "pipelined:3", HALF_AN_HOUR)
+    x, whole = torch.ones(LARGE // 6 * 6), torch.empty(LARGE // 6 * 6)
+    part = x[: x.numel() // 6]
+    call = {
+        "all_reduce": partial(dist.all_reduce, x),
+        "reduce_scatter": partial(dist.reduce_scatter_single, part, whole),
+        "all_gather": partial(dist.all_gather_single, whole, part),
+        "all_to_all": partial(dist.all_to_all_single, whole, x),
+        "broadcast": partial(dist.broadcast, x, 1),
+    }[verb]
+    meet(victim)
+    if rank == victim:
+        die_in(0.25)
+    return until_an_error(call)
+
+
+@pytest.mark.parametrize("verb", ["all_to_all", "broadcast"])
+def test_a_death_in_mid_message_with_a_torch_whose_waits_cannot_be_ended(
+    emulated_cluster: ClusterFactory, verb: str
+) -> None:
+    job = partial(die_in_mid_message, verb, 5, has_tested_torch=False)
+    check_named(emulated_cluster(3, 2, inter="400mbit").run(job, check=False, grace_s=40.0), 5)
 
 
 @pytest.mark.parametrize("detail", [False, True])

@@ -36,9 +36,7 @@ class Torchs:
         self.sizes: list[int | None] = []
         self.limits_s: list[float] = []
 
-    def __call__(
-        self, host: str, port: int, rank: int, world_size: int | None, timeout: timedelta, *args: Any
-    ) -> None:
+    def __call__(self, host: str, port: int, rank: int, world_size: int | None, timeout: timedelta, *args: Any) -> None:
         self.sizes.append(world_size)
         self.limits_s.append(timeout.total_seconds())
         raise DistNetworkError(self.words)
