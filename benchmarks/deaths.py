@@ -48,6 +48,7 @@ import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
+from commlayer.failures import detector as detectors
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector, leave_all
 from commlayer.profiles.errors import BLAMING
@@ -202,13 +203,13 @@ def die_soon(trial: Trial, moment_of_death: mmap.mmap) -> None:
 
 def _die_while_joining(trial: Trial, moment_of_death: mmap.mmap) -> None:
     """On the victim, before it joins; it notes when it has said where it listens."""
-    say_where = FailureDetector._say_where
+    put = detectors._Cards.put
 
-    def say(detector: FailureDetector, *arguments: Any) -> None:
-        say_where(detector, *arguments)
+    def put_and_note(cards: Any) -> None:
+        put(cards)
         moment_of_death[_SAID] = 1
 
-    FailureDetector._say_where = say  # type: ignore[method-assign, assignment]
+    detectors._Cards.put = put_and_note  # type: ignore[method-assign, assignment]
     die_soon(trial, moment_of_death)
 
 

@@ -24,7 +24,7 @@ from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from commlayer.agree.appointments import Appointment, Appointments
-from commlayer.failures import detector as detectors
+from commlayer.failures import frames, links
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Gone, Left
 from commlayer.measure.calibrate import cache_folder
@@ -105,8 +105,13 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
         each.close("the test is over")
 
 
+def links_of(detector: FailureDetector) -> links.Links:
+    assert detector._dialler is not None
+    return detector._dialler.links
+
+
 def visit(detector: FailureDetector) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", detector._listener.getsockname()[1]), 20.0)
+    connection = socket.create_connection(("127.0.0.1", links_of(detector).port), 20.0)
     connection.settimeout(20.0)
     return connection
 
@@ -120,33 +125,33 @@ def is_shown_out(visitor: socket.socket) -> bool:
 
 def test_a_visitor_without_the_secret_is_not_believed(pair: list[FailureDetector]) -> None:
     first, second = pair
-    assert len(first._secret) == 16
-    assert first._secret != second._secret
-    guess = detectors._Hello(1, b"?" * 16, b"?" * 16, 1)
-    for words in (guess, detectors._Hello(1, b"", b"", 1), Gone(1, 1), Left(1, "bye", is_failure=True)):
+    assert len(links_of(first).secret) == 16
+    assert links_of(first).secret != links_of(second).secret
+    guess = frames.Hello(1, b"?" * 16, b"?" * 16, 1)
+    for words in (guess, frames.Hello(1, b"", b"", 1), Gone(1, 1), Left(1, "bye", is_failure=True)):
         with visit(first) as visitor:
-            visitor.sendall(detectors._framed(words) + detectors._framed(Gone(1, 1)))
+            visitor.sendall(frames.framed(words) + frames.framed(Gone(1, 1)))
             assert is_shown_out(visitor)
-    assert not first.gone
-    assert not first.left
+    assert not first.knowledge.gone
+    assert not first.knowledge.left
 
 
 def test_silent_visitors_keep_nobody_out(pair: list[FailureDetector]) -> None:
     first = pair[0]
-    assert detectors._MOST_STRANGERS == 64
-    visitors = [visit(first) for _ in range(detectors._MOST_STRANGERS + 1)]
+    assert links._MOST_STRANGERS == 64
+    visitors = [visit(first) for _ in range(links._MOST_STRANGERS + 1)]
     assert is_shown_out(visitors[0])
     with visit(first) as late:
-        late.sendall(detectors._framed(detectors._Hello(1, first._secret, b"mine", 1)))
-        assert detectors._received(late) == detectors._Welcome(b"mine")
+        late.sendall(frames.framed(frames.Hello(1, links_of(first).secret, b"mine", 1)))
+        assert links.received(late) == frames.Welcome(b"mine")
     for visitor in visitors:
         visitor.close()
 
 
 def test_of_a_visitor_no_more_than_a_message_is_kept(pair: list[FailureDetector]) -> None:
-    assert detectors._MAX_FRAME_BYTES == 64 << 10
+    assert frames.MAX_FRAME_BYTES == 64 << 10
     with visit(pair[0]) as visitor:
-        visitor.sendall(detectors._LENGTH.pack(detectors._MAX_FRAME_BYTES + 1))
+        visitor.sendall(frames.LENGTH.pack(frames.MAX_FRAME_BYTES + 1))
         assert is_shown_out(visitor)
 
 
@@ -155,14 +160,14 @@ def test_who_can_reach_the_store_can_read_the_secrets_and_is_believed(monkeypatc
     host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
     first, second = two_of([host, host.clone()])  # type: ignore[attr-defined]  # torch's annotations lack it
     stranger = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=20), wait_for_workers=False)
-    card = read_words(stranger.get("detector/0"), detectors._Card, "rank 0")
-    assert card.secret == first._secret
+    card = read_words(stranger.get("detector/0"), frames.Card, "rank 0")
+    assert card.secret == links_of(first).secret
     with visit(first) as visitor:
-        visitor.sendall(detectors._framed(detectors._Hello(1, card.secret, b"mine", 1)))
-        assert detectors._received(visitor) == detectors._Welcome(b"mine")
-        visitor.sendall(detectors._framed(Left(1, "says the stranger", is_failure=True)))
-        with first.changed:
-            assert first.changed.wait_for(lambda: first.left, 20.0)
+        visitor.sendall(frames.framed(frames.Hello(1, card.secret, b"mine", 1)))
+        assert links.received(visitor) == frames.Welcome(b"mine")
+        visitor.sendall(frames.framed(Left(1, "says the stranger", is_failure=True)))
+        with first.knowledge.changed:
+            assert first.knowledge.changed.wait_for(lambda: first.knowledge.left, 20.0)
     for each in (first, second):
         each.close("the test is over")
 
@@ -196,7 +201,7 @@ def test_of_a_ranks_listeners_only_the_detector_is_on_all_interfaces(emulated_cl
         started()
         group: Any = dist.group.WORLD
         dist.all_reduce(torch.ones(1 << 18))
-        ours = group._planned.board.detector._listener.getsockname()[1]
+        ours = links_of(group._planned.board.detector).port
         listening = [row[1] for table in ("tcp", "tcp6") for row in own_sockets(table) if row[3] == "0A"]
         dist.barrier()
         return [(address.split(":")[0], int(address.split(":")[1], 16) == ours) for address in listening]

@@ -223,8 +223,8 @@ class GroupWatch(Instrument):
 
     def turn(self, now_s: float) -> bool:
         """Do what there is to do now. Whether the group is to be looked at again soon though nobody wakes the thread."""
-        detector = self._planned.board.detector
-        is_ending = bool(detector.left or detector.gone) and not self._appointments.is_open
+        known = self._planned.board.detector.knowledge
+        is_ending = bool(known.left or known.gone) and not self._appointments.is_open
         if self._is_closed or is_ending:
             return False  # a job that ends, or has lost a rank, changes no plans; and its store may be gone
         if now_s < self._next_s:

@@ -47,7 +47,7 @@ def wait_at_barrier(
     where = f"rank {rank}, group {name}, which has been made: waiting for {count} ranks (TORCH_DIST_INIT_BARRIER=1)"
 
     def is_over() -> bool:
-        failure = detector.failure()
+        failure = detector.knowledge.failure()
         if failure:
             raise _GivenUp(PeerError(f"{where}: {failure}"))
         if time.monotonic() > until:

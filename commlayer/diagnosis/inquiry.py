@@ -104,7 +104,7 @@ class Inquiry:
         self._result = Diagnosed()
         """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
-        detector.attach(self)
+        detector.knowledge.attach(self)
         self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s, detector.numbering)
         if long_wait_s:
             detector.call_regularly(self._long_waits.look)
@@ -169,7 +169,7 @@ class Inquiry:
         self._start(self._lead_or_follow, asked, log, began, wait)
 
     def observe(self, record: Record) -> None:
-        """Answer a question; see :class:`commlayer.failures.detector.Observer`."""
+        """Answer a question; see :class:`commlayer.failures.knowledge.Observer`."""
         if not isinstance(record, Asked) or record.rank == self.rank:
             return
         with self._lock:
@@ -184,8 +184,8 @@ class Inquiry:
             self._round, self._answered_s, self._was_timeout = asked + 1, time.monotonic(), is_timeout
 
     def _snapshot(self, reason: str) -> RankLog:
-        gone = {rank: left.why for rank, left in list(self._detector.left.items())}
-        gone |= dict.fromkeys(list(self._detector.gone), PROCESS_ENDED)
+        gone = {rank: left.why for rank, left in list(self._detector.knowledge.left.items())}
+        gone |= dict.fromkeys(list(self._detector.knowledge.gone), PROCESS_ENDED)
         return rank_log("", self.rank, self.ranks, reason, gone, self._detector.numbering)
 
     # On threads of their own
@@ -335,7 +335,7 @@ class Inquiry:
 
     def close(self) -> None:
         """The job is over: answer nobody any more."""
-        self._detector.detach(self)
+        self._detector.knowledge.detach(self)
         with contextlib.suppress(ValueError):
             _inquiries.remove(self)
         if _hearing is not None and _hearing.detector is self._detector:

@@ -161,6 +161,7 @@ class FailureBoard:
 
     def __init__(self, detector: FailureDetector, key: str, rank: int, ranks: Sequence[int]) -> None:
         self.detector, self.rank = detector, rank
+        self._knowledge = detector.knowledge
         self.key = key if len(key) <= _LONGEST_KEY else sha256(key.encode()).hexdigest()
         self.ranks = frozenset(ranks)
         self.is_broken = False
@@ -173,7 +174,7 @@ class FailureBoard:
         self._breaking = threading.Lock()
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
-        detector.attach(self)
+        self._knowledge.attach(self)
 
     def on_break(self, wake: Callable[[], None]) -> None:
         """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
@@ -183,10 +184,10 @@ class FailureBoard:
 
     def close(self) -> None:
         """The group is over: nothing breaks it any more."""
-        self.detector.detach(self)
+        self._knowledge.detach(self)
 
     def observe(self, record: Record) -> None:
-        """See detector.Observer."""
+        """See :class:`commlayer.failures.knowledge.Observer`."""
         if isinstance(record, Asked):
             return
         if isinstance(record, Report):
@@ -258,7 +259,7 @@ class FailureBoard:
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
         is_all = len(wait.peers) > _MOST_LISTED
-        with self.detector.changed:
+        with self._knowledge.changed:
             is_known = self._dead() is not None  # then nobody needs to follow who waited for whom
         if not is_known:
             self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
@@ -305,20 +306,20 @@ class FailureBoard:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
         unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
-        with self.detector.changed:
+        with self._knowledge.changed:
             while True:
                 verdict, is_certain = self._follow(wait, failure)
                 left_s = (unheard_until if verdict.is_unheard else until) - time.monotonic()
                 if is_certain or left_s <= 0:
                     return verdict
-                self.detector.changed.wait(left_s)
+                self._knowledge.changed.wait(left_s)
 
     def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Blame, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
         dead = self._dead()
         if dead is not None:
             return dead, not dead.is_unheard
-        own = self.detector.reports.get((self.key, self.rank))
+        own = self._knowledge.reports.get((self.key, self.rank))
         if own is not None and own.is_leaving:
             return self._of_leaver(own), True
         first = None if failure.is_timeout else self._first
@@ -326,7 +327,7 @@ class FailureBoard:
         seen = {wait.rank} if first is None else set()
         sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
         while True:
-            reports = {peer: self.detector.reports.get((self.key, peer)) for peer in sources}
+            reports = {peer: self._knowledge.reports.get((self.key, peer)) for peer in sources}
             leaving = next((report for report in reports.values() if report is not None and report.is_leaving), None)
             if leaving is not None:
                 return self._of_leaver(leaving), True
@@ -354,11 +355,11 @@ class FailureBoard:
 
     def _dead(self) -> Blame | None:
         """The member that died first, or left by an exception: what came later may be a consequence of it."""
-        return self.detector.first_failure(self.ranks)
+        return self._knowledge.first_failure(self.ranks)
 
     def _of_leaver(self, record: Report | Left) -> Blame:
         """Who is to blame for it that a member left: itself, or the rank of the job because of which it did."""
-        cause = self.detector.first_failure(self.detector.ranks) if record.is_consequence else None
+        cause = self._knowledge.first_failure(self._knowledge.ranks) if record.is_consequence else None
         if cause is None:
             return Blame((record.rank,), record.what, record.rank)
         return replace(cause, leaver=None if record.rank in (self.rank, *cause.ranks) else record.rank)
@@ -366,11 +367,11 @@ class FailureBoard:
     @property
     def has_leaver(self) -> bool:
         """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
-        return self.is_broken or any(rank in self.ranks for rank in list(self.detector.left))
+        return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
 
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
-        left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
+        left = [self._knowledge.left[rank] for rank in silent if rank in self._knowledge.left]
         if left and left[0].is_failure:
             return self._of_leaver(left[0]), True
         if left:

@@ -15,74 +15,55 @@ timeouts. Rejected:
   tells nobody (its pairs signal an error to pending operations, not to the one that has begun; see commlayer/failures/waits.py).
 - *A full mesh*: a process of 16,384 ranks would hold as many descriptors.
 
-A rank's first act is to listen and to say so in the store, before its thread starts: the kernel accepts who dials it from then
-on, and closes their connections when the rank ends. A connection that ends is dialled again, and only where an address refuses at
-which a rank of the job has answered before, or a port at which a connection has been closed, is its rank called dead; so what a
-firewall drops, or a peer that has no time to answer, costs nothing.
+A rank's first act is to listen and to say so in the store, before its thread starts: the kernel accepts who dials it from
+then on, and closes their connections when the rank ends. A rank that leaves says so: then it is not taken for dead, and
+calls for which nothing more is needed from it go on.
 
-A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who have read it then: to close a
-socket in which something is unread throws away what is still on its way to the other end. So a rank that has left in good
-order is not taken for dead, and calls for which nothing more is needed from it go on.
+Here is how a detector begins and ends: how it joins its job, and leaves it. What goes over connections is in
+:mod:`commlayer.failures.frames`, the connections are in :mod:`commlayer.failures.links`, and what is known in
+:mod:`commlayer.failures.knowledge`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hmac
 import os
-import selectors
 import socket
 import struct
 import threading
-import time
-import traceback
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from commlayer.failures.blame import Blame, blame_of, first_failure
 from commlayer.failures.descriptors import explained, set_aside
-from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report, told
+from commlayer.failures.failure_records import Absent, Left, Record, told
 from commlayer.failures.forks import disown_in_child
+from commlayer.failures.frames import MAX_FRAME_BYTES, Card
+from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
+from commlayer.failures.links import Dialler
 from commlayer.failures.news import FailureNews
 from commlayer.failures.store_answers import Deadline, asked_store, store_host
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
 from commlayer.profiles.counted import listed
-from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
-from commlayer.profiles.printable import say
+from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = [
     "FailureDetector",
-    "Observer",
     "job_detector",
     "leave_all",
     "set_job_detector",
 ]
 
-_DIAL_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
-_FLUSH_S = 0.5
-_UNHEARD_S = 1.0
-"""For how long a rank that was never connected with another one, and finds its port closed, waits for what others know of it."""
-_NAP_S = 0.05
 _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
-_MOST_STRANGERS = 64
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
-"""A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
-_LENGTH = struct.Struct("!I")
-_MAX_FRAME_BYTES = 64 << 10
-_READ_BYTES = 64 << 10
-_SECRET_BYTES = 16
 _STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited for."""
 _MOST_NAMED = 8
@@ -90,60 +71,6 @@ _MOST_TOLD = 1024
 """Ranks that have not come and are told of: a frame has room for so many."""
 _LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
-_MOST_ROUNDS = 64
-"""So many of the last questions are remembered; older ones are no news."""
-
-
-class _Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first frame of a rank that dials. ``proof``: the secret of the rank that it dials; ``secret``: its own."""
-
-    rank: int
-    proof: bytes
-    secret: bytes
-    port: int
-
-
-class _Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The answer. ``proof``: the secret of the rank that dialled."""
-
-    proof: bytes
-
-
-class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank listens; in the store. ``trouble``: why it cannot, and leaves."""
-
-    addresses: tuple[str, ...]
-    port: int
-    secret: bytes
-    trouble: str = ""
-
-
-_Frame = Gone | Left | Report | Asked | Absent | _Hello | _Welcome
-
-
-class _NotComeError(Exception):
-    """The store has waited in vain for what a rank says there."""
-
-
-class Observer(Protocol):
-    """Somebody who wants to know of every record as it comes."""
-
-    def observe(self, record: Record) -> None:
-        """Called once for each record, on the detector's thread or on that which reports."""
-
-
-class _Link:
-    """A connection. ``card``: of the rank at its other end, once that has proved who it is."""
-
-    def __init__(self, connection: socket.socket, rank: int, card: _Card | None) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.socket, self.rank, self.card = connection, rank, card
-        self.inbox, self.outbox = bytearray(), bytearray()
 
 
 class FailureDetector:
@@ -151,7 +78,6 @@ class FailureDetector:
 
     ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
     those of this process: a forked child has neither. ``on_listening`` is called before this rank waits for another one.
-
     ``timeout_s`` is one limit for all that is asked of the store, whose own waits would add up, or have none (where its
     host is stopped); a :class:`Deadline` where it has begun before.
 
@@ -167,63 +93,36 @@ class FailureDetector:
         timeout_s: float | Deadline,
         on_listening: Callable[[FailureDetector], None] = lambda _: None,
     ) -> None:
-        self.rank, self.ranks = rank, tuple(ranks)
+        self.knowledge = Knowledge(rank, ranks)
+        self.rank, self.ranks = rank, self.knowledge.ranks
         self.life = ""
         """A text for the default group that this detector was made with, the same on all ranks, another for the next."""
         self.numbering = ""
         """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone, by its key."""
-        self._members = frozenset(self.ranks)
-        self.changed = threading.Condition()
-        self.gone: dict[int, Gone] = {}
-        self.left: dict[int, Left] = {}
-        self.ended: list[Ended] = []
-        """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it acts
-        on it."""
-        self.reports: dict[tuple[str, int], Report] = {}
-        self.asked: dict[int, Asked] = {}
-        """The first question of each of the last rounds."""
-        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._news = FailureNews(rank)
-        self._links: list[_Link] = []
-        self._num_linked = 0  # links that there have been
-        self._strangers: list[_Link] = []  # who have not said yet who they are
-        # Where a rank of the job has answered: a refusal there means something.
-        self._answering: set[str] = set()
-        # Addresses and ports where a process that listened has closed a connection: a refusal there means that it is no more.
-        self._closed: set[tuple[str, int]] = set()
-        self._heard: set[int] = set()  # the ranks with which there has been a link
-        self._cards: dict[int, _Card] = {}
-        self._is_closed = self._is_linked = self._has_joined = False
+        self._dialler: Dialler | None = None
         self._staying: threading.Thread | None = None
-        self._regularly: weakref.WeakMethod[Callable[[], float]] | None = None
         if store is None or len(self.ranks) < 2:
             return
-        self._secret = os.urandom(_SECRET_BYTES)
         try:
-            with contextlib.ExitStack() as stack:
-                self._listener = stack.enter_context(_listener())
-                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                stack.callback(os.close, self._bell)
-                self._selector = stack.enter_context(selectors.DefaultSelector())
-                stack.pop_all()
-        except OSError as error:
-            self._refuse(store, error)
-        self._is_linked = True
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+            self._dialler = Dialler(self.knowledge)
+        except OSError as error:  # the others must hear of it, or they wait for this rank
+            why = explained(error)
+            with contextlib.suppress(RuntimeError):
+                store.set(f"detector/{rank}", msgspec.msgpack.encode(Card((), 0, b"", why)))  # type: ignore[arg-type]
+            raise ClusterError(f"rank {rank} cannot take part: {why}") from error
         _detectors.add(self)
         disown_in_child(self)
-        self._thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
-        )
+        self.knowledge.attach(self._news)
         deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline.since(timeout_s)
+        cards = _Cards(store, self._dialler, deadline)
         try:
-            self._say_where(store, deadline)
-            set_aside(self)
-            self._thread.start()
+            cards.put()
+            set_aside(self._dialler.links)
+            self._dialler.links.thread.start()
             on_listening(self)
-            self._join(store, deadline)
-            self._has_joined = True
+            self._join(cards)
+            self._dialler.has_joined = True
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
             raise
@@ -234,90 +133,61 @@ class FailureDetector:
         """A detector of this process only, which knows what is reported to it."""
         return cls(None, rank, (rank,), 0.0)
 
-    @property
-    def awaited(self) -> int:
-        """How many connections are still to come at first: as many as there are neighbours, and as many from those that dial this
-        rank. One that ends later leaves a descriptor free for its successor."""
-        if self._is_closed:
-            return 0
-        return max(0, 2 * len(self._neighbours()) - self._num_linked - len(self._strangers))
-
-    def attach(self, observer: Observer) -> None:
-        """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
-        with self.changed:
-            self._observers.add(observer)
-            known = self._known()
-        for record in known:
-            observer.observe(record)
-
-    def _known(self) -> list[Record]:
-        absent = [record for record in self.ended if isinstance(record, Absent)]  # first: who left did so because of it
-        return [*absent, *self.gone.values(), *self.left.values(), *self.reports.values()]
-
-    def detach(self, observer: Observer) -> None:
-        """The opposite of :meth:`attach`."""
-        with self.changed:
-            self._observers.discard(observer)
+    def _join(self, cards: _Cards) -> None:
+        """Connect with the neighbours, once each has said where it listens."""
+        assert self._dialler is not None
+        for peer in self.knowledge.neighbours:
+            card = cards.of(peer)
+            if card.trouble:
+                raise PeerError(f"rank {peer} cannot take part: {card.trouble}")
+            self._dialler.connect(peer, card)
 
     def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
         """Have ``read`` called on the detector's thread when there is something to read in ``descriptor``. False: it has none."""
-        with self.changed:
-            if self._is_closed or not self._is_linked:
-                return False
-            self._selector.register(descriptor, selectors.EVENT_READ, read)
-            os.eventfd_write(self._bell, 1)
-        return True
+        return self._dialler is not None and self._dialler.links.listen(descriptor, read)
+
+    def forget(self, descriptor: int) -> None:
+        """The opposite of :meth:`listen`."""
+        if self._dialler is not None:
+            self._dialler.links.forget(descriptor)
 
     def call_regularly(self, look: Callable[[], float]) -> None:
         """Have ``look``, a method whose object is not kept alive, called on the detector's thread: now, and each time after as
         many seconds as it returns."""
-        with self.changed:
-            if self._is_linked and not self._is_closed:
-                self._regularly = weakref.WeakMethod(look)
-                os.eventfd_write(self._bell, 1)
-
-    def _looked(self) -> float | None:
-        """Call what is to be called regularly; return after how many seconds it wants to be called again, None: never."""
-        look = None if self._regularly is None else self._regularly()
-        if look is None:
-            return None
-        try:
-            return look()
-        except Exception:  # noqa: BLE001  this thread is also the one that hears of deaths
-            say(traceback.format_exc(), keep="\n")
-            self._regularly = None
-            return None
-
-    def forget(self, descriptor: int) -> None:
-        """The opposite of :meth:`listen`."""
-        with self.changed, contextlib.suppress(KeyError, ValueError, RuntimeError, AttributeError):  # it may be closed
-            self._selector.unregister(descriptor)
+        if self._dialler is not None:
+            self._dialler.links.call_regularly(look)
 
     def tell(self, record: Record) -> None:
         """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
-        self._learn(record, None)
+        if self._dialler is None:
+            self.knowledge.learn(record)
+        else:
+            self._dialler.links.tell(record)
+
+    def host_lost(self) -> str:
+        """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
+        return _host_lost(self.knowledge)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are connections with other ranks, or are to be."""
+        return self._dialler is not None and not self._dialler.links.is_closed
 
     def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
         """Say why this rank leaves, and let go of connections, once the neighbours have heard it. Harmless when repeated."""
-        if self._has_closed() or not self._is_linked:
+        if self._dialler is None or not self.is_open:
             return
         self.tell(Left(self.rank, told(why), is_failure, is_consequence))
-        self._part()
-        with self.changed:
-            was_closed, self._is_closed = self._is_closed, True
-            if was_closed:  # another thread has been quicker
-                return
-            os.eventfd_write(self._bell, 1)
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            self._thread.join(_FLUSH_S)
-        self._release()
+        self._dialler.links.close()
+        self.knowledge.detach(self._news)
+        say_nothing_more(self)
 
     def fail(self, why: str, *, is_consequence: bool = False) -> None:
         """Leave a job that is starting: say why, also to those that come later, for ten seconds at most. Returns at once.
 
         Who dials a rank that has let go of its port before it could say why takes it for the first that died.
         """
-        if self._is_closed or not self._is_linked:
+        if not self.is_open:
             return
         self.tell(Left(self.rank, told(why), is_failure=True, is_consequence=is_consequence))
         self._staying = threading.Thread(target=self._stay, args=(why,), name="commlayer-leave", daemon=True)
@@ -328,15 +198,16 @@ class FailureDetector:
             self.close(why)
 
     def _stay(self, why: str) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self._is_closed or not self._unaware(), _LATE_S)
+        with self.knowledge.changed:
+            self.knowledge.changed.wait_for(lambda: not self.is_open or not self._unaware(), _LATE_S)
         self.close(why)
 
     def _unaware(self) -> set[int]:
         """The ranks with which this one has yet to have a connection."""
-        size, me = len(self.ranks), self.ranks.index(self.rank)
-        dialling = {self.ranks[me - (1 << k)] for k in range((size - 1).bit_length())}
-        return dialling.union(self._neighbours()) - self._heard - self.gone.keys() - self.left.keys()
+        assert self._dialler is not None
+        knowledge = self.knowledge
+        awaited = {*knowledge.neighbours, *knowledge.diallers}
+        return awaited - self._dialler.links.heard - knowledge.gone.keys() - knowledge.left.keys()
 
     def linger(self) -> None:
         """Wait, before the process ends, until those have heard whom :meth:`fail` waits for."""
@@ -345,499 +216,118 @@ class FailureDetector:
 
     def last_words(self) -> None:
         """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a rank die sooner than this one."""
-        if self._is_closed:
-            return
-        self._news.await_printed(_NEWS_S)
-        self.close("was ended by SIGTERM", is_failure=True, is_consequence=self._news.has_heard)
+        if self.is_open:
+            self._news.await_printed(_NEWS_S)
+            self.close("was ended by SIGTERM", is_failure=True, is_consequence=self._news.has_heard)
 
-    def _has_closed(self) -> bool:
-        return self._is_closed
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
+        if _job is self:
+            set_job_detector(None)
+        self._staying = None
+        self.knowledge.changed = threading.Condition()
+        if self._dialler is not None:
+            self._dialler.links.disown()
 
-    # Joining
+    def __del__(self) -> None:
+        self.close("was dropped")
 
-    def _say_where(self, store: Store, deadline: Deadline) -> None:
-        """Tell the others where this rank listens: its sign of life, without which it is a rank that never came."""
-        card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
-        self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
-        words = msgspec.msgpack.encode(card)
-        self._asked(lambda: store.set(f"detector/{self.rank}", words), store, (), deadline)  # type: ignore[arg-type]
 
-    def _join(self, store: Store, deadline: Deadline) -> None:
-        for peer in self._neighbours():
-            theirs = self._card_of(peer, store, deadline)
-            if theirs.trouble:
-                raise PeerError(f"rank {peer} cannot take part: {theirs.trouble}")
-            if self._dial(peer, theirs) is None and peer not in self.gone:
-                self._start_asking(peer, theirs)
+class _Cards:
+    """The cards of a job's ranks in its store, by which they find each other. ``deadline``: until when all of them are waited
+    for."""
 
-    def _card_of(self, peer: int, store: Store, deadline: Deadline) -> _Card:
+    def __init__(self, store: Store, dialler: Dialler, deadline: Deadline) -> None:
+        self._store, self._dialler, self._deadline = store, dialler, deadline
+        self._knowledge = knowledge = dialler.links.knowledge
+        self._me = f"rank {knowledge.rank}, joining the job of {len(knowledge.ranks)} ranks"
+
+    def put(self) -> None:
+        """Leave this rank's card: its sign of life, without which it is a rank that never came. Raises as :meth:`of`."""
+        links = self._dialler.links
+        card = Card(tuple(_addresses(self._store)), links.port, links.secret)
+        # Of this machine: a port that is closed there has nobody behind it.
+        self._dialler.answering |= set(card.addresses)
+        key, words = f"detector/{self._knowledge.rank}", msgspec.msgpack.encode(card)
+        self._asked(lambda: self._store.set(key, words), ())  # type: ignore[arg-type]
+
+    def of(self, peer: int) -> Card:
+        """The card of ``peer``, once it is there.
+
+        Raises CollectiveTimeoutError where it or the store does not come in time, PeerError where the store is gone, and, at
+        once, where a rank of the job has failed meanwhile.
+        """
         key = f"detector/{peer}"
 
         def read() -> bytes:
-            store.wait([key], timedelta(seconds=max(deadline.left_s(), 0.001)))
-            return store.get(key)
+            self._store.wait([key], timedelta(seconds=max(self._deadline.left_s(), 0.001)))
+            return self._store.get(key)
 
-        words = self._asked(read, store, (peer,), deadline)
-        card: _Card = read_words(words, _Card, f"rank {peer}", _MAX_FRAME_BYTES)
+        card: Card = read_words(self._asked(read, (peer,)), Card, f"rank {peer}", MAX_FRAME_BYTES)
         return card
 
-    def _asked(self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], deadline: Deadline) -> _Answer:
-        """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
-        PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
-        me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"
+    def _asked(self, ask: Callable[[], _Answer], peers: tuple[int, ...]) -> _Answer:
+        """Return the answer of the store, about ``peers``. Raises as :meth:`of`."""
 
         def asked() -> _Answer:
             try:
                 return ask()
             except RuntimeError as error:
                 # The store counts in milliseconds, and gives up a moment before its time.
-                if deadline.left_s() > 0 and "timeout" not in str(error):
+                if self._deadline.left_s() > 0 and "timeout" not in str(error):
                     raise
                 raise _NotComeError from error
 
-        def waited(ask: Callable[[], _Answer]) -> _Answer:
-            return self._answered(ask, deadline.left_s() + _STORE_GRACE_S, me)
-
+        knowledge = self._knowledge
         try:
-            return asked_store(asked, deadline, me, self.host_lost, waited)
+            return asked_store(asked, self._deadline, self._me, lambda: _host_lost(knowledge), self._awaited)
         except _NotComeError as error:
-            missing = self._missing(store)
-            absent = Absent((missing or peers)[:_MOST_TOLD], deadline.timeout_s, self.rank)
+            missing = self._missing()
+            absent = Absent((missing or peers)[:_MOST_TOLD], self._deadline.timeout_s, knowledge.rank)
             if missing:
-                self.tell(absent)
+                self._dialler.links.tell(absent)
             raise CollectiveTimeoutError(
-                f"{me}: {listed('rank', missing or peers, _MOST_NAMED)} {absent.what}: look at the log of each"
+                f"{self._me}: {listed('rank', missing or peers, _MOST_NAMED)} {absent.what}: look at the log of each"
             ) from error
 
-    def _answered(self, ask: Callable[[], _Answer], seconds: float, me: str) -> _Answer:
-        """``ask()``, on a thread that is let go of after ``seconds``, or when a rank of the job has failed.
+    def _awaited(self, ask: Callable[[], _Answer]) -> _Answer:
+        """``ask()``, on a thread that is let go of where the store is silent, or when a rank of the job has failed.
 
-        Raises what it raises, TimeoutError, PeerError with the words of that failure, and ``me`` before them.
+        Raises what it raises, TimeoutError, PeerError with the words of that failure.
         """
-        answer = on_a_thread(ask)
-        answer.add_done_callback(lambda _: self._notify())
-        with self.changed:
-            self.changed.wait_for(lambda: answer.done() or self.ended, seconds)
-            failure = self._failure()
+        answer, knowledge = on_a_thread(ask), self._knowledge
+        seconds = self._deadline.left_s() + _STORE_GRACE_S
+
+        def notify(_: object) -> None:
+            with knowledge.changed:
+                knowledge.changed.notify_all()
+
+        answer.add_done_callback(notify)
+        with knowledge.changed:
+            knowledge.changed.wait_for(lambda: answer.done() or knowledge.ended, seconds)
+            failure = knowledge.failure()
         if answer.done():
             return answer.result()
         if failure:
-            raise PeerError(f"{me}: {failure}: look at the log of each")
+            raise PeerError(f"{self._me}: {failure}: look at the log of each")
         raise TimeoutError(f"no answer within {seconds:g} s")
 
-    def failure(self) -> str:
-        """Who has failed first, in words, as far as is known; empty: nobody."""
-        with self.changed:
-            return self._failure()
-
-    def first_failure(self, ranks: Container[int]) -> Blame | None:
-        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
-        return first_failure(self.ended, self.left, ranks)
-
-    def _notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
-    def _failure(self) -> str:
-        """:meth:`failure`, with the lock held. Where only consequences are known, the first of them."""
-        verdict = self.first_failure(self.ranks)
-        if verdict is None and self.ended:
-            verdict = blame_of(self.ended[0])
-        return "" if verdict is None else verdict.words(self.rank)
-
-    def host_lost(self) -> str:
-        """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended, _HOST_NEWS_S)
-            if self.ended:
-                return self._failure()
-        return store_host()
-
-    def _missing(self, store: Store) -> tuple[int, ...]:
-        """The ranks that have not said in the store where they are, as far as that answers soon."""
-
-        def ask() -> tuple[int, ...]:
-            return tuple(rank for rank in self.ranks if not store.check([f"detector/{rank}"]))
-
+    def _missing(self) -> tuple[int, ...]:
+        """The ranks that have left no card, as far as the store answers soon."""
+        store, ranks = self._store, self._knowledge.ranks
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return within(_STORE_GRACE_S, ask)
+            return within(
+                _STORE_GRACE_S, lambda: tuple(rank for rank in ranks if not store.check([f"detector/{rank}"]))
+            )
         return ()
 
-    def _refuse(self, store: Store, error: OSError) -> NoReturn:
-        """This rank cannot listen: the others must hear of it, or they wait for it."""
-        why = explained(error)
-        with contextlib.suppress(RuntimeError):
-            store.set(f"detector/{self.rank}", msgspec.msgpack.encode(_Card((), 0, b"", why)))  # type: ignore[arg-type]
-        raise ClusterError(f"rank {self.rank} cannot take part: {why}") from error
 
-    def _neighbours(self) -> list[int]:
-        """The ranks that this one dials: 1, 2, 4, … places after it."""
-        size, me = len(self.ranks), self.ranks.index(self.rank)
-        return [self.ranks[(me + (1 << k)) % size] for k in range((size - 1).bit_length())]
-
-    def _dial(self, peer: int, card: _Card) -> _Link | None:
-        """A proven connection to ``peer``, which is served from now on; None where it is not to be had.
-
-        Where an address refuses at which a rank of the job has answered before, ``peer`` is dead, and all are told. Any other
-        error says nothing about a process: a firewall, a wrong address, no descriptors here, a peer that has no time to answer.
-        """
-        for address in card.addresses:
-            try:
-                connection = self._greeted(address, card)
-            except ConnectionRefusedError:  # noqa: PERF203  addresses are few
-                is_known = address in self._answering or (address, card.port) in self._closed
-                if is_known and not self._is_closed:
-                    self._find_ended(peer)
-                    return None
-            except (OSError, DisagreementError, EOFError):
-                continue
-            else:
-                link = _Link(connection, peer, card)
-                self._answering.add(address)
-                self._cards[peer] = msgspec.structs.replace(card, addresses=(address,))
-                self._serve_link(link)
-                return link
-        return None
-
-    def _find_ended(self, peer: int) -> None:
-        """Tell that nobody is behind the port of ``peer`` any more, unless it has said itself why it left."""
-        is_unheard = peer not in self._heard
-        if is_unheard and self._has_joined:  # it could not tell this rank; those whom it told pass it on
-            with self.changed:
-                self.changed.wait_for(lambda: self._is_closed or peer in self.left or peer in self.gone, _UNHEARD_S)
-        if peer not in self.left and not self._is_closed:
-            self._learn(Gone(peer, self.rank, is_unheard), None)
-
-    def _greeted(self, address: str, card: _Card) -> socket.socket:
-        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, DisagreementError."""
-        with contextlib.ExitStack() as stack:
-            connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
-            connection.settimeout(_DIAL_S)
-            hello = _Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])
-            try:
-                connection.sendall(_framed(hello))
-                answer = _received(connection)
-            except (ConnectionResetError, BrokenPipeError):
-                self._closed.add((address, card.port))
-                raise
-            if answer != _Welcome(self._secret):
-                raise EOFError("a stranger")
-            stack.pop_all()
-        return connection
-
-    def _start_asking(self, peer: int, card: _Card) -> None:
-        """On a thread of its own: two ranks that dial each other must go on answering."""
-        thread = threading.Thread(target=self._ask, args=(peer, card), name="commlayer-ask", daemon=True)
-        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
-            thread.start()
-
-    def _ask(self, peer: int, card: _Card) -> None:
-        """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is known what became of it."""
-        for attempt in range(_MOST_DIALS):
-            if (
-                self._is_closed
-                or peer in self.left
-                or peer in self.gone
-                or any(link.rank == peer for link in self._links)
-            ):
-                return
-            if self._dial(peer, card) is not None:
-                return
-            if attempt == _SAY_AFTER_DIALS:
-                say(
-                    f"rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
-                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use"
-                )
-            self._pause(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S), card)
-
-    def _pause(self, seconds: float, card: _Card) -> None:
-        """Wait so long, or until a rank has answered at an address of ``card``: then a refusal there means something."""
-        with self.changed:
-            known = self._answering.intersection(card.addresses)
-            self.changed.wait_for(
-                lambda: self._is_closed or self._answering.intersection(card.addresses) != known, seconds
-            )
-
-    def _serve_link(self, link: _Link) -> None:
-        """Tell the other end all that is known, and listen to it."""
-        with self.changed:
-            if self._is_closed:
-                link.socket.close()
-                return
-            self._links.append(link)
-            self._num_linked += 1
-            self._heard.add(link.rank)
-            self.changed.notify_all()
-            for record in self._known():
-                link.outbox += _framed(record)
-            self._push(link)
-            self._selector.register(link.socket, self._wanted(link), link)
-            os.eventfd_write(self._bell, 1)
-
-    # Serving, on the detector's thread
-
-    def _turn(self, events: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
-        for key, event in events:
-            try:
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj == self._bell:
-                    os.eventfd_read(self._bell)
-                elif callable(key.data):
-                    key.data()
-                else:
-                    self._serve_event(key.data, event)
-            except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
-                if not self._is_closed:
-                    say(traceback.format_exc(), keep="\n")
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # no descriptors: the visitor stays at the door, which would wake this thread at once again
-            time.sleep(_NAP_S)
-            return
-        link = _Link(connection, -1, None)
-        with self.changed:
-            self._strangers.append(link)
-            oldest = self._strangers[0] if len(self._strangers) > _MOST_STRANGERS else None
-            self._selector.register(connection, selectors.EVENT_READ, link)
-        if oldest is not None:
-            self._end(oldest, is_lost=False)
-
-    def _serve_event(self, link: _Link, event: int) -> None:
-        if event & selectors.EVENT_WRITE:
-            with self.changed:
-                self._push(link)
-        if not event & selectors.EVENT_READ:
-            return
-        try:
-            data = link.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._end(link, is_lost=True, is_closed=isinstance(error, ConnectionResetError))
-            return
-        link.inbox += data
-        try:
-            for frame in _frames(link.inbox):
-                self._take(link, frame)
-        except (DisagreementError, ValueError):
-            self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
-            return
-        if not data:
-            self._end(link, is_lost=True, is_closed=True)
-
-    def _take(self, link: _Link, frame: _Frame) -> None:
-        if isinstance(frame, _Hello):
-            if (
-                link.card is not None
-                or not hmac.compare_digest(frame.proof, self._secret)
-                or frame.rank not in self._members
-            ):
-                raise ValueError("a stranger")
-            link.rank = frame.rank
-            address = link.socket.getpeername()[0].removeprefix("::ffff:")  # as IPv6 writes an address of IPv4
-            link.card = _Card((address,), frame.port, frame.secret)
-            link.outbox += _framed(_Welcome(frame.secret))
-            with self.changed:
-                self._strangers.remove(link)
-                self._selector.unregister(link.socket)
-            self._serve_link(link)
-        elif link.card is None or isinstance(frame, _Welcome):
-            raise ValueError("a stranger")
-        else:
-            self._learn(frame, link)
-
-    def _end(self, link: _Link, *, is_lost: bool, is_closed: bool = False) -> None:
-        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead; ``is_closed``: by its other
-        end."""
-        with self.changed:
-            card = None if link.card is None else self._cards.get(link.rank, link.card)
-            if is_closed and card is not None:
-                self._closed |= {(address, card.port) for address in card.addresses}
-            for links in (self._links, self._strangers):
-                if link in links:
-                    links.remove(link)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(link.socket)
-            link.socket.close()
-        is_over = self._is_closed or self.rank in self.left or link.rank in self.left
-        if card is not None and is_lost and not is_over:
-            self._start_asking(link.rank, card)
-
-    def _learn(self, record: Record, source: _Link | None) -> None:
-        with self.changed:
-            if not self._remember(record):
-                return
-            for link in self._links:
-                if link is not source:
-                    link.outbox += _framed(record)
-                    self._push(link)
-            observers = list(self._observers)
-            self.changed.notify_all()
-        for observer in observers:
-            try:
-                observer.observe(record)
-            except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
-                say(traceback.format_exc(), keep="\n")
-        self._announce(record)
-
-    def _announce(self, record: Record) -> None:
-        """Say on the terminal who has failed: whoever started the ranks may end this one before a call raises it."""
-        if isinstance(record, Absent) and record.seen_by == self.rank:
-            self._news.has_heard = True  # its own error says it
-            return
-        if not self._is_linked or self._is_closed:
-            return
-        if not isinstance(record, Absent) and record.rank == self.rank:
-            return
-        if isinstance(record, (Gone, Absent)) or (isinstance(record, Left) and record.is_failure):
-            verdict = blame_of(record)
-            is_consequence = isinstance(record, Left) and record.is_consequence
-            self._news.heard(verdict.culprit, verdict.fate(self.rank), is_consequence=is_consequence)
-
-    def _remember(self, record: Record) -> bool:
-        """Whether ``record`` is news."""
-        if isinstance(record, Asked):
-            return self._is_asked_first(record)
-        if isinstance(record, Report):
-            return self.reports.setdefault((record.key, record.rank), record) is record
-        if isinstance(record, Absent):
-            return self._is_first_absence(record)
-        if record.rank not in self._members:
-            return False
-        if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
-            return False  # a rank that has said why it left, and was then not found by one that had not heard it
-        kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
-        is_news = kept.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
-        if is_news and (isinstance(record, Gone) or record.is_failure):
-            self.ended.append(record)
-        return is_news
-
-    def _is_first_absence(self, absent: Absent) -> bool:
-        """Ranks run out of patience one after the other, each for the same ranks: the first one counts."""
-        if not absent.ranks or not self._members.issuperset(absent.ranks):
-            return False
-        if any(isinstance(record, Absent) for record in self.ended):
-            return False
-        self.ended.append(absent)
-        return True
-
-    def _is_asked_first(self, asked: Asked) -> bool:
-        if asked.round <= max(self.asked, default=-1) - _MOST_ROUNDS or asked.round in self.asked:
-            return False
-        self.asked[asked.round] = asked
-        for old in [each for each in self.asked if each <= asked.round - _MOST_ROUNDS]:
-            del self.asked[old]
-        return True
-
-    # What is on its way
-
-    def _push(self, link: _Link) -> None:
-        """Send what the socket takes; the rest when it can. With the lock held."""
-        try:
-            while link.outbox:
-                del link.outbox[: link.socket.send(link.outbox)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            link.outbox.clear()  # its end is read soon
-        with contextlib.suppress(KeyError, ValueError, RuntimeError):
-            self._selector.modify(link.socket, self._wanted(link), link)
-
-    @staticmethod
-    def _wanted(link: _Link) -> int:
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
-
-    def _part(self) -> None:
-        """Say nothing more, and wait until the neighbours have heard all of it, and close: half a second at most."""
-        until = time.monotonic() + _FLUSH_S
-        is_read = threading.current_thread() is not self._thread  # else nobody sees that they close
-        silent: set[_Link] = set()
-        while time.monotonic() < until:
-            with self.changed:
-                for link in set(self._links) - silent:
-                    if not link.outbox:
-                        silent.add(link)
-                        with contextlib.suppress(OSError):
-                            link.socket.shutdown(socket.SHUT_WR)
-                if not (self._links if is_read else set(self._links) - silent):
-                    return
-            time.sleep(0.005)
-
-    def _release(self) -> None:
-        say_nothing_more(self)
-        with self.changed:
-            links, self._links, self._strangers = [*self._links, *self._strangers], [], []
-            for link in links:
-                link.socket.close()
-            self._listener.close()
-            self._selector.close()
-            with contextlib.suppress(OSError):
-                os.close(self._bell)
-
-    def __del__(self) -> None:
-        self.close("was dropped")
-
-    def disown(self) -> None:
-        """In a forked child (see :class:`commlayer.failures.forks.Disowned`), whose copies of the descriptors would keep this
-        process's connections open when it dies."""
-        if _job is self:
-            set_job_detector(None)
-        if self._is_closed or not self._is_linked:
-            return
-        self._is_closed, self._staying = True, None
-        sockets = (self._listener, *(link.socket for link in (*self._links, *self._strangers)))
-        for descriptor in (self._bell, *(each.detach() for each in sockets)):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._links, self._strangers = [], []
-        self._selector.close()  # the child's descriptor of it: what the parent watches stays watched
-        self.changed = threading.Condition()
+class _NotComeError(Exception):
+    """The store has waited in vain for what a rank says there."""
 
 
-def _serve(detector: weakref.ref[FailureDetector]) -> None:
-    """The thread of a detector, which it does not keep alive while it sleeps."""
-    found = detector()
-    if found is None:
-        return
-    selector, is_over = found._selector, partial(_is_over, detector)
-    del found
-    while not is_over():
-        try:
-            events = selector.select(_looked(detector))
-        except (OSError, ValueError, RuntimeError):  # it has been closed
-            return
-        current = detector()
-        if current is None or current._is_closed:
-            return
-        current._turn(events)
-        del current, events
-
-
-def _looked(detector: weakref.ref[FailureDetector]) -> float | None:
-    found = detector()
-    return None if found is None else found._looked()
-
-
-def _is_over(detector: weakref.ref[FailureDetector]) -> bool:
-    found = detector()
-    return found is None or found._is_closed
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return _non_blocking(
-                socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
-            )
-    return _non_blocking(socket.create_server(("", 0), backlog=128))
-
-
-def _non_blocking(listener: socket.socket) -> socket.socket:
-    listener.setblocking(False)
-    return listener
+def _host_lost(knowledge: Knowledge) -> str:
+    return knowledge.await_failure(_HOST_NEWS_S) or store_host()
 
 
 def _addresses(store: Store) -> list[str]:
@@ -876,48 +366,6 @@ def _address_towards(store: Store) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _framed(frame: _Frame) -> bytes:
-    content = msgspec.msgpack.encode(frame)
-    return _LENGTH.pack(len(content)) + content
-
-
-def _frames(inbox: bytearray) -> list[_Frame]:
-    """The whole frames of ``inbox``, taken out of it. Raises ValueError, DisagreementError for what is none."""
-    frames = []
-    while len(inbox) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(inbox)
-        if length > _MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes")
-        if len(inbox) < _LENGTH.size + length:
-            break
-        frames.append(_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
-        del inbox[: _LENGTH.size + length]
-    return frames
-
-
-def _frame(data: bytes) -> _Frame:
-    found: _Frame = read_words(data, _Frame, "a visitor", _MAX_FRAME_BYTES)
-    return found
-
-
-def _received(connection: socket.socket) -> _Frame:
-    """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other end closes it), EOFError,
-    DisagreementError."""
-    return _frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    if size > _MAX_FRAME_BYTES:
-        raise EOFError
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("closed by its other end")
-        data += more
-    return data
 
 
 # The detectors of this process

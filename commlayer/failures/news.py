@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from commlayer.failures.blame import blame_of
+from commlayer.failures.failure_records import Absent, Gone, Left, Record
 from commlayer.profiles.printable import say
 
 __all__ = ["FailureNews"]
@@ -24,6 +26,20 @@ class FailureNews:
         self.has_heard = False
         """Whether it is known who has failed first."""
         self._printed = threading.Event()
+
+    def observe(self, record: Record) -> None:
+        """Print who has failed where ``record`` says so of another rank: whoever started the ranks may end this one before a
+        call raises it."""
+        if isinstance(record, Absent) and record.seen_by == self._rank:
+            self.has_heard = True  # its own error says it
+            return
+        if not isinstance(record, (Gone, Left, Absent)):
+            return
+        is_other = isinstance(record, Absent) or record.rank != self._rank
+        if is_other and not (isinstance(record, Left) and not record.is_failure):
+            verdict = blame_of(record)
+            is_consequence = isinstance(record, Left) and record.is_consequence
+            self.heard(verdict.culprit, verdict.fate(self._rank), is_consequence=is_consequence)
 
     def heard(self, who: str, what: str, *, is_consequence: bool = False) -> None:
         """Print that ``who`` ("rank 3") has failed, "died: …" or "left with …", if that is news.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from commlayer.profiles.errors import ClusterError
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may open two files more, of a hundred."""
     monkeypatch.setattr(os, "listdir", lambda _: ["x"] * 99)
+    monkeypatch.setattr(descriptors, "_awaiting", weakref.WeakSet())  # other tests' detectors may still be leaving
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
 
 

@@ -27,8 +27,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
-from commlayer.failures.detector import FailureDetector, _framed, _frames
+from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Absent, Asked, Gone, Left, Report
+from commlayer.failures.frames import framed, frames
+from commlayer.failures.links import Links
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -95,7 +97,7 @@ def test_the_detector_and_a_groups_board_blame_the_same_rank_in_the_same_words(
     detector = FailureDetector(None, 0, RANKS, 0.0)
     for record in records:
         detector.tell(record)
-    assert detector.failure() == words
+    assert detector.knowledge.failure() == words
     assert board(detector).culprit() == words
 
 
@@ -151,7 +153,7 @@ def test_absence_of_a_stranger_is_no_news() -> None:
     detector = FailureDetector(None, 0, RANKS, 0.0)
     for ranks in ((), (2, 9)):
         detector.tell(Absent(ranks, 6.0, 1))
-    assert not detector.ended
+    assert not detector.knowledge.ended
 
 
 def test_a_rank_that_leaves_a_group_is_quoted() -> None:
@@ -189,7 +191,7 @@ def test_a_woken_rank_does_not_blame_whom_it_happened_to_wait_for() -> None:
     detector.tell(Report(KEY, 1, (), "left with OSError: disk full"))
     assert (mine.is_broken, woken) == (True, [1])
     mine.report(wait(0, 1), Failure(mine.woken(), 0.5, 60.0))
-    assert detector.reports[KEY, 0].what == "did not answer within 2 s"
+    assert detector.knowledge.reports[KEY, 0].what == "did not answer within 2 s"
 
 
 def test_a_rank_that_is_woken_by_who_waited_for_it_names_whom_it_waited_for() -> None:
@@ -227,17 +229,17 @@ def nested() -> bytes:
     return len(words).to_bytes(4, "big") + words
 
 
-JUNK = [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", _framed(Gone(1, 2))[:-1] + b"\xc1", nested()]
+JUNK = [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", framed(Gone(1, 2))[:-1] + b"\xc1", nested()]
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
 def test_junk_is_refused_and_halves_wait(junk: bytes) -> None:
-    frame = _framed(Report(KEY, 1, (2, 3), "died"))
+    frame = framed(Report(KEY, 1, (2, 3), "died"))
     inbox = bytearray(frame + frame[:7])
-    assert _frames(inbox) == [Report(KEY, 1, (2, 3), "died")]
+    assert frames(inbox) == [Report(KEY, 1, (2, 3), "died")]
     assert bytes(inbox) == frame[:7]
     with pytest.raises((ValueError, DisagreementError)):
-        _frames(bytearray(junk))
+        frames(bytearray(junk))
 
 
 def test_a_consequence_is_not_blamed_where_the_cause_is_known() -> None:
@@ -272,9 +274,9 @@ def test_of_a_large_group_nobody_lists_all_ranks() -> None:
     detector, ranks = FailureDetector(None, 0, range(20_000), 0.0), range(20_000)
     mine = FailureBoard(detector, "g" * 5000, 0, ranks)
     mine.report(wait(0, *ranks[1:]), LATE)
-    (report,) = detector.reports.values()
+    (report,) = detector.knowledge.reports.values()
     assert report.is_all
-    assert len(_framed(report)) < 300
+    assert len(framed(report)) < 300
     for rank in ranks[1:-1]:
         detector.tell(Report(mine.key, rank, (), "did not answer within 2 s", is_all=True))
     assert str(mine.explain(wait(0, *ranks[1:]), LATE)).startswith("rank 19999 did not answer within 0.05 s; here")
@@ -283,8 +285,8 @@ def test_of_a_large_group_nobody_lists_all_ranks() -> None:
 def test_text_that_cannot_be_encoded_is_told_all_the_same() -> None:
     detector = FailureDetector(None, 0, RANKS, 0.0)
     board(detector, 1).leave("left with OSError: no file " + chr(0xDCFF) + "x" * 10_000)
-    (report,) = detector.reports.values()
-    assert _frames(bytearray(_framed(report))) == [report]
+    (report,) = detector.knowledge.reports.values()
+    assert frames(bytearray(framed(report))) == [report]
 
 
 def test_an_observer_that_raises_keeps_nobody_else_from_hearing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,8 +297,8 @@ def test_an_observer_that_raises_keeps_nobody_else_from_hearing(capsys: pytest.C
             raise KeyError(record)
 
     mine, first, second = board(detector), Raises(), Raises()
-    detector.attach(first)
-    detector.attach(second)
+    detector.knowledge.attach(first)
+    detector.knowledge.attach(second)
     detector.tell(Gone(3, 1))
     assert mine.is_broken
     assert capsys.readouterr().err.count("KeyError: Gone") == 2
@@ -322,7 +324,7 @@ def test_questions_are_news_however_many_there_have_been() -> None:
             heard.append(record)
 
     hears = Hears()
-    detector.attach(hears)
+    detector.knowledge.attach(hears)
     questions = [Asked(number, 1, is_timeout=True) for number in range(300)]
     for each in questions:
         detector.tell(each)
@@ -330,7 +332,7 @@ def test_questions_are_news_however_many_there_have_been() -> None:
     for each in questions:  # what comes round once more, late
         detector.tell(each)
     assert heard == questions
-    assert len(detector.asked) <= 64
+    assert len(detector.knowledge.asked) <= 64
 
 
 def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +359,7 @@ def test_a_rank_that_has_left_and_is_then_not_found_has_not_died() -> None:
     detector.tell(Left(3, "it destroyed its process group", is_failure=False))
     detector.tell(Gone(3, 1, is_unheard=True))
     assert not mine.is_broken
-    assert (detector.gone, detector.ended) == ({}, [])
+    assert (detector.knowledge.gone, detector.knowledge.ended) == ({}, [])
 
 
 def test_a_rank_is_named_by_its_own_words_where_its_death_was_told_before() -> None:
@@ -407,12 +409,17 @@ def detectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]
         detector.close("the test is over")
 
 
+def links_of(detector: FailureDetector) -> Links:
+    assert detector._dialler is not None
+    return detector._dialler.links
+
+
 def stranger_at(detector: FailureDetector) -> tuple[socket.socket, socket.socket]:
     """A connection to the detector whose other end never says who it is: that end, and the detector's own."""
-    visitor = socket.create_connection(("127.0.0.1", detector._listener.getsockname()[1]))
+    visitor = socket.create_connection(("127.0.0.1", links_of(detector).port))
     until = time.monotonic() + 20.0
     while time.monotonic() < until:
-        for link in list(detector._strangers):
+        for link in list(links_of(detector).strangers):
             if link.socket.getpeername()[1] == visitor.getsockname()[1]:
                 return visitor, link.socket
         time.sleep(0.005)
@@ -423,7 +430,7 @@ def test_a_detector_that_closes_shows_strangers_out(detectors: list[FailureDetec
     visitor, link = stranger_at(detectors[0])
     with visitor:
         detectors[0].close("it ends")
-        detectors[0]._thread.join(20.0)
+        links_of(detectors[0]).thread.join(20.0)
         assert link.fileno() == -1
         visitor.settimeout(20.0)
         assert visitor.recv(1) == b""
@@ -433,12 +440,13 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To close a socket in which something is unread throws away what is still on its way to the other end."""
-    monkeypatch.setattr("commlayer.failures.detector._FLUSH_S", 20.0)
+    monkeypatch.setattr("commlayer.failures.links._FLUSH_S", 20.0)
     leaves, hears = detectors
-    with hears.changed:
-        links, hears._links = hears._links, []
+    with hears.knowledge.changed:
+        its = links_of(hears)
+        links, its.links = its.links, []
         for link in links:
-            hears._selector.unregister(link.socket)  # the test reads for it
+            its._selector.unregister(link.socket)  # the test reads for it
     reads_again, bell = threading.Event(), os.eventfd(1)
 
     def stall() -> None:
@@ -447,14 +455,14 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
 
     assert leaves.listen(bell, stall)
     for link in links:
-        link.socket.send(_framed(Report(KEY, 1, (0,), "unread")))
+        link.socket.send(framed(Report(KEY, 1, (0,), "unread")))
     closing = threading.Thread(target=leaves.close, args=("it ends",))
     closing.start()
     for link in links:
         link.socket.settimeout(60.0)
         while data := link.socket.recv(1 << 16):
             link.inbox += data
-        assert _frames(link.inbox)[-1] == Left(0, "it ends", is_failure=False)
+        assert frames(link.inbox)[-1] == Left(0, "it ends", is_failure=False)
         link.socket.close()
     reads_again.set()
     closing.join()
@@ -464,12 +472,13 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
 def test_who_finds_a_port_closed_first_asks_those_who_may_have_heard_more(detectors: list[FailureDetector]) -> None:
     """A rank that leaves has told its neighbours; one that it had no connection with hears of it through others."""
     detector, left = detectors[0], Left(1, "its program has ended", is_failure=False)
-    detector._heard.clear()
+    links_of(detector).heard.clear()
     neighbour = threading.Timer(0.05, detector.tell, [left])
     neighbour.start()
-    detector._find_ended(1)
+    assert detector._dialler is not None
+    detector._dialler._find_ended(1)
     neighbour.join()
-    assert (detector.gone, detector.left) == ({}, {1: left})
+    assert (detector.knowledge.gone, detector.knowledge.left) == ({}, {1: left})
 
 
 def test_a_forked_child_lets_go_of_strangers_too(detectors: list[FailureDetector]) -> None:
@@ -495,8 +504,10 @@ def detector_of(rank: int, timeout_s: float = 60.0) -> FailureDetector:
 
 
 def await_news(detector: FailureDetector, seconds: float = 60.0) -> bool:
-    with detector.changed:
-        return detector.changed.wait_for(lambda: bool(detector.ended or detector.left), seconds)
+    with detector.knowledge.changed:
+        return detector.knowledge.changed.wait_for(
+            lambda: bool(detector.knowledge.ended or detector.knowledge.left), seconds
+        )
 
 
 def start() -> int:
@@ -524,9 +535,9 @@ def test_every_rank_hears_how_another_ended(emulated_cluster: ClusterFactory, wa
             )
             sys.exit(0)
         assert await_news(detector)
-        ended = [r for r in detector.ended if not isinstance(r, Absent)]
+        ended = [r for r in detector.knowledge.ended if not isinstance(r, Absent)]
         return [(type(r).__name__, r.rank) for r in ended], [
-            (r.rank, r.why) for r in detector.left.values() if r.rank == 0
+            (r.rank, r.why) for r in detector.knowledge.left.values() if r.rank == 0
         ]
 
     outcomes = emulated_cluster(3, 2).run(job, check=False, grace_s=70.0)
@@ -561,7 +572,7 @@ def test_a_child_that_outlives_a_rank_does_not_hide_its_death(emulated_cluster: 
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         assert await_news(detector), "the child holds the connections"
-        return list(detector.gone)
+        return list(detector.knowledge.gone)
 
     outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=70.0)
     assert outcomes[0].value == outcomes[2].value == [1]
@@ -574,18 +585,18 @@ def test_a_connection_that_is_lost_is_no_death(emulated_cluster: ClusterFactory)
         detector = detector_of(rank)
         dist.barrier()
         if rank == 0:
-            with detector.changed:
-                for link in detector._links:
+            with detector.knowledge.changed:
+                for link in links_of(detector).links:
                     link.socket.shutdown(socket.SHUT_RDWR)
         dist.barrier()
         time.sleep(0.5)  # for a wrong verdict to come
-        gone = list(detector.gone)
+        gone = list(detector.knowledge.gone)
         dist.barrier()
         if rank == 0:  # and the new connections carry news
             detector.tell(Report(KEY, 0, (1,), "died"))
-        with detector.changed:
-            assert detector.changed.wait_for(lambda: detector.reports, 60.0)
-        num_links = len(detector._links)
+        with detector.knowledge.changed:
+            assert detector.knowledge.changed.wait_for(lambda: detector.knowledge.reports, 60.0)
+        num_links = len(links_of(detector).links)
         dist.barrier()
         return gone, num_links
 
@@ -603,15 +614,15 @@ def test_a_rank_that_has_no_time_to_answer_is_no_death(emulated_cluster: Cluster
         detector = detector_of(rank)
         dist.barrier()
         if rank == 0:
-            with detector.changed:
-                for link in detector._links:
+            with detector.knowledge.changed:
+                for link in links_of(detector).links:
                     if link.rank == 1:
                         link.socket.shutdown(socket.SHUT_RDWR)
         elif rank == 1:
             ctypes.PyDLL(None).usleep(3_000_000)
         dist.barrier()
         time.sleep(0.5)
-        return list(detector.gone)
+        return list(detector.knowledge.gone)
 
     assert emulated_cluster(1, 3).run(job) == [[], [], []]
 
@@ -625,18 +636,18 @@ def test_a_stranger_is_sent_away(emulated_cluster: ClusterFactory) -> None:
         detector = detector_of(rank)
         dist.barrier()
         if rank == 0:
-            port = detector._listener.getsockname()[1]
-            for words in (_framed(Gone(1, 2)), b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
+            port = links_of(detector).port
+            for words in (framed(Gone(1, 2)), b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
                 with socket.create_connection(("127.0.0.1", port), 60.0) as stranger:
                     stranger.sendall(words)
                     stranger.settimeout(60.0)
                     assert stranger.recv(1) == b""
-            assert not detector.gone
+            assert not detector.knowledge.gone
         meet(2)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         assert await_news(detector)
-        return list(detector.gone)
+        return list(detector.knowledge.gone)
 
     outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=70.0)
     assert [outcome.failure or outcome.value for outcome in outcomes[:2]] == [[2], [2]]
@@ -657,12 +668,3 @@ def test_what_a_detector_holds_it_gives_back(emulated_cluster: ClusterFactory) -
         return (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
     assert all(emulated_cluster(1, 4).run(job))
-
-
-@pytest.mark.parametrize("size", [2, 5, 64, 512, 4096])
-def test_a_rank_has_as_many_neighbours_as_its_number_has_digits(size: int) -> None:
-    """It stores one address and reads theirs, however many ranks there are."""
-    for rank in (0, 1, size // 2, size - 1):
-        neighbours = FailureDetector(None, rank, range(size), 0.0)._neighbours()
-        assert len(neighbours) == len(set(neighbours)) == (size - 1).bit_length()
-        assert rank not in neighbours

@@ -27,6 +27,7 @@ from commlayer.backend import store_barrier
 from commlayer.failures import detector as detectors
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
+from commlayer.failures.frames import Card
 from commlayer.failures.polled_store import PolledStore
 from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
@@ -45,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
 
 
 def say_where(store: HashStore, rank: int, port: int) -> None:
-    card = detectors._Card((ELSEWHERE,), port, b"secret")
+    card = Card((ELSEWHERE,), port, b"secret")
     store.set(f"detector/{rank}", msgspec.msgpack.encode(card))  # type: ignore[arg-type]  # it takes bytes too
 
 
@@ -61,9 +62,9 @@ def end_once_dialled(listener: socket.socket) -> threading.Thread:
 
 
 def await_death(detector: FailureDetector) -> list[int]:
-    with detector.changed:
-        assert detector.changed.wait_for(lambda: bool(detector.gone), 30.0)
-        return list(detector.gone)
+    with detector.knowledge.changed:
+        assert detector.knowledge.changed.wait_for(lambda: bool(detector.knowledge.gone), 30.0)
+        return list(detector.knowledge.gone)
 
 
 def test_a_rank_that_ends_before_its_first_answer_is_dead(opened: list[FailureDetector]) -> None:
@@ -82,13 +83,13 @@ def test_a_refusal_alone_is_no_death(opened: list[FailureDetector], monkeypatch:
     with socket.create_server((ELSEWHERE, 0)) as listener:
         port = listener.getsockname()[1]
     say_where(store, 1, port)
-    monkeypatch.setattr(detectors, "_MOST_DIALS", 2)
+    monkeypatch.setattr("commlayer.failures.links._MOST_DIALS", 2)
     threads = [thread.name for thread in threading.enumerate()]
     opened.append(FailureDetector(store, 0, (0, 1), 30.0))
     for thread in threading.enumerate():
         if thread.name == "commlayer-ask" and thread.name not in threads:
             thread.join(30.0)
-    assert not opened[0].gone
+    assert not opened[0].knowledge.gone
 
 
 def test_a_rank_that_comes_late_hears_why_others_have_left(
@@ -108,7 +109,7 @@ def test_a_rank_that_comes_late_hears_why_others_have_left(
         words = str(error)
     else:
         await_death(opened[0])
-        words = opened[0]._failure()
+        words = opened[0].knowledge.failure()
     assert "rank 1 died: its process has ended (seen by rank 0)" in words
 
 
@@ -117,14 +118,15 @@ def test_whoever_fails_at_the_start_waits_for_nobody_that_has_heard(opened: list
     with ThreadPoolExecutor(2) as pool:
         opened += pool.map(lambda rank: FailureDetector(store, rank, (0, 1), 30.0), (0, 1))
     first, other = opened
-    with first.changed:
-        assert first.changed.wait_for(lambda: 1 in first._heard, 30.0)
+    assert first._dialler is not None
+    with first.knowledge.changed:
+        assert first.knowledge.changed.wait_for(lambda: 1 in first._dialler.links.heard, 30.0)
     assert not first._unaware()
     first.fail("left with ValueError")
     first.linger()
-    with other.changed:
-        assert other.changed.wait_for(lambda: bool(other.left), 30.0)
-        assert other._failure() == "rank 0 left with ValueError"
+    with other.knowledge.changed:
+        assert other.knowledge.changed.wait_for(lambda: bool(other.knowledge.left), 30.0)
+        assert other.knowledge.failure() == "rank 0 left with ValueError"
 
 
 def test_a_name_is_looked_up_only_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +176,13 @@ def test_a_rank_that_has_said_where_it_listens_and_dies_is_named(emulated_cluste
 
     def job() -> tuple[str, str]:
         if os.environ["RANK"] == str(victim):
-            say = FailureDetector._say_where
+            say = detectors._Cards.put
 
             def say_and_die(*arguments: Any) -> None:
                 say(*arguments)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            FailureDetector._say_where = say_and_die  # type: ignore[method-assign, assignment]
+            detectors._Cards.put = say_and_die  # type: ignore[method-assign, assignment]
         return outcome()
 
     for each in emulated_cluster(2, 2).run(job, check=False, grace_s=40.0):
@@ -204,9 +206,9 @@ def test_a_death_ends_the_wait_for_a_rank_that_has_not_come(emulated_cluster: Cl
             os._exit(0)
 
         if rank == 2:  # it has come to the store, where rank 0 waits for all to come
-            FailureDetector._say_where = stay_away  # type: ignore[method-assign, assignment]
+            detectors._Cards.put = stay_away  # type: ignore[method-assign, assignment]
         if rank == 1:
-            FailureDetector._card_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+            detectors._Cards.of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
         found = outcome()
         heard.touch()
         return found

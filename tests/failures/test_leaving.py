@@ -23,8 +23,10 @@ def await_end_of(rank: int) -> None:
     """Wait until this rank has heard that ``rank`` is no more."""
     detector = job_detector(range(dist.get_world_size()))
     assert detector is not None
-    with detector.changed:
-        assert detector.changed.wait_for(lambda: rank in detector.left or rank in detector.gone, 60.0)
+    with detector.knowledge.changed:
+        assert detector.knowledge.changed.wait_for(
+            lambda: rank in detector.knowledge.left or rank in detector.knowledge.gone, 60.0
+        )
 
 
 def leave(way: str) -> None:

@@ -551,7 +551,7 @@ def leaving(is_failing: bool) -> tuple[str, bool, bool]:
     try:
         with Prober(Topology.parse("2x1"), 5.0) as prober:
             prober.call(probes_of_grid(2, 1, Resource.INTER)[0], 4096).run()
-            was_open = not prober.detector._is_closed
+            was_open = prober.detector.is_open
             dist.barrier()
             if is_failing:
                 raise ZeroDivisionError("mine")
@@ -561,7 +561,7 @@ def leaving(is_failing: bool) -> tuple[str, bool, bool]:
 
             prober.grid_runner.transport.close = fail  # type: ignore[method-assign]
     except ZeroDivisionError as error:
-        return str(error), was_open, not prober.detector._is_closed
+        return str(error), was_open, prober.detector.is_open
     return "no error", was_open, False
 
 

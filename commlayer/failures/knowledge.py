@@ -1,0 +1,148 @@
+"""Knowledge of a job: who is gone, who has left and said why, who waits for whom; what one rank knows of all others.
+
+It is made of records (:mod:`commlayer.failures.failure_records`), of which the first one about a rank counts, and knows nothing
+of connections: :mod:`commlayer.failures.links` brings records and passes them on.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
+
+from commlayer.failures.blame import Blame, blame_of, first_failure
+from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report
+from commlayer.profiles.printable import say
+
+__all__ = ["Knowledge", "Observer"]
+
+_MOST_ROUNDS = 64
+"""So many of the last questions are remembered; older ones are no news."""
+
+
+class Observer(Protocol):
+    """Somebody who wants to know of every record as it comes."""
+
+    def observe(self, record: Record) -> None:
+        """Called once for each record, on the thread that brings it: the detector's, or one that tells it."""
+
+
+class Knowledge:
+    """The knowledge of the rank ``rank`` about the job of ``ranks`` (global ranks)."""
+
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks = rank, tuple(ranks)
+        self.members = frozenset(self.ranks)
+        self.changed = threading.Condition()
+        """Guards all of it, and is notified of each record; its lock is one that a thread may take twice."""
+        self.gone: dict[int, Gone] = {}
+        self.left: dict[int, Left] = {}
+        self.ended: list[Ended] = []
+        """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it
+        acts on it."""
+        self.reports: dict[tuple[str, int], Report] = {}
+        self.asked: dict[int, Asked] = {}
+        """The first question of each of the last rounds."""
+        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks that this one dials: 1, 2, 4, … places after it."""
+        return self._at_distances(1)
+
+    @property
+    def diallers(self) -> list[int]:
+        """The ranks that dial this one: 1, 2, 4, … places before it."""
+        return self._at_distances(-1)
+
+    def _at_distances(self, sign: int) -> list[int]:
+        size, me = len(self.ranks), self.ranks.index(self.rank)
+        return [self.ranks[(me + sign * (1 << k)) % size] for k in range((size - 1).bit_length())]
+
+    def attach(self, observer: Observer) -> None:
+        """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
+        with self.changed:
+            self._observers.add(observer)
+            known = self.records()
+        for record in known:
+            observer.observe(record)
+
+    def detach(self, observer: Observer) -> None:
+        """The opposite of :meth:`attach`."""
+        with self.changed:
+            self._observers.discard(observer)
+
+    def records(self) -> list[Record]:
+        """All records but questions, which are for those who are there when they are asked."""
+        absent = [record for record in self.ended if isinstance(record, Absent)]  # first: who left did so because of it
+        return [*absent, *self.gone.values(), *self.left.values(), *self.reports.values()]
+
+    def learn(self, record: Record, pass_on: Callable[[Record], None] = lambda _: None) -> None:
+        """Take in ``record``. If it is news, ``pass_on`` is called with the lock held, and then the observers. Raises nothing."""
+        with self.changed:
+            if not self._is_news(record):
+                return
+            pass_on(record)
+            observers = list(self._observers)
+            self.changed.notify_all()
+        for observer in observers:
+            try:
+                observer.observe(record)
+            except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
+                say(traceback.format_exc(), keep="\n")
+
+    def first_failure(self, ranks: Container[int]) -> Blame | None:
+        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
+        return first_failure(self.ended, self.left, ranks)
+
+    def failure(self) -> str:
+        """Who has failed first, in words, as far as is known; where only consequences are known, the first of them; empty:
+        nobody."""
+        with self.changed:
+            verdict = self.first_failure(self.ranks)
+            if verdict is None and self.ended:
+                verdict = blame_of(self.ended[0])
+        return "" if verdict is None else verdict.words(self.rank)
+
+    def await_failure(self, seconds: float) -> str:
+        """:meth:`failure`, once there is one, or after ``seconds``."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended, seconds)
+            return self.failure()
+
+    def _is_news(self, record: Record) -> bool:
+        """Remember ``record``, unless it is known, or about nobody of this job; return whether it was remembered."""
+        if isinstance(record, Asked):
+            return self._is_asked_first(record)
+        if isinstance(record, Report):
+            return self.reports.setdefault((record.key, record.rank), record) is record
+        if isinstance(record, Absent):
+            return self._is_first_absence(record)
+        if record.rank not in self.members:
+            return False
+        if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
+            return False  # a rank that has said why it left, and was then not found by one that had not heard it
+        of_kind: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
+        is_news = of_kind.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
+        if is_news and (isinstance(record, Gone) or record.is_failure):
+            self.ended.append(record)
+        return is_news
+
+    def _is_first_absence(self, absent: Absent) -> bool:
+        """Ranks run out of patience one after the other, each for the same ranks: the first one counts."""
+        if not absent.ranks or not self.members.issuperset(absent.ranks):
+            return False
+        if any(isinstance(record, Absent) for record in self.ended):
+            return False
+        self.ended.append(absent)
+        return True
+
+    def _is_asked_first(self, asked: Asked) -> bool:
+        if asked.round <= max(self.asked, default=-1) - _MOST_ROUNDS or asked.round in self.asked:
+            return False
+        self.asked[asked.round] = asked
+        for old in [each for each in self.asked if each <= asked.round - _MOST_ROUNDS]:
+            del self.asked[old]
+        return True
