@@ -10,7 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from commlayer.failures.blame import Blame, blame_of, first_failure
 from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report
@@ -18,6 +18,7 @@ from commlayer.profiles.printable import say
 
 __all__ = ["Knowledge", "Observer"]
 
+_Key, _Record = TypeVar("_Key"), TypeVar("_Record")
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
 
@@ -117,15 +118,17 @@ class Knowledge:
         if isinstance(record, Asked):
             return self._is_asked_first(record)
         if isinstance(record, Report):
-            return self.reports.setdefault((record.key, record.rank), record) is record
+            return _is_first(self.reports, (record.key, record.rank), record)
         if isinstance(record, Absent):
             return self._is_first_absence(record)
         if record.rank not in self.members:
             return False
         if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
             return False  # a rank that has said why it left, and was then not found by one that had not heard it
-        of_kind: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
-        is_news = of_kind.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
+        if isinstance(record, Gone):
+            is_news = _is_first(self.gone, record.rank, record)
+        else:
+            is_news = _is_first(self.left, record.rank, record)
         if is_news and (isinstance(record, Gone) or record.is_failure):
             self.ended.append(record)
         return is_news
@@ -146,3 +149,11 @@ class Knowledge:
         for old in [each for each in self.asked if each <= asked.round - _MOST_ROUNDS]:
             del self.asked[old]
         return True
+
+
+def _is_first(known: dict[_Key, _Record], key: _Key, record: _Record) -> bool:
+    """Put ``record`` into ``known`` unless there is one for its key; return whether it was put there."""
+    if key in known:
+        return False
+    known[key] = record
+    return True
