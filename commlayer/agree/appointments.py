@@ -1,15 +1,20 @@
-"""Appointments: something that all ranks of a group do at the same call, which they have agreed on before any of them makes it.
+"""Appointments: something that all ranks of a group do at the same call, which they have agreed on
+before any of them makes it.
 
-Member 0 names the call, some calls ahead, in the group's store. Every other member answers on its own thread: yes, if it has not
-come to that call yet. When all have said yes, member 0 writes that it is kept, else, or where one does not answer in time, that
-it is off. A member that comes to the call reads that one record, and waits for it if it has to. So none can miss it, none
-guesses, calls exchange nothing beyond what they do anyway, and when a rank dies in between nothing changes for the others.
+Member 0 names the call, some calls ahead, in the group's store. Every other member answers on its
+own thread: yes, if it has not come to that call yet. When all have said yes, member 0 writes that
+it is kept, else, or where one does not answer in time, that it is off. A member that comes to the
+call reads that one record, and waits for it if it has to. So none can miss it, none guesses, calls
+exchange nothing beyond what they do anyway, and when a rank dies in between nothing changes for the
+others.
 
-Prior art, and why it is not done so here: Horovod's autotuner broadcasts new parameters with a collective of its own in every
-cycle; ByteScheduler announces a change at a future step, and a rank that hears of it too late never follows.
+Prior art, and why it is not done so here: Horovod's autotuner broadcasts new parameters with a
+collective of its own in every cycle; ByteScheduler announces a change at a future step, and a rank
+that hears of it too late never follows.
 
-Where calls run, in the group's order, :meth:`Appointments.pass_by` and :meth:`Appointments.next_call` count; on another thread
-:meth:`Appointments.turn` talks to the store, and never waits in it.
+Where calls run, in the group's order, :meth:`Appointments.pass_by` and
+:meth:`Appointments.next_call` count; on another thread :meth:`Appointments.turn` talks to the
+store, and never waits in it.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from commlayer.profiles.errors import InternalError
 __all__ = ["PATIENCE_S", "Appointment", "AppointmentStore", "Appointments"]
 
 PATIENCE_S = 5.0
-"""How long member 0 waits for answers: threads answer, whatever the calls do, so more than this means that one is stopped."""
+"""How long member 0 waits for answers: threads answer, whatever the calls do, so more than this
+means that one is stopped."""
 _POLL_S = 0.002
 _KEPT, _OFF = b"kept", b"off"
 
@@ -43,7 +49,8 @@ class AppointmentStore(Protocol):
 
 
 class Appointment(ControlMessage, frozen=True):
-    """An appointment. ``call``: before which call of the group, counted from 1 as they run; ``purpose``, ``value``: what for."""
+    """An appointment. ``call``: before which call of the group, counted from 1 as they run;
+    ``purpose``, ``value``: what for."""
 
     number: int
     call: int
@@ -52,7 +59,8 @@ class Appointment(ControlMessage, frozen=True):
 
 
 class _Open:
-    """An appointment that is neither kept nor off, and what was decided, once that is known here."""
+    """An appointment that is neither kept nor off, and what was decided, once that is known
+    here."""
 
     def __init__(self, appointment: Appointment) -> None:
         self.appointment = appointment
@@ -60,10 +68,11 @@ class _Open:
 
 
 class Appointments:
-    """The appointments of one group as one of its ``size`` members knows them; ``member`` 0 makes them in ``store()``.
+    """The appointments of one group as one of its ``size`` members knows them; ``member`` 0 makes
+    them in ``store()``.
 
-    ``refuse(waited_s)`` raises what a wait for the decision means that has gone on for ``waited_s``, or returns where it may go
-    on.
+    ``refuse(waited_s)`` raises what a wait for the decision means that has gone on for
+    ``waited_s``, or returns where it may go on.
     """
 
     def __init__(
@@ -80,14 +89,15 @@ class Appointments:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an appointment that has not been called off, and whose purpose has not been fulfilled."""
+        """Whether there is an appointment that has not been called off, and whose purpose has not
+        been fulfilled."""
         return self._open is not None
 
     # Where calls run
 
     def pass_by(self) -> bool:
-        """Count the call that runs now, and return True; False, with nothing counted, where :meth:`next_call` has to say what
-        comes before it."""
+        """Count the call that runs now, and return True; False, with nothing counted, where
+        :meth:`next_call` has to say what comes before it."""
         with self._lock:
             due = self._open
             if due is not None and self.calls + 1 >= due.appointment.call:
@@ -96,9 +106,11 @@ class Appointments:
             return True
 
     def next_call(self) -> Appointment | None:
-        """Count the call that runs now; the appointment to be kept before it, if there is one: :meth:`end` it then.
+        """Count the call that runs now; the appointment to be kept before it, if there is one:
+        :meth:`end` it then.
 
-        Talks to nobody: the other thread does. Raises what ``refuse`` raises, and RuntimeError where the store is lost.
+        Talks to nobody: the other thread does. Raises what ``refuse`` raises, and RuntimeError
+        where the store is lost.
         """
         with self._lock:
             self.calls += 1
@@ -124,7 +136,8 @@ class Appointments:
     # On the thread that talks to the store
 
     def make(self, purpose: str, value: float, ahead: int, patience_s: float = PATIENCE_S) -> Appointment:
-        """Name the call that is ``ahead`` calls from now, and wait ``patience_s`` for answers: for member 0.
+        """Name the call that is ``ahead`` calls from now, and wait ``patience_s`` for answers: for
+        member 0.
 
         Raises InternalError while an appointment is open: it would never be decided on.
         """
@@ -139,9 +152,11 @@ class Appointments:
         return made
 
     def turn(self) -> None:
-        """Do what there is to do now: look for an appointment and answer, count answers and decide, hear of the decision.
+        """Do what there is to do now: look for an appointment and answer, count answers and decide,
+        hear of the decision.
 
-        Raises RuntimeError where the store is lost, DisagreementError for what cannot be read there.
+        Raises RuntimeError where the store is lost, DisagreementError for what cannot be read
+        there.
         """
         found = self._open
         if found is None:
@@ -156,7 +171,8 @@ class Appointments:
             self._close(found)
 
     def fail(self, error: Exception) -> None:
-        """Note that :meth:`turn` is not called any more, because of ``error``: who waits for a decision must hear of it."""
+        """Note that :meth:`turn` is not called any more, because of ``error``: who waits for a
+        decision must hear of it."""
         self._lost = error
 
     def _look(self) -> None:

@@ -1,8 +1,10 @@
-"""Which ranks take part, on which nodes: topology discovery, and the grid that an all_to_all of replicated tokens needs.
+"""Which ranks take part, on which nodes: topology discovery, and the grid that an all_to_all of
+replicated tokens needs.
 
-The grid has one row for each rank of the all_to_all's group (ep) and one column for each holder of the same tokens (tp):
-rank (i, j) exchanges with column j and gathers with row i. Every rank describes itself once, when a Communicator is
-made; all checks are made on the gathered descriptions, so that every rank raises the same error.
+The grid has one row for each rank of the all_to_all's group (ep) and one column for each holder of
+the same tokens (tp): rank (i, j) exchanges with column j and gathers with row i. Every rank
+describes itself once, when a Communicator is made; all checks are made on the gathered
+descriptions, so that every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Member(ControlMessage, frozen=True):
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of one all_to_all of replicated tokens: ``ranks[i][j]`` is global rank of row i (ep), column j (tp)."""
+    """The ranks of one all_to_all of replicated tokens: ``ranks[i][j]`` is global rank of row i
+    (ep), column j (tp)."""
 
     ranks: tuple[tuple[int, ...], ...]
     ep_index: int
@@ -77,7 +80,8 @@ class Grid:
 
 
 def node_identity() -> str:
-    """Hostname and network namespace: equal for two ranks exactly when they talk without a wire between them."""
+    """Hostname and network namespace: equal for two ranks exactly when they talk without a wire
+    between them."""
     try:
         namespace = os.readlink("/proc/self/ns/net")
     except OSError:  # not Linux, or no /proc
@@ -86,9 +90,11 @@ def node_identity() -> str:
 
 
 def discover_topology(timeout_s: float | None = None) -> Topology:
-    """Which rank of the world sits on which node: as ``COMMLAYER_TOPOLOGY`` declares, else by host and network namespace.
+    """Which rank of the world sits on which node: as ``COMMLAYER_TOPOLOGY`` declares, else by host
+    and network namespace.
 
-    Collective: every rank calls it. Raises TopologyError for a declaration of another number of ranks.
+    Collective: every rank calls it. Raises TopologyError for a declaration of another number of
+    ranks.
     """
     settings = Settings.from_environment()
     mine, purpose = Identity(node_identity()), "to discover the topology"
@@ -98,7 +104,8 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
 
 
 def declared_topology(settings: Settings, world_size: int) -> Topology | None:
-    """The topology that ``COMMLAYER_TOPOLOGY`` declares, if it does. Raises TopologyError for one of another size."""
+    """The topology that ``COMMLAYER_TOPOLOGY`` declares, if it does. Raises TopologyError for one
+    of another size."""
     if settings.topology is None:
         return None
     declared = Topology.parse(settings.topology)
@@ -122,13 +129,14 @@ def describe_self(
 ) -> list[Member]:
     """Exchange descriptions over the grid and return all of them. Collective over both groups.
 
-    ``failure``: why this rank cannot take part. It comes all the same and says so, or the others would wait for it.
-    Raises GroupError where this rank is in neither group, DisagreementError where a rank's words cannot be read or are
-    not of itself.
+    ``failure``: why this rank cannot take part. It comes all the same and says so, or the others
+    would wait for it. Raises GroupError where this rank is in neither group, DisagreementError
+    where a rank's words cannot be read or are not of itself.
     """
     rank = dist.get_rank()
     for name, group in (("ep", ep_group), ("tp", tp_group)):
-        # torch gives ranks outside a group the GroupMember.NON_GROUP_MEMBER object, in which their rank is -1
+        # torch gives ranks outside a group the GroupMember.NON_GROUP_MEMBER object, in which their
+        # rank is -1
         if group is not None and dist.get_rank(group) < 0:
             raise GroupError(f"rank {rank} is not a member of the {name} group: pass the group that holds this rank")
     ep_ranks = tuple(dist.get_process_group_ranks(ep_group))
@@ -142,7 +150,8 @@ def describe_self(
 
 
 def _check_told(rows: Sequence[Sequence[tuple[int, Member]]]) -> None:
-    """Raise DisagreementError for a description that no process group can give: what follows relies on it."""
+    """Raise DisagreementError for a description that no process group can give: what follows relies
+    on it."""
     seen: dict[int, Member] = {}
     for row in rows:
         ranks = tuple(rank for rank, _ in row)
@@ -157,7 +166,8 @@ def _check_told(rows: Sequence[Sequence[tuple[int, Member]]]) -> None:
 
 
 def grid_key(members: Sequence[Member]) -> str:
-    """A name for what is made of ``members``: the same on all of them, and another one each time."""
+    """A name for what is made of ``members``: the same on all of them, and another one each
+    time."""
     first = min(members, key=lambda member: member.rank)
     return f"commlayer/{first.rank}/{first.serial}"
 
@@ -165,8 +175,9 @@ def grid_key(members: Sequence[Member]) -> str:
 def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = None) -> Grid:
     """Check the descriptions and lay out the grid. Pure, and the same on every rank.
 
-    Raises ClusterError where a member could not take part; GroupError where the groups do not form a grid of nodes ×
-    holders; DisagreementError where ranks differ in what they must agree on (profile, policy, versions).
+    Raises ClusterError where a member could not take part; GroupError where the groups do not form
+    a grid of nodes × holders; DisagreementError where ranks differ in what they must agree on
+    (profile, policy, versions).
     """
     by_rank = {member.rank: member for member in members}
     me = by_rank[rank]
@@ -234,5 +245,6 @@ def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, in
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all ranks for their plans to be equal, beside profile and policy."""
+    """The versions that must be equal on all ranks for their plans to be equal, beside profile and
+    policy."""
     return {"commlayer version": __version__, "torch version": str(torch.__version__)}

@@ -1,8 +1,10 @@
-"""A store for ranks that are connected already: what one of them sets, all have, by one gather over their connections.
+"""A store for ranks that are connected already: what one of them sets, all have, by one gather over
+their connections.
 
-A Gloo group finds its members through a store, in which each rank sets its address and asks for those of all others: n waits
-and n gets a rank. Where the same ranks have one group already, the addresses of the next one go round in it, and the job's
-store, which one process serves to all ranks, is not asked at all.
+A Gloo group finds its members through a store, in which each rank sets its address and asks for
+those of all others: n waits and n gets a rank. Where the same ranks have one group already, the
+addresses of the next one go round in it, and the job's store, which one process serves to all
+ranks, is not asked at all.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ class _Entry(ControlMessage, frozen=True):
 
 
 class GatheredStore(Store):
-    """The store of ``peers``, all of whom call :meth:`set` equally often; whatever they set is there when it returns.
+    """The store of ``peers``, all of whom call :meth:`set` equally often; whatever they set is
+    there when it returns.
 
-    It is for making one group: whoever makes it keeps this object alive meanwhile, since C++ does not. ``note``: what this rank
-    tells beside, by name: see :meth:`check_notes`.
+    It is for making one group: whoever makes it keeps this object alive meanwhile, since C++ does
+    not. ``note``: what this rank tells beside, by name: see :meth:`check_notes`.
     """
 
     def __init__(self, peers: Peers, timeout_s: float, purpose: str, note: Mapping[str, str] | None = None) -> None:
@@ -39,14 +42,16 @@ class GatheredStore(Store):
         self._notes: list[dict[str, str]] = []
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Tell all ranks ``value``, and hear theirs. Collective; raises as :func:`commlayer.agree.tree.gather_by_tree`."""
+        """Tell all ranks ``value``, and hear theirs. Collective; raises as
+        :func:`commlayer.agree.tree.gather_by_tree`."""
         mine = _Entry(key, value.encode() if isinstance(value, str) else bytes(value), self._note)
         told = gather_by_tree(mine, _Entry, self._peers, self._timeout_s, self._purpose)
         self._entries |= {entry.key: entry.value for entry in told}
         self._notes = [entry.note for entry in told]
 
     def check_notes(self) -> None:
-        """Raise DisagreementError, on all ranks alike, where they told different notes; it names ranks and values."""
+        """Raise DisagreementError, on all ranks alike, where they told different notes; it names
+        ranks and values."""
         if self._notes:
             check_alike(list(zip(self._peers.ranks, self._notes, strict=True)))
 
@@ -59,6 +64,7 @@ class GatheredStore(Store):
         return all(key in self._entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Raise KeyError unless all of ``keys`` have been set: none of them would come by waiting."""
+        """Raise KeyError unless all of ``keys`` have been set: none of them would come by
+        waiting."""
         for key in keys:
             self.get(key)

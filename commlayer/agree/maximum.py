@@ -1,10 +1,12 @@
-"""Agreement of a group on the largest of its ranks' numbers: at once, or without waiting for each other.
+"""Agreement of a group on the largest of its ranks' numbers: at once, or without waiting for each
+other.
 
 The latter is the largest of the call before.
 
-With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own deadlocks the job. Asking
-everybody before each call would cost a small message its time again. So the exchange for one call is started with that
-call, and read at the next one, when it has long ended.
+With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own
+deadlocks the job. Asking everybody before each call would cost a small message its time again. So
+the exchange for one call is started with that call, and read at the next one, when it has long
+ended.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ _record = torch._C._autograd._enable_record_function
 
 
 def settle_maximum(value: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
-    """Put the largest of all ranks' numbers into ``value``, on the CPU. Collective; ``purpose``: "to choose a format".
+    """Put the largest of all ranks' numbers into ``value``, on the CPU. Collective; ``purpose``:
+    "to choose a format".
 
-    Raises CollectiveTimeoutError where a rank does not come, PeerError where one is gone; both name the ranks and the purpose.
+    Raises CollectiveTimeoutError where a rank does not come, PeerError where one is gone; both name
+    the ranks and the purpose.
     """
     with blaming(Peers.of(group), None, purpose):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
@@ -61,8 +65,9 @@ class AgreedMaximum:
         return previous
 
     def _started(self) -> dist.Work:
-        """The exchange of this call, unseen by a profiler: it may end after that, and Gloo's thread, which tells the profiler so,
-        would write to memory that is no longer the profiler's."""
+        """The exchange of this call, unseen by a profiler: it may end after that, and Gloo's
+        thread, which tells the profiler so, would write to memory that is no longer the
+        profiler's."""
         if not _profiling():
             return self.group.allreduce([self._value], self._options)
         _record(False)
@@ -72,7 +77,8 @@ class AgreedMaximum:
             _record(True)
 
     def finish(self) -> None:
-        """Wait a moment for the latest exchange: a group that is freed with one under way waits for it, out of our hands."""
+        """Wait a moment for the latest exchange: a group that is freed with one under way waits for
+        it, out of our hands."""
         if self._work is not None:
             with contextlib.suppress(RuntimeError):  # nobody will read it
                 self._work.wait(timedelta(seconds=1))

@@ -1,11 +1,13 @@
 """Messages between ranks when groups are made, as typed data: nothing that arrives is ever run.
 
-A message is a frozen :class:`ControlMessage`, declared beside the code that owns it, and travels as msgpack in an envelope that
-names its type and its sender's version. It is read strictly: an unknown, a missing or a wrong field is an error on all
-ranks alike, which names the rank whose words could not be read. Rejected: pickle, as in torch's ``all_gather_object``;
-whoever reaches the job's store would run commands on every rank.
+A message is a frozen :class:`ControlMessage`, declared beside the code that owns it, and travels as
+msgpack in an envelope that names its type and its sender's version. It is read strictly: an
+unknown, a missing or a wrong field is an error on all ranks alike, which names the rank whose words
+could not be read. Rejected: pickle, as in torch's ``all_gather_object``; whoever reaches the job's
+store would run commands on every rank.
 
-On the wire: the lengths of all messages (int64), then the messages, padded to the longest.
+On the wire: the lengths of all messages (int64), then the messages, padded to the longest. Bare
+numbers (:func:`everyones_numbers`) travel as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ __all__ = [
     "check_alike",
     "decode",
     "encode",
+    "everyones_numbers",
     "from_first",
     "gather_grid",
     "gather_messages",
@@ -44,13 +47,16 @@ __all__ = [
 ]
 
 _MOST_SHOWN = 2000
-"""Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
+"""Characters of a value that ranks hold differently: a policy has some hundreds, and differs
+anywhere."""
 _MOST_NAMED = 32
-"""Ranks that differ from the first one and are named: of thousands, where the first one is the odd one out, those are enough."""
+"""Ranks that differ from the first one and are named: of thousands, where the first one is the odd
+one out, those are enough."""
 
 
 class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of everything that a rank may tell another. Its name is the message's kind on the wire."""
+    """Base of everything that a rank may tell another. Its name is the message's kind on the
+    wire."""
 
 
 class Reason(ControlMessage, frozen=True):
@@ -79,7 +85,8 @@ M = TypeVar("M", bound=ControlMessage)
 
 @dataclass(frozen=True)
 class Peers:
-    """Ranks that exchange messages. ``group`` has c10d's verbs: a process group, or the backend of one.
+    """Ranks that exchange messages. ``group`` has c10d's verbs: a process group, or the backend of
+    one.
 
     ``ranks``: global, in the group's order; this rank is ``ranks[place]``.
     """
@@ -126,10 +133,11 @@ def decode(data: bytes, type_: type[M], who: str) -> M:
 
 
 def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
-    """``value`` of every one of ``peers``, in their order. Collective over them. ``purpose``: "to make a mesh".
+    """``value`` of every one of ``peers``, in their order. Collective over them. ``purpose``: "to
+    make a mesh".
 
-    ``timeout_s`` None: for as long as the group's own timeout allows.
-    Raises, on all ranks alike, DisagreementError for words that cannot be read as ``type_``, naming the rank; and
+    ``timeout_s`` None: for as long as the group's own timeout allows. Raises, on all ranks alike,
+    DisagreementError for words that cannot be read as ``type_``, naming the rank; and
     CollectiveTimeoutError where not all come within ``timeout_s``, PeerError where one is gone.
     """
     mine = _as_tensor(encode(value))
@@ -149,7 +157,8 @@ def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | N
 
 
 class _Row(ControlMessage, frozen=True):
-    """A row's messages, as each of its ranks passes them on; or why one of them could not be read."""
+    """A row's messages, as each of its ranks passes them on; or why one of them could not be
+    read."""
 
     ranks: tuple[int, ...]
     words: tuple[bytes, ...]
@@ -159,10 +168,12 @@ class _Row(ControlMessage, frozen=True):
 def gather_grid(
     value: M, type_: type[M], row: Peers | None, column: Peers, timeout_s: float, purpose: str
 ) -> list[list[tuple[int, M]]]:
-    """(rank, ``value``) of every rank of a grid, row by row; ``row`` None: of this rank alone. Collective over the grid.
+    """(rank, ``value``) of every rank of a grid, row by row; ``row`` None: of this rank alone.
+    Collective over the grid.
 
-    Along the row, then along the column, along which travels also what could not be read in the row: a rank that raised
-    after the first would leave the ranks of its column waiting. Raises as :func:`gather_messages`.
+    Along the row, then along the column, along which travels also what could not be read in the
+    row: a rank that raised after the first would leave the ranks of its column waiting. Raises as
+    :func:`gather_messages`.
     """
     ranks = (column.rank,) if row is None else row.ranks
     try:
@@ -185,7 +196,8 @@ def _opened(row: _Row, type_: type[M], teller: int) -> list[tuple[int, M]]:
 
 
 def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> M:
-    """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather_messages`."""
+    """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As
+    :func:`gather_messages`."""
     content = _as_tensor(encode(value))
     until = until_after(timeout_s)
     with blaming(peers, timeout_s, purpose):
@@ -198,7 +210,8 @@ def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, 
 
 
 def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
-    """Raise DisagreementError unless all ranks (rank, name → value) have the same values; it names ranks and values."""
+    """Raise DisagreementError unless all ranks (rank, name → value) have the same values; it names
+    ranks and values."""
     first_rank, first = everyones[0]
     for key in dict.fromkeys(name for _, values in everyones for name in values):
         others = [(rank, values.get(key)) for rank, values in everyones if values.get(key) != first.get(key)]
@@ -218,8 +231,9 @@ class _Values(ControlMessage, frozen=True):
 
 
 def require_alike(values: Mapping[str, str], group: dist.ProcessGroup, purpose: str) -> None:
-    """Raise DisagreementError, on all ranks alike, unless all ranks of ``group`` have the same ``values``. Collective over it;
-    as :func:`gather_messages` with its ``purpose``, :func:`check_alike`."""
+    """Raise DisagreementError, on all ranks alike, unless all ranks of ``group`` have the same
+    ``values``. Collective over it; as :func:`gather_messages` with its ``purpose``,
+    :func:`check_alike`."""
     peers = Peers.of(group)
     told = gather_messages(_Values(dict(values)), _Values, peers, None, purpose)
     check_alike([(rank, each.values) for rank, each in zip(peers.ranks, told, strict=True)])
@@ -291,3 +305,19 @@ def blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[Non
                 "did not"
             ) from error
         raise PeerError(f"{who}: one of them died or closed its connection; look at their logs") from error
+
+
+def everyones_numbers(group: dist.ProcessGroup, mine: Sequence[int], purpose: str) -> list[list[int]]:
+    """Tell all ranks of ``group`` as many numbers as each of them tells, and return everybody's, in
+    the group's order.
+
+    Collective; ``purpose``: "to exchange counts".
+
+    Raises CollectiveTimeoutError where a rank does not come, PeerError where one is gone; both name
+    the ranks and the purpose.
+    """
+    told = torch.tensor(mine, dtype=torch.int64)
+    everyones = [torch.empty_like(told) for _ in range(group.size())]
+    with blaming(Peers.of(group), None, purpose):
+        dist.all_gather(everyones, told, group=group)
+    return [each.tolist() for each in everyones]

@@ -1,9 +1,10 @@
-"""``COMMLAYER_DEBUG=detail`` (or torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``): compare every collective across ranks before
-it moves a byte.
+"""``COMMLAYER_DEBUG=detail`` (or torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``): compare every
+collective across ranks before it moves a byte.
 
-It costs two small exchanges a call, over an inner group of its own, and a write to the store. It finds what otherwise ends
-in a timeout or in wrong numbers: ranks that call different collectives, or with other sizes, dtypes, roots, operations; and
-tokens (or gradients) that were declared replicated and are not.
+It costs two small exchanges a call, over an inner group of its own, and a write to the store. It
+finds what otherwise ends in a timeout or in wrong numbers: ranks that call different collectives,
+or with other sizes, dtypes, roots, operations; and tokens (or gradients) that were declared
+replicated and are not.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _DIGEST, _WIDTH = 32, 1024
 
 
 class SignatureCheck:
-    """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``: the group's own; ``explain``:
-    tells the others of a broken wait and says who is to blame (PlannedGroup.explain)."""
+    """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``:
+    the group's own; ``explain``: tells the others of a broken wait and says who is to blame
+    (PlannedGroup.explain)."""
 
     def __init__(
         self,
@@ -54,8 +56,9 @@ class SignatureCheck:
     def compare(self, sequence: int, call: str, timeout_s: float) -> None:
         """Return when all ranks are about to make this ``call``.
 
-        Raises, on every rank, DisagreementError for ranks with different calls; CollectiveTimeoutError where a rank does
-        not come within ``timeout_s``, naming it and its last call; PeerError where one is gone.
+        Raises, on every rank, DisagreementError for ranks with different calls;
+        CollectiveTimeoutError where a rank does not come within ``timeout_s``, naming it and its
+        last call; PeerError where one is gone.
         """
         text = f"#{sequence} {call}".encode()
         message = torch.zeros(_WIDTH, dtype=torch.uint8)
@@ -73,8 +76,8 @@ class SignatureCheck:
                 )
 
     def _note(self, sequence: int, call: str, timeout_s: float) -> None:
-        """Write down, for those who may wait in vain, which call this rank has come to. Bounded: the store's host may be stopped,
-        or somebody else wait in the same client."""
+        """Write down, for those who may wait in vain, which call this rank has come to. Bounded:
+        the store's host may be stopped, or somebody else wait in the same client."""
         try:
             noted = partial(self._store.set, f"{self._key}{self._rank}", f"{sequence} {call}")
             bounded(noted, self._board, timeout_s, "the job's store")
@@ -87,7 +90,8 @@ class SignatureCheck:
         return f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
 
     def refuse(self, sequence: int, call: str, why: Exception) -> None:
-        """Note for the others that this rank does not make its ``call``: nothing of it was compared, and nothing moved."""
+        """Note for the others that this rank does not make its ``call``: nothing of it was
+        compared, and nothing moved."""
         key, words = f"{self._key}refused/{self._rank}", f"{sequence} {call}: {type(why).__name__}: {why}"
         # The store may be gone, or silent: the caller's own mistake matters more.
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -96,7 +100,8 @@ class SignatureCheck:
     def compare_splits(
         self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
     ) -> None:
-        """All ranks agree that they call an all_to_all: check that what each sends is what its peer expects."""
+        """All ranks agree that they call an all_to_all: check that what each sends is what its peer
+        expects."""
         mine = torch.tensor([*sent, *expected], dtype=torch.int64)
         size = len(self._global_ranks)
         gathered = self._gather(mine.view(torch.uint8), sequence, "all_to_all", timeout_s).view(torch.int64).tolist()
@@ -113,7 +118,8 @@ class SignatureCheck:
     def compare_replicas(
         self, sequence: int, call: str, holders: Sequence[Sequence[int]], data: torch.Tensor, timeout_s: float
     ) -> None:
-        """All ranks agree on their ``call``: check that the members of each of ``holders`` bring the same ``data``, 1-D uint8.
+        """All ranks agree on their ``call``: check that the members of each of ``holders`` bring
+        the same ``data``, 1-D uint8.
 
         Raises DisagreementError, on every rank, where two of them do not.
         """
@@ -163,7 +169,8 @@ class SignatureCheck:
         ]
 
     def _last_call(self, store: Store, member: int, sequence: int) -> str | None:
-        """The call that ``member`` made last, where that is before ``sequence``; or why it could not make that call."""
+        """The call that ``member`` made last, where that is before ``sequence``; or why it could
+        not make that call."""
         last, refused = self._read(store, f"{member}"), self._read(store, f"refused/{member}")
         if last is not None and last[0] >= sequence:
             return None

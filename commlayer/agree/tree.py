@@ -1,11 +1,13 @@
-"""A gather by a tree: every rank learns what all ranks say, and none exchanges more than O(log n) messages.
+"""A gather by a tree: every rank learns what all ranks say, and none exchanges more than O(log n)
+messages.
 
-Ranks pass what they hear up to their parent, each different word once with the ranks that say it, and the root's bundle comes
-down the same way. A job's ranks mostly say the same, so that a bundle is short however many they are. A subtree is a run of
-neighbouring ranks: most of its messages stay on a node, and who says what is a few runs of ranks.
+Ranks pass what they hear up to their parent, each different word once with the ranks that say it,
+and the root's bundle comes down the same way. A job's ranks mostly say the same, so that a bundle
+is short however many they are. A subtree is a run of neighbouring ranks: most of its messages stay
+on a node, and who says what is a few runs of ranks.
 
-Rejected: an all_gather, in which every rank receives n messages one after the other (Gloo's is a ring); and keys in the job's
-store, which one process serves to all.
+Rejected: an all_gather, in which every rank receives n messages one after the other (Gloo's is a
+ring); and keys in the job's store, which one process serves to all.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from commlayer.profiles.errors import DisagreementError
 __all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "tree_exchange"]
 
 FAN_OUT = 2
-"""Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a rank hands down all that is
-said once for each child."""
+"""Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a
+rank hands down all that is said once for each child."""
 _TAG = 0
 _PARTING_S = 5.0
 """How long a rank that has heard of trouble waits for those to whom it passes that on."""
@@ -44,8 +46,8 @@ M = TypeVar("M", bound=ControlMessage)
 
 
 class Branch(NamedTuple):
-    """A rank's place in the tree: its parent (-1: it is the root), and the run of places below each of its children, of which
-    the first is the child."""
+    """A rank's place in the tree: its parent (-1: it is the root), and the run of places below each
+    of its children, of which the first is the child."""
 
     parent: int
     span: range
@@ -67,7 +69,8 @@ class Awaited(NamedTuple):
 
 
 class _Bundle(ControlMessage, frozen=True):
-    """The words of a run of ranks: each different one once, and runs (first place, how many, which word) in their order.
+    """The words of a run of ranks: each different one once, and runs (first place, how many, which
+    word) in their order.
 
     ``trouble``: why a rank's words could not be read; then there is nothing else.
     """
@@ -98,11 +101,12 @@ _Steps = Generator[Outgoing | Awaited, bytes | None, _Told]
 
 
 def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
-    """Gather the words of all ``ranks``, as the messages that the rank at ``place`` sends and awaits.
+    """Gather the words of all ``ranks``, as the messages that the rank at ``place`` sends and
+    awaits.
 
-    Yields :class:`Outgoing` and :class:`Awaited`; to the latter the message is sent back in. Returns each different word with the
-    places that say it, the first of them ascending. Raises DisagreementError, on all ranks alike, naming the rank whose message
-    cannot be read.
+    Yields :class:`Outgoing` and :class:`Awaited`; to the latter the message is sent back in.
+    Returns each different word with the places that say it, the first of them ascending. Raises
+    DisagreementError, on all ranks alike, naming the rank whose message cannot be read.
     """
     mine = branch_of(place, len(ranks))
     bundles = [_Bundle((words,), ((place, 1, 0),))]
@@ -126,7 +130,8 @@ def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
 
 
 def _opened(message: bytes | None, span: range, ranks: Sequence[int], teller: int | None = None) -> _Bundle:
-    """The bundle of the ranks at ``span`` that ``teller`` (its first, if not given) has sent; in its place, what is wrong."""
+    """The bundle of the ranks at ``span`` that ``teller`` (its first, if not given) has sent; in
+    its place, what is wrong."""
     who = f"rank {ranks[span.start if teller is None else teller]}"
     try:
         bundle = decode(message or b"", _Bundle, who)
@@ -165,11 +170,13 @@ def _merged(bundles: Sequence[_Bundle]) -> _Bundle:
 
 
 def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
-    """``value`` of every one of ``peers``, in their order; what several say alike is one object. Collective over them.
+    """``value`` of every one of ``peers``, in their order; what several say alike is one object.
+    Collective over them.
 
-    ``peers.group`` has the messages of Gloo (``send``, ``recv``). ``timeout_s``, ``purpose`` and what is raised are as of
-    :func:`commlayer.agree.messages.gather_messages`; but where the group is :class:`commlayer.failures.waits.Watched`, a wait
-    that breaks raises RuntimeError, for the board's :meth:`~commlayer.failures.board.FailureBoard.connecting` to explain.
+    ``peers.group`` has the messages of Gloo (``send``, ``recv``). ``timeout_s``, ``purpose`` and
+    what is raised are as of :func:`commlayer.agree.messages.gather_messages`; but where the group
+    is :class:`commlayer.failures.waits.Watched`, a wait that breaks raises RuntimeError, for the
+    board's :meth:`~commlayer.failures.board.FailureBoard.connecting` to explain.
     """
     wait = partial(wait_for, until=until_after(timeout_s), board=peers.board)
     # Whoever watches has a board, which knows better which rank it was.
@@ -218,7 +225,8 @@ def _send(peers: Peers, step: Outgoing) -> list[tuple[dist.Work, torch.Tensor]]:
 
 
 def _receive(peers: Peers, step: Awaited, wait: _Wait) -> bytes:
-    """The message; in the place of one whose length cannot be, a bundle that says so, which all ranks get to hear."""
+    """The message; in the place of one whose length cannot be, a bundle that says so, which all
+    ranks get to hear."""
     length = torch.zeros(1, dtype=torch.int64)
     wait(peers.group.recv([length], step.place, _TAG))
     size, limit = int(length), LIMIT_BYTES * step.num_ranks

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, GatherOptions, PrefixStore, Store, Work
 
-from commlayer.agree.numbers import everyones_numbers
+from commlayer.agree.messages import everyones_numbers
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.call_hooks import CallHooks, require_hooks

@@ -1,7 +1,9 @@
-"""Joining a group: the first act of a rank when a group is made, before the modules that make it are loaded.
+"""Joining a group: the first act of a rank when a group is made, before the modules that make it
+are loaded.
 
-That loading takes some tenths of a second, and a rank that ends before it has told the others where it listens is, to them, one
-that never came: only their timeouts tell. So this module loads little, and the rest is loaded once the rank has joined.
+That loading takes some tenths of a second, and a rank that ends before it has told the others where
+it listens is, to them, one that never came: only their timeouts tell. So this module loads little,
+and the rest is loaded once the rank has joined.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request for a group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone;
-    ``is_default``: it is the job's default group; ``stands_alone``: its ranks are no job's, and agree on everything
-    with each other alone; ``began``: when the time for joining began (monotonic clock)."""
+    """A request for a group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is
+    the group's alone; ``is_default``: it is the job's default group; ``stands_alone``: its ranks
+    are no job's, and agree on everything with each other alone; ``began``: when the time for
+    joining began (monotonic clock)."""
 
     name: str
     rank: int
@@ -70,15 +73,17 @@ class GroupRequest:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether torch has counted calls of ``new_group`` to name it: then all ranks of the job make that call."""
+        """Whether torch has counted calls of ``new_group`` to name it: then all ranks of the job
+        make that call."""
         return self.name.isdecimal()
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A group's keys in the store, which of its name it is, and the detector that watches its ranks; ``is_own``: which was made
-    for it, and is not the job's. ``lists``: what the job's ranks gave ``new_group``, where they can compare it; ``inquiry``:
-    asks its ranks what they wait for, where ``detector`` is its own."""
+    """A group's keys in the store, which of its name it is, and the detector that watches its
+    ranks; ``is_own``: which was made for it, and is not the job's. ``lists``: what the job's ranks
+    gave ``new_group``, where they can compare it; ``inquiry``: asks its ranks what they wait for,
+    where ``detector`` is its own."""
 
     store: Store
     generation: str
@@ -88,7 +93,8 @@ class Joined:
     inquiry: AsksRanks | None = None
 
     def load(self, load: Callable[[], _Loaded]) -> _Loaded:
-        """``load()``. Where that fails the other ranks hear of it, in the words of its error, and wait no longer."""
+        """``load()``. Where that fails the other ranks hear of it, in the words of its error, and
+        wait no longer."""
         try:
             return load()
         except BaseException as error:
@@ -98,7 +104,8 @@ class Joined:
 
     @contextmanager
     def comparing_lists(self) -> Iterator[None]:
-        """Where what is inside fails because ranks gave ``new_group`` different lists, raise DisagreementError, which says so."""
+        """Where what is inside fails because ranks gave ``new_group`` different lists, raise
+        DisagreementError, which says so."""
         try:
             yield
         except RuntimeError:  # the rank with another list has told this one, or is one that this one waited for
@@ -112,11 +119,12 @@ class Joined:
 
 @contextmanager
 def joining_group(request: GroupRequest) -> Iterator[Joined]:
-    """Join the group ``request``: find its keys, and, where the job has no failure detector yet, tell its ranks where this one
-    listens, and connect with some of them. Inside, the group is made, which who asks what this rank waits for is told.
+    """Join the group ``request``: find its keys, and, where the job has no failure detector yet,
+    tell its ranks where this one listens, and connect with some of them. Inside, the group is made,
+    which who asks what this rank waits for is told.
 
-    Raises CollectiveTimeoutError where the store or a rank does not answer, PeerError where it is gone, DisagreementError where
-    the job's ranks call ``new_group`` with different lists.
+    Raises CollectiveTimeoutError where the store or a rank does not answer, PeerError where it is
+    gone, DisagreementError where the job's ranks call ``new_group`` with different lists.
     """
     me, timeout_s = request.global_rank, request.timeout.total_seconds()
     deadline = Deadline.since(timeout_s, request.began)
@@ -147,10 +155,11 @@ def joining_group(request: GroupRequest) -> Iterator[Joined]:
 
 
 class _Attending:
-    """The rank's answers to who asks what it waits for, while a group is made: that it makes this group, and for how long.
+    """The rank's answers to who asks what it waits for, while a group is made: that it makes this
+    group, and for how long.
 
-    What that takes is loaded once the rank has said where it listens (see this module's beginning). ``inquiry``: of the ranks of
-    a group that has a detector of its own, where they remember calls.
+    What that takes is loaded once the rank has said where it listens (see this module's beginning).
+    ``inquiry``: of the ranks of a group that has a detector of its own, where they remember calls.
     """
 
     def __init__(self, request: GroupRequest, store: Store, generation: str) -> None:
@@ -159,7 +168,8 @@ class _Attending:
         self.inquiry: AsksRanks | None = None
 
     def begin(self, detector: FailureDetector | None) -> None:
-        """Begin to answer those who ask this rank for its calls. ``detector``: the group's own, where it has one."""
+        """Begin to answer those who ask this rank for its calls. ``detector``: the group's own,
+        where it has one."""
         from commlayer.calls.group_life import making_group, stage
         from commlayer.calls.instruments import inquiries
         from commlayer.settings import Settings
@@ -212,10 +222,12 @@ def _lists(name: str, ranks: Sequence[int], rank: int, detector: FailureDetector
 
 
 def own_keys(store: Store, ranks: Sequence[int], deadline: Deadline, where: str) -> tuple[Store, str]:
-    """``store`` without what an earlier group of the same name has left in it, and which group of its name and ranks it is.
+    """``store`` without what an earlier group of the same name has left in it, and which group of
+    its name and ranks it is.
 
-    Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
-    found there. All ranks come once for each group, so the count of arrivals says which group of the name it is, from 0.
+    Names are given anew after destroy_process_group, and the store may be the same one: addresses
+    that are no more would be found there. All ranks come once for each group, so the count of
+    arrivals says which group of the name it is, from 0.
 
     Raises as :func:`commlayer.failures.store_answers.asked_store`.
     """
@@ -228,8 +240,9 @@ def own_keys(store: Store, ranks: Sequence[int], deadline: Deadline, where: str)
 def _drawn(store: Store, deadline: Deadline, where: str) -> str:
     """A number of one group, the same on its ranks: the first of them draws it.
 
-    A group that stands alone needs one. Whoever makes it counts its groups from the start again when he starts again, with
-    another store, and names of groups of before come back, which a rank has made too. Raises as ``own_keys``.
+    A group that stands alone needs one. Whoever makes it counts its groups from the start again
+    when he starts again, with another store, and names of groups of before come back, which a rank
+    has made too. Raises as ``own_keys``.
     """
     mine = token_hex(4)
     return asked_store(lambda: store.compare_set("commlayer/drawn", "", mine), deadline, where).decode()

@@ -1,22 +1,26 @@
-"""Making the job's store for ``init_process_group``: within the timeout, by name, and without a wait for all ranks.
+"""Making the job's store for ``init_process_group``: within the timeout, by name, and without a
+wait for all ranks.
 
-torch makes the store before it asks a backend for anything. Its own waits name nobody and are not bounded by its timeout:
+torch makes the store before it asks a backend for anything. Its own waits name nobody and are not
+bounded by its timeout:
 
-- A client connects with pauses at random, gives up up to one pause before its timeout, sleeps once more (at random, as long as
-  it has tried so far) and then has the whole timeout again. Given 3 s at an address where nobody listens, torch 2.13 came back
-  after 3.6 to 9.7 s. A host name of two families of addresses may double that.
-- A client that has connected waits without a limit for the first answer: for ever where the process at the other end is
-  stopped.
-- The rank that hosts the store waits for as many clients as there are ranks. Where one does not come it says how many came,
-  leaves, and takes the store with it; so the others blame it.
+- A client connects with pauses at random, gives up up to one pause before its timeout, sleeps once
+  more (at random, as long as it has tried so far) and then has the whole timeout again. Given 3 s
+  at an address where nobody listens, torch 2.13 came back after 3.6 to 9.7 s. A host name of two
+  families of addresses may double that.
+- A client that has connected waits without a limit for the first answer: for ever where the process
+  at the other end is stopped.
+- The rank that hosts the store waits for as many clients as there are ranks. Where one does not
+  come it says how many came, leaves, and takes the store with it; so the others blame it.
 
-So here a client first looks, again and again, whether anybody listens there, and torch's client is made only then, given an
-eighth of the time that is left. All of it runs on a thread, which is let go of where the store has connected and does not answer.
-The host does not wait: the failure detector, which all ranks join next, knows who has not come. What is left of the timeout
-then is the time for joining (:func:`joining_since`).
+So here a client first looks, again and again, whether anybody listens there, and torch's client is
+made only then, given an eighth of the time that is left. All of it runs on a thread, which is let
+go of where the store has connected and does not answer. The host does not wait: the failure
+detector, which all ranks join next, knows who has not come. What is left of the timeout then is the
+time for joining (:func:`joining_since`).
 
-Rejected: torch's client alone on a thread that is let go of. Nearly every rank would let go of one where nobody listens, and it
-comes back while the interpreter ends, which aborts the process.
+Rejected: torch's client alone on a thread that is let go of. Nearly every rank would let go of one
+where nobody listens, and it comes back while the interpreter ends, which aborts the process.
 """
 
 from __future__ import annotations
@@ -41,25 +45,29 @@ __all__ = ["joining_since", "own_store_waits"]
 _replacing = threading.Lock()
 _began: ContextVar[float | None] = ContextVar("commlayer_joining_since", default=None)
 _SHARE = 1 / 8
-"""The part of the time that is left which torch's client is given: it may take six times as much."""
+"""The part of the time that is left which torch's client is given: it may take six times as
+much."""
 _DIAL_S = 2.0
 """How long one look whether anybody listens may take for each address."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _PAUSE = 0.1
 """The part of the time waited so far that is let go by before the next look."""
 _GRACE_S = 1.0
-"""How much longer than the timeout the thread is waited for, which ends by itself unless the store is silent."""
+"""How much longer than the timeout the thread is waited for, which ends by itself unless the store
+is silent."""
 
 
 def joining_since() -> float:
-    """When the ``init_process_group`` that is under way on this thread began (monotonic clock); now, where there is none."""
+    """When the ``init_process_group`` that is under way on this thread began (monotonic clock);
+    now, where there is none."""
     began = _began.get()
     return time.monotonic() if began is None else began
 
 
 @contextmanager
 def own_store_waits() -> Iterator[None]:
-    """Inside, a job is joined (:func:`joining_since`), and torch's rendezvous makes the job's store by :func:`_make_store`."""
+    """Inside, a job is joined (:func:`joining_since`), and torch's rendezvous makes the job's store
+    by :func:`_make_store`."""
     torchs: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
     token = _began.set(time.monotonic())
     is_ours = _replacing.acquire(blocking=False)  # else another thread joins a job too, and has replaced it
@@ -80,8 +88,9 @@ def own_store_waits() -> Iterator[None]:
 
 
 def _make_store(original: Any, hostname: str, port: int, rank: int, timeout: timedelta, *args: Any) -> Any:
-    """The store at ``hostname:port``, which torch's function ``original`` makes; for no certain number of ranks, so that nobody
-    waits for all of them. Raises CollectiveTimeoutError where it does not answer within ``timeout``; else as torch."""
+    """The store at ``hostname:port``, which torch's function ``original`` makes; for no certain
+    number of ranks, so that nobody waits for all of them. Raises CollectiveTimeoutError where it
+    does not answer within ``timeout``; else as torch."""
     is_host = rank == 0 and not is_agents_store()
     deadline = Deadline.since(timeout.total_seconds(), joining_since())
 
@@ -106,7 +115,8 @@ def _make_store(original: Any, hostname: str, port: int, rank: int, timeout: tim
 
 
 def _listens(hostname: str, port: int, left_s: float) -> bool:
-    """Whether anybody listens at ``hostname:port``, as far as that is known within ``left_s`` seconds."""
+    """Whether anybody listens at ``hostname:port``, as far as that is known within ``left_s``
+    seconds."""
     try:
         socket.create_connection((hostname, port), min(left_s, _DIAL_S)).close()
     except OSError:

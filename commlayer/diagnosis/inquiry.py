@@ -36,11 +36,10 @@ from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
 from commlayer.diagnosis.long_waits import LongWait, LongWaits
 from commlayer.diagnosis.snapshot import rank_log
-from commlayer.failures.aborts import speak_before_abort
+from commlayer.failures.aborts import SignalAction, speak_before_abort
 from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import PROCESS_ENDED, Asked, Record
-from commlayer.failures.signal_actions import SignalAction
 from commlayer.failures.waits import within
 from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import inflated, read_number, read_text, read_words, refusal

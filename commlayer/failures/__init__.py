@@ -1,1 +1,2 @@
-"""Who failed, and how every wait ends: the failure detector, bounded waits, forked children, the program's end."""
+"""Who failed, and how every wait ends: the failure detector, bounded waits, forked children, the
+program's end."""

@@ -1,4 +1,5 @@
-"""The judge of who failed first, and the words that say it, the same for all who tell of a failure."""
+"""The judge of who failed first, and the words that say it, the same for all who tell of a
+failure."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Blame:
         return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else rank_or_one_of(self.ranks)
 
     def fate(self, reader: int) -> str:
-        """Say what became of them, and who has seen it: not where that is the rank ``reader``, which is told, or one of them."""
+        """Say what became of them, and who has seen it: not where that is the rank ``reader``,
+        which is told, or one of them."""
         return self.what if self.seen_by in (reader, *self.ranks) else f"{self.what} (seen by rank {self.seen_by})"
 
     def words(self, reader: int) -> str:
@@ -51,10 +53,11 @@ def blame_of(record: Ended) -> Blame:
 
 
 def first_failure(ended: Iterable[Ended], left: Mapping[int, Left], ranks: Container[int]) -> Blame | None:
-    """Find the ones of ``ranks`` that failed first, and not because of other ranks. None where none has failed.
+    """Find the ones of ``ranks`` that failed first, and not because of other ranks. None where none
+    has failed.
 
-    ``ended``: what is known, in the order of cause and effect; ``left``: what ranks that left have said themselves, which counts
-    more than that another one found them gone.
+    ``ended``: what is known, in the order of cause and effect; ``left``: what ranks that left have
+    said themselves, which counts more than that another one found them gone.
     """
     for record in ended:
         if isinstance(record, Absent):
@@ -69,7 +72,8 @@ def first_failure(ended: Iterable[Ended], left: Mapping[int, Left], ranks: Conta
 
 
 def rank_or_one_of(ranks: Iterable[int]) -> str:
-    """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
+    """The rank, or the ranks one of which it is (a collective call of the backend does not say
+    which)."""
     listed = list(ranks)
     names = ", ".join(map(str, listed[:_MOST_NAMED])) + ("" if len(listed) <= _MOST_NAMED else f", … {listed[-1]}")
     return f"one of ranks {names}" if len(listed) > 1 else f"rank {names}"

@@ -1,11 +1,13 @@
-"""Who failed: turns a broken wait into an error that names the rank that failed first, also on ranks that never spoke to it.
+"""Who failed: turns a broken wait into an error that names the rank that failed first, also on
+ranks that never spoke to it.
 
-A rank that dies is seen by the job's failure detector (failures/detector.py), which tells all ranks; each breaks its calls
-in the groups that the dead rank is in. A rank whose wait breaks otherwise reports for whom it waited, which breaks the group
-on all of its ranks, and each follows what the others report: from the rank it waited for to the rank that one waited for, to
-one that reports nothing (it is stuck, or never came) or that says why it left. Rejected: the first to see a failure names its
-neighbour for all. Where ranks did not start together, the first to run out of patience is often one that waits for an
-innocent rank.
+A rank that dies is seen by the job's failure detector (failures/detector.py), which tells all
+ranks; each breaks its calls in the groups that the dead rank is in. A rank whose wait breaks
+otherwise reports for whom it waited, which breaks the group on all of its ranks, and each follows
+what the others report: from the rank it waited for to the rank that one waited for, to one that
+reports nothing (it is stuck, or never came) or that says why it left. Rejected: the first to see a
+failure names its neighbour for all. Where ranks did not start together, the first to run out of
+patience is often one that waits for an innocent rank.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ def why_left(error: BaseException) -> str:
 
 
 _SETTLE_BROKEN_S = 5.0
-"""Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
+"""Whoever closes a connection in good order has reported before, and of a dead rank the detector
+knows."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
 _SETTLE_UNHEARD_S = 1.0
-"""A rank that leaves at once has told its neighbours why; those pass it on to whoever came too late to hear it."""
+"""A rank that leaves at once has told its neighbours why; those pass it on to whoever came too late
+to hear it."""
 _MOST_LISTED = 8
 """The most ranks that a report lists as waited for; more are all others of the group."""
 _LONGEST_KEY = 200
@@ -61,11 +65,13 @@ _LATE = "did not answer"
 
 
 _PHASE = "_commlayer_phase"
-"""The attribute of an error that says what was going on: notes of exceptions are younger than Python 3.10."""
+"""The attribute of an error that says what was going on: notes of exceptions are younger than
+Python 3.10."""
 
 
 class Diagnosed(NamedTuple):
-    """The words of what was found out about who waits for whom, empty: nothing; and whether they say what is to be mended."""
+    """The words of what was found out about who waits for whom, empty: nothing; and whether they
+    say what is to be mended."""
 
     words: str = ""
     is_cause: bool = False
@@ -112,7 +118,8 @@ class FailedConnection(FailedWait):
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[None]:
-    """Have what breaks inside say, where :meth:`FailureBoard.connecting` explains it, that this was going on."""
+    """Have what breaks inside say, where :meth:`FailureBoard.connecting` explains it, that this was
+    going on."""
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
@@ -126,7 +133,8 @@ def _phase_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How the wait ended: what the backend raised, after how long, and how long it was allowed to take, seconds."""
+    """How the wait ended: what the backend raised, after how long, and how long it was allowed to
+    take, seconds."""
 
     cause: BaseException
     waited_s: float
@@ -142,9 +150,11 @@ class Failure:
 
 
 def own_client(store: Any) -> Store:
-    """The same store through a connection of its own: a wait on one client holds up everybody else who asks it.
+    """The same store through a connection of its own: a wait on one client holds up everybody else
+    who asks it.
 
-    Raises ClusterError where this process has no descriptors left: the store would try again and again for half an hour.
+    Raises ClusterError where this process has no descriptors left: the store would try again and
+    again for half an hour.
     """
     require(CLIENT, "a connection to the job's store")
     clone: Store = store.clone()  # torch's annotations lack it
@@ -152,11 +162,11 @@ def own_client(store: Any) -> Store:
 
 
 class FailureBoard:
-    """The failures of one group as one rank knows them: reads and writes the job's detector. ``key`` is the group's alone in
-    the job.
+    """The failures of one group as one rank knows them: reads and writes the job's detector.
+    ``key`` is the group's alone in the job.
 
-    ``rank`` is this rank, ``ranks`` are the group's (all global). It is broken once, for good: when a member dies or leaves by an
-    exception, or when a member's wait in this group breaks.
+    ``rank`` is this rank, ``ranks`` are the group's (all global). It is broken once, for good: when
+    a member dies or leaves by an exception, or when a member's wait in this group breaks.
     """
 
     def __init__(self, detector: FailureDetector, key: str, rank: int, ranks: Sequence[int]) -> None:
@@ -166,18 +176,22 @@ class FailureBoard:
         self.ranks = frozenset(ranks)
         self.is_broken = False
         self.has_abandoned = False
-        """Whether a collective was let go of: then a thread of Gloo's still waits in one of the group's inner groups."""
+        """Whether a collective was let go of: then a thread of Gloo's still waits in one of the
+        group's inner groups."""
         self.on_timeout: Callable[[], None] = lambda: None
-        """Called when a wait of this rank has lasted too long, before anybody is told and any connection is closed."""
+        """Called when a wait of this rank has lasted too long, before anybody is told and any
+        connection is closed."""
         self.diagnosed: Callable[[], Diagnosed] = Diagnosed
-        """Says what has been found out since about who waits for whom, and waits a moment for it."""
+        """Says what has been found out since about who waits for whom, and waits a moment for
+        it."""
         self._breaking = threading.Lock()
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._knowledge.attach(self)
 
     def on_break(self, wake: Callable[[], None]) -> None:
-        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at
+        once where it has."""
         self._wakers.append(weakref.WeakMethod(wake))
         if self.is_broken:
             wake()
@@ -231,8 +245,9 @@ class FailureBoard:
         timeout_s: float,
         wake: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Inside, this rank connects with ``ranks``, for ``timeout_s`` at most. What breaks is told to the other ranks, ``wake``
-        is called, and what is raised names the rank that failed first; an error of this rank's own is raised as it is."""
+        """Inside, this rank connects with ``ranks``, for ``timeout_s`` at most. What breaks is told
+        to the other ranks, ``wake`` is called, and what is raised names the rank that failed first;
+        an error of this rank's own is raised as it is."""
         began = time.monotonic()
         try:
             yield
@@ -246,13 +261,15 @@ class FailureBoard:
             raise self.blame(wait, Failure(error, time.monotonic() - began, timeout_s), wake) from error
 
     def blame(self, wait: FailedWait, failure: Failure, wake: Callable[[], None] = lambda: None) -> ClusterError:
-        """The error to raise for a broken wait, of which the others are told, and woken by ``wake``, before it is explained."""
+        """The error to raise for a broken wait, of which the others are told, and woken by
+        ``wake``, before it is explained."""
         self.report(wait, failure)
         wake()
         return self.explain(wait, failure)
 
     def report(self, wait: FailedWait, failure: Failure) -> None:
-        """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
+        """Tell for whom this rank waited. Before it closes its connections: others must find it
+        when they wake up."""
         if failure.is_timeout:
             self.inquire()
         first = self._first
@@ -266,7 +283,8 @@ class FailureBoard:
         self._break()
 
     def inquire(self) -> None:
-        """Call :attr:`on_timeout`. Raises nothing: the wait's own error is to be told, whatever becomes of the inquiry."""
+        """Call :attr:`on_timeout`. Raises nothing: the wait's own error is to be told, whatever
+        becomes of the inquiry."""
         try:
             self.on_timeout()
         except Exception as error:  # noqa: BLE001
@@ -274,13 +292,15 @@ class FailureBoard:
             say(f"rank {self.rank} could not ask who waits for whom: {why}")
 
     def leave(self, why: str, *, is_consequence: bool = False) -> None:
-        """Tell that this rank leaves the group on its own account, and why; ``is_consequence``: of another rank's failure."""
+        """Tell that this rank leaves the group on its own account, and why; ``is_consequence``: of
+        another rank's failure."""
         self.detector.tell(Report(self.key, self.rank, (), told(why), is_consequence=is_consequence))
         self._break()
 
     def explain(self, wait: FailedWait, failure: Failure) -> ClusterError:
-        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most, after a timeout 7.5:
-        what was found out about it (:attr:`diagnosed`) is waited for, too."""
+        """The error to raise for a broken wait. Never raises itself, and takes five seconds at
+        most, after a timeout 7.5: what was found out about it (:attr:`diagnosed`) is waited for,
+        too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         verdict = self._verdict(wait, failure, settle_s)
         leaver = "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
@@ -297,7 +317,8 @@ class FailureBoard:
         )
 
     def culprit(self) -> str:
-        """The rank that failed first and what became of it, for messages; empty where none is known."""
+        """The rank that failed first and what became of it, for messages; empty where none is
+        known."""
         failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
         verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
         return verdict.words(self.rank) if verdict.ranks else ""
@@ -315,7 +336,8 @@ class FailureBoard:
                 self._knowledge.changed.wait(left_s)
 
     def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Blame, bool]:
-        """Who is to blame as far as is known, and whether nothing that may still come would change it."""
+        """Who is to blame as far as is known, and whether nothing that may still come would change
+        it."""
         dead = self._dead()
         if dead is not None:
             return dead, not dead.is_unheard
@@ -354,11 +376,13 @@ class FailureBoard:
         return found
 
     def _dead(self) -> Blame | None:
-        """The member that died first, or left by an exception: what came later may be a consequence of it."""
+        """The member that died first, or left by an exception: what came later may be a consequence
+        of it."""
         return self._knowledge.first_failure(self.ranks)
 
     def _of_leaver(self, record: Report | Left) -> Blame:
-        """Who is to blame for it that a member left: itself, or the rank of the job because of which it did."""
+        """Who is to blame for it that a member left: itself, or the rank of the job because of
+        which it did."""
         cause = self._knowledge.first_failure(self._knowledge.ranks) if record.is_consequence else None
         if cause is None:
             return Blame((record.rank,), record.what, record.rank)
@@ -366,11 +390,13 @@ class FailureBoard:
 
     @property
     def has_leaver(self) -> bool:
-        """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
+        """Whether a member has left the job, in good order or not: no connection with it can be
+        made any more."""
         return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
 
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
-        """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
+        """Ranks that report nothing: they have left the job in good order, or are to be waited
+        for."""
         left = [self._knowledge.left[rank] for rank in silent if rank in self._knowledge.left]
         if left and left[0].is_failure:
             return self._of_leaver(left[0]), True

@@ -1,8 +1,10 @@
-"""How many files this process may still open (``ulimit -n``), and whether what is about to be made fits into that.
+"""How many files this process may still open (``ulimit -n``), and whether what is about to be made
+fits into that.
 
-It is counted before, because nobody below takes a lack of descriptors well: Gloo throws on a thread of its own when it cannot
-accept a connection, which ends the process with SIGABRT; c10d's store tries to connect for its whole timeout, half an hour, and
-a program that ends meanwhile is aborted too.
+It is counted before, because nobody below takes a lack of descriptors well: Gloo throws on a thread
+of its own when it cannot accept a connection, which ends the process with SIGABRT; c10d's store
+tries to connect for its whole timeout, half an hour, and a program that ends meanwhile is aborted
+too.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ __all__ = [
 ]
 
 CLIENT = 4
-"""Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
+"""Descriptors that connecting to the store takes for a moment: its socket, and the files that
+looking up a name opens."""
 GLOO_DEVICE = 4
-"""Descriptors of a device of Gloo's: its listener, its poll, and the two ends of the pipe that wakes its thread."""
+"""Descriptors of a device of Gloo's: its listener, its poll, and the two ends of the pipe that
+wakes its thread."""
 _ADVISED = 1024
 _RESERVE = 64
 _TABLE = "/proc/self/fd"
@@ -53,13 +57,14 @@ def set_aside(holder: Awaiting) -> None:
 
 
 def of_gloo(size: int) -> int:
-    """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank. Its device is counted apart."""
+    """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank. Its
+    device is counted apart."""
     return size - 1
 
 
 def of_shared_memory(size: int) -> int:
-    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory, the poll, and for
-    a moment the socket at which they meet."""
+    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank,
+    the memory, the poll, and for a moment the socket at which they meet."""
     return size + 2
 
 
@@ -84,7 +89,8 @@ def _free() -> int | None:
 
 
 def shortfall(needed: int, what: str) -> str:
-    """Why ``what``, which takes ``needed`` descriptors, cannot be made here, and what to do; empty where it can."""
+    """Why ``what``, which takes ``needed`` descriptors, cannot be made here, and what to do; empty
+    where it can."""
     free = _free()
     if free is None or free >= needed:
         return ""

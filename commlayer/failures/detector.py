@@ -1,27 +1,32 @@
-"""A failure detector: every rank of a job learns within moments that another rank's process has ended, and what ranks report.
+"""A failure detector: every rank of a job learns within moments that another rank's process has
+ended, and what ranks report.
 
-Each rank holds TCP connections to the ranks 1, 2, 4, 8, … places after it. The kernel closes those of a process that ends,
-whatever ended it, so some neighbour notices at once; what one rank notices, or reports, it passes on to all its neighbours
-(reliable broadcast by flooding). Nothing is sent while nothing fails, and one thread a process, which sleeps nearly always, is
-all that it costs.
+Each rank holds TCP connections to the ranks 1, 2, 4, 8, … places after it. The kernel closes those
+of a process that ends, whatever ended it, so some neighbour notices at once; what one rank notices,
+or reports, it passes on to all its neighbours (reliable broadcast by flooding). Nothing is sent
+while nothing fails, and one thread a process, which sleeps nearly always, is all that it costs.
 
-Prior art: ULFM's detector for MPI (Bosilca et al., "Failure detection and propagation in HPC systems", SC 2016: a ring of
-observers, and propagation over a circulant graph, which this overlay is), and NCCL's RAS subsystem (a ring of threads with
-TCP links). Unlike theirs it sends no heartbeats: a stopped process, a cut link and a node without power end in the calls'
-timeouts. Rejected:
+Prior art: ULFM's detector for MPI (Bosilca et al., "Failure detection and propagation in HPC
+systems", SC 2016: a ring of observers, and propagation over a circulant graph, which this overlay
+is), and NCCL's RAS subsystem (a ring of threads with TCP links). Unlike theirs it sends no
+heartbeats: a stopped process, a cut link and a node without power end in the calls' timeouts.
+Rejected:
 
-- *The job's store* (as before): it dies with the rank that hosts it, and everybody must ask it again and again.
-- *The groups' own connections*: only those who wait for the dead rank see them close; and of a message that is under way Gloo
-  tells nobody (its pairs signal an error to pending operations, not to the one that has begun; see commlayer/failures/waits.py).
+- *The job's store* (as before): it dies with the rank that hosts it, and everybody must ask it
+  again and again.
+- *The groups' own connections*: only those who wait for the dead rank see them close; and of a
+  message that is under way Gloo tells nobody (its pairs signal an error to pending operations, not
+  to the one that has begun; see commlayer/failures/waits.py).
 - *A full mesh*: a process of 16,384 ranks would hold as many descriptors.
 
-A rank's first act is to listen and to say so in the store, before its thread starts: the kernel accepts who dials it from
-then on, and closes their connections when the rank ends. A rank that leaves says so: then it is not taken for dead, and
-calls for which nothing more is needed from it go on.
+A rank's first act is to listen and to say so in the store, before its thread starts: the kernel
+accepts who dials it from then on, and closes their connections when the rank ends. A rank that
+leaves says so: then it is not taken for dead, and calls for which nothing more is needed from it go
+on.
 
-Here is how a detector begins and ends: how it joins its job, and leaves it. What goes over connections is in
-:mod:`commlayer.failures.frames`, the connections are in :mod:`commlayer.failures.links`, and what is known in
-:mod:`commlayer.failures.knowledge`.
+Here is how a detector begins and ends: how it joins its job, and leaves it. What goes over
+connections is in :mod:`commlayer.failures.frames`, the connections are in
+:mod:`commlayer.failures.links`, and what is known in :mod:`commlayer.failures.knowledge`.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ __all__ = [
 
 _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
 _STORE_GRACE_S = 2.0
-"""How much longer than its own timeout the store is waited for: it says itself what it waited for."""
+"""How much longer than its own timeout the store is waited for: it says itself what it waited
+for."""
 _MOST_NAMED = 8
 _MOST_TOLD = 1024
 """Ranks that have not come and are told of: a frame has room for so many."""
@@ -74,15 +80,17 @@ _Answer = TypeVar("_Answer")
 
 
 class FailureDetector:
-    """Watches the processes of ``ranks`` (global ranks), of which this one is ``rank``. Made by all of them together.
+    """Watches the processes of ``ranks`` (global ranks), of which this one is ``rank``. Made by all
+    of them together.
 
-    ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
-    those of this process: a forked child has neither. ``on_listening`` is called before this rank waits for another one.
-    ``timeout_s`` is one limit for all that is asked of the store, whose own waits would add up, or have none (where its
-    host is stopped); a :class:`Deadline` where it has begun before.
+    ``store`` is where they find each other, under keys of their own; afterwards it is not used.
+    Threads and descriptors are those of this process: a forked child has neither. ``on_listening``
+    is called before this rank waits for another one. ``timeout_s`` is one limit for all that is
+    asked of the store, whose own waits would add up, or have none (where its host is stopped); a
+    :class:`Deadline` where it has begun before.
 
-    Raises CollectiveTimeoutError where a rank does not come in that time, PeerError where one cannot listen, ClusterError
-    where this one cannot.
+    Raises CollectiveTimeoutError where a rank does not come in that time, PeerError where one
+    cannot listen, ClusterError where this one cannot.
     """
 
     def __init__(
@@ -96,9 +104,11 @@ class FailureDetector:
         self.knowledge = Knowledge(rank, ranks)
         self.rank, self.ranks = rank, self.knowledge.ranks
         self.life = ""
-        """A text for the default group that this detector was made with, the same on all ranks, another for the next."""
+        """A text for the default group that this detector was made with, the same on all ranks,
+        another for the next."""
         self.numbering = ""
-        """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone, by its key."""
+        """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone,
+        by its key."""
         self._news = FailureNews(rank)
         self._dialler: Dialler | None = None
         self._staying: threading.Thread | None = None
@@ -143,7 +153,8 @@ class FailureDetector:
             self._dialler.connect(peer, card)
 
     def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
-        """Have ``read`` called on the detector's thread when there is something to read in ``descriptor``. False: it has none."""
+        """Have ``read`` called on the detector's thread when there is something to read in
+        ``descriptor``. False: it has none."""
         return self._dialler is not None and self._dialler.links.listen(descriptor, read)
 
     def forget(self, descriptor: int) -> None:
@@ -152,20 +163,22 @@ class FailureDetector:
             self._dialler.links.forget(descriptor)
 
     def call_regularly(self, look: Callable[[], float]) -> None:
-        """Have ``look``, a method whose object is not kept alive, called on the detector's thread: now, and each time after as
-        many seconds as it returns."""
+        """Have ``look``, a method whose object is not kept alive, called on the detector's thread:
+        now, and each time after as many seconds as it returns."""
         if self._dialler is not None:
             self._dialler.links.call_regularly(look)
 
     def tell(self, record: Record) -> None:
-        """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
+        """Have every rank know ``record``; of several about one rank (and group) the first one
+        counts. Raises nothing."""
         if self._dialler is None:
             self.knowledge.learn(record)
         else:
             self._dialler.links.tell(record)
 
     def host_lost(self) -> str:
-        """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
+        """The words to say where the store is gone: others may know which rank has failed, and so
+        has perhaps hosted it."""
         return _host_lost(self.knowledge)
 
     @property
@@ -174,7 +187,8 @@ class FailureDetector:
         return self._dialler is not None and not self._dialler.links.is_closed
 
     def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
-        """Say why this rank leaves, and let go of connections, once the neighbours have heard it. Harmless when repeated."""
+        """Say why this rank leaves, and let go of connections, once the neighbours have heard it.
+        Harmless when repeated."""
         if self._dialler is None or not self.is_open:
             return
         self.tell(Left(self.rank, told(why), is_failure, is_consequence))
@@ -183,9 +197,11 @@ class FailureDetector:
         say_nothing_more(self)
 
     def fail(self, why: str, *, is_consequence: bool = False) -> None:
-        """Leave a job that is starting: say why, also to those that come later, for ten seconds at most. Returns at once.
+        """Leave a job that is starting: say why, also to those that come later, for ten seconds at
+        most. Returns at once.
 
-        Who dials a rank that has let go of its port before it could say why takes it for the first that died.
+        Who dials a rank that has let go of its port before it could say why takes it for the first
+        that died.
         """
         if not self.is_open:
             return
@@ -215,7 +231,8 @@ class FailureDetector:
             self._staying.join(_LATE_S)
 
     def last_words(self) -> None:
-        """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a rank die sooner than this one."""
+        """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a
+        rank die sooner than this one."""
         if self.is_open:
             self._news.await_printed(_NEWS_S)
             self.close("was ended by SIGTERM", is_failure=True, is_consequence=self._news.has_heard)
@@ -234,8 +251,8 @@ class FailureDetector:
 
 
 class _Cards:
-    """The cards of a job's ranks in its store, by which they find each other. ``deadline``: until when all of them are waited
-    for."""
+    """The cards of a job's ranks in its store, by which they find each other. ``deadline``: until
+    when all of them are waited for."""
 
     def __init__(self, store: Store, dialler: Dialler, deadline: Deadline) -> None:
         self._store, self._dialler, self._deadline = store, dialler, deadline
@@ -243,7 +260,8 @@ class _Cards:
         self._me = f"rank {knowledge.rank}, joining the job of {len(knowledge.ranks)} ranks"
 
     def put(self) -> None:
-        """Leave this rank's card: its sign of life, without which it is a rank that never came. Raises as :meth:`of`."""
+        """Leave this rank's card: its sign of life, without which it is a rank that never came.
+        Raises as :meth:`of`."""
         links = self._dialler.links
         card = Card(tuple(_addresses(self._store)), links.port, links.secret)
         # Of this machine: a port that is closed there has nobody behind it.
@@ -254,8 +272,8 @@ class _Cards:
     def of(self, peer: int) -> Card:
         """The card of ``peer``, once it is there.
 
-        Raises CollectiveTimeoutError where it or the store does not come in time, PeerError where the store is gone, and, at
-        once, where a rank of the job has failed meanwhile.
+        Raises CollectiveTimeoutError where it or the store does not come in time, PeerError where
+        the store is gone, and, at once, where a rank of the job has failed meanwhile.
         """
         key = f"detector/{peer}"
 
@@ -291,7 +309,8 @@ class _Cards:
             ) from error
 
     def _awaited(self, ask: Callable[[], _Answer]) -> _Answer:
-        """``ask()``, on a thread that is let go of where the store is silent, or when a rank of the job has failed.
+        """``ask()``, on a thread that is let go of where the store is silent, or when a rank of the
+        job has failed.
 
         Raises what it raises, TimeoutError, PeerError with the words of that failure.
         """
@@ -331,7 +350,8 @@ def _host_lost(knowledge: Knowledge) -> str:
 
 
 def _addresses(store: Store) -> list[str]:
-    """Where the others may find this process, likeliest first: on Gloo's interface, and on the way to the store."""
+    """Where the others may find this process, likeliest first: on Gloo's interface, and on the way
+    to the store."""
     finders: list[Callable[[], str]] = [
         lambda: _interface_address(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]),
         lambda: _address_towards(store),
@@ -341,8 +361,8 @@ def _addresses(store: Store) -> list[str]:
     for find in finders[:2] if "GLOO_SOCKET_IFNAME" in os.environ else finders[1:]:
         with contextlib.suppress(OSError, AttributeError, KeyError):
             found.append(find())
-        # Looking up a host's own name may take seconds, and many answer with an address of the loopback, where another machine
-        # would find itself, and nobody behind the port.
+        # Looking up a host's own name may take seconds, and many answer with an address of the
+        # loopback, where another machine would find itself, and nobody behind the port.
         if found and not found[-1].startswith(_LOOPBACK):
             return list(dict.fromkeys(found))
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
@@ -375,7 +395,8 @@ _job: FailureDetector | None = None
 
 
 def job_detector(ranks: Sequence[int]) -> FailureDetector | None:
-    """The detector of the whole job, where there is one that watches all of ``ranks``. The same answer on all of them."""
+    """The detector of the whole job, where there is one that watches all of ``ranks``. The same
+    answer on all of them."""
     return _job if _job is not None and set(ranks) <= set(_job.ranks) else None
 
 
@@ -386,7 +407,8 @@ def set_job_detector(detector: FailureDetector | None) -> None:
 
 
 def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in_haste: bool = False) -> None:
-    """Leave every job of this process: it ends. ``is_in_haste``: ranks that have yet to come are not waited for."""
+    """Leave every job of this process: it ends. ``is_in_haste``: ranks that have yet to come are
+    not waited for."""
     for detector in list(_detectors):
         if not is_in_haste:
             detector.linger()

@@ -1,20 +1,25 @@
-"""How groups end without taking the program with them: where inner Gloo groups are freed, and what the program's end does.
+"""How groups end without taking the program with them: where inner Gloo groups are freed, and what
+the program's end does.
 
-Freeing a Gloo group joins its threads, and one that has just finished a call may be waiting for Python's interpreter lock,
-to let go of the call's tensors. torch gives the lock away while it frees what Python alone refers to; not so where C++
-lets go last. A DDP model that is freed right after ``destroy_process_group`` frees the group's registered backend so, and
-then neither thread goes on: a hang of torch's own, seen on plain Gloo. So :func:`bury` frees at once what Python alone refers
-to, on a thread of its own, because a call may be under way. The registered backend it lets go of too where that has run no
-calls, and so has nothing to wait for the lock with; else :func:`bury_when_idle` holds it for a moment more.
+Freeing a Gloo group joins its threads, and one that has just finished a call may be waiting for
+Python's interpreter lock, to let go of the call's tensors. torch gives the lock away while it frees
+what Python alone refers to; not so where C++ lets go last. A DDP model that is freed right after
+``destroy_process_group`` frees the group's registered backend so, and then neither thread goes on:
+a hang of torch's own, seen on plain Gloo. So :func:`bury` frees at once what Python alone refers
+to, on a thread of its own, because a call may be under way. The registered backend it lets go of
+too where that has run no calls, and so has nothing to wait for the lock with; else
+:func:`bury_when_idle` holds it for a moment more.
 
-At the program's end, a thread that comes back from C++ and asks for the lock is ended by Python (before 3.14) in the middle
-of C++ frames that do not allow it: "terminate called without an active exception". So calls that nobody waited for are ended
-first (:func:`end_with_program`), and then the process's other threads are given the lock until all of them sleep.
+At the program's end, a thread that comes back from C++ and asks for the lock is ended by Python
+(before 3.14) in the middle of C++ frames that do not allow it: "terminate called without an active
+exception". So calls that nobody waited for are ended first (:func:`end_with_program`), and then the
+process's other threads are given the lock until all of them sleep.
 
-Programs end by ``os._exit(0)`` too, as every child does that ``multiprocessing`` forks, and then nothing of what is registered
-for the program's end is called. The others would take such a rank for one that died, and break calls of which it has done its
-part. So once there is a group, ``os._exit(0)`` first says that the rank leaves, and ends what is under way. With any other
-status, and by a signal, a rank has died.
+Programs end by ``os._exit(0)`` too, as every child does that ``multiprocessing`` forks, and then
+nothing of what is registered for the program's end is called. The others would take such a rank for
+one that died, and break calls of which it has done its part. So once there is a group,
+``os._exit(0)`` first says that the rank leaves, and ends what is under way. With any other status,
+and by a signal, a rank has died.
 """
 
 from __future__ import annotations
@@ -40,17 +45,20 @@ __all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
 
 _MOST_BURIALS = 8
 _BURIAL_S = 1.0
-"""For how long a program that ends groups faster than they can be freed waits for an earlier one. Freeing takes up to 10 ms
-for each peer, until Gloo's I/O thread looks up; longer where a call is under way."""
+"""For how long a program that ends groups faster than they can be freed waits for an earlier one.
+Freeing takes up to 10 ms for each peer, until Gloo's I/O thread looks up; longer where a call is
+under way."""
 _IDLE_S = 0.5
 """After which a thread that had finished its last call has let go of the call's tensors."""
 _HANDOVERS = 10
 _PATIENCE_S = 10.0
 """The time that a call under way at the program's end may still take: its peers may be late."""
 _CRASH_PATIENCE_S = 1.0
-"""The same after an exception that nobody caught: the peers are to see soon that this rank is gone."""
+"""The same after an exception that nobody caught: the peers are to see soon that this rank is
+gone."""
 _ABANDONED_PATIENCE_S = 1.0
-"""The same for waits that were let go of: for what they wait nobody knows, but where a rank died they end at once."""
+"""The same for waits that were let go of: for what they wait nobody knows, but where a rank died
+they end at once."""
 _IN_HASTE_S = 3.0
 """How long ``os._exit(0)`` may take: whatever holds it up, the process ends."""
 _REST_S = 0.5
@@ -67,8 +75,8 @@ class Ends(Protocol):
     """Something with calls under way on threads of its own."""
 
     def end(self, patience_s: float) -> None:
-        """Let what is under way end, within ``patience_s`` seconds in good order, then by breaking it; 0: break it at once, also
-        where another thread waits for it. Raises nothing."""
+        """Let what is under way end, within ``patience_s`` seconds in good order, then by breaking
+        it; 0: break it at once, also where another thread waits for it. Raises nothing."""
 
 
 _watched: weakref.WeakSet[Ends] = weakref.WeakSet()
@@ -82,9 +90,11 @@ def end_with_program(thing: Ends) -> None:
 
 
 def _leave_and_exit(status: int) -> NoReturn:
-    """End the process without a clean-up, as Python's own ``os._exit`` does; with status 0 tell the other ranks before."""
+    """End the process without a clean-up, as Python's own ``os._exit`` does; with status 0 tell the
+    other ranks before."""
     if status == 0 and _watched:
-        # On a thread of its own: this one may hold a lock, or have been stopped by a signal's handler in the middle of a call.
+        # On a thread of its own: this one may hold a lock, or have been stopped by a signal's
+        # handler in the middle of a call.
         thread = threading.Thread(target=_leave_in_haste, name="commlayer-leave", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()
@@ -99,10 +109,11 @@ def _leave_in_haste() -> None:
 
 
 def bury(dead: list[Any]) -> None:
-    """Let go of what is in ``dead``, inner groups, now and beside the program: their threads, connections, memory.
+    """Let go of what is in ``dead``, inner groups, now and beside the program: their threads,
+    connections, memory.
 
-    The list is emptied; the caller must not refer to them any more. Some burials may be under way at once; a further one
-    waits for the first of them, for a second at most.
+    The list is emptied; the caller must not refer to them any more. Some burials may be under way
+    at once; a further one waits for the first of them, for a second at most.
     """
     with contextlib.suppress(IndexError):  # another thread has been quicker
         while len(_burials) >= _MOST_BURIALS or not _burials[0].is_alive():
@@ -113,7 +124,8 @@ def bury(dead: list[Any]) -> None:
 
 
 def bury_when_idle(dead: list[Any]) -> None:
-    """Bury, in a moment and without waiting for it, groups to which C++ refers too, and whose calls have ended."""
+    """Bury, in a moment and without waiting for it, groups to which C++ refers too, and whose calls
+    have ended."""
 
     def free() -> None:
         for _ in range(_HANDOVERS):  # others who wait for the lock have it in between
@@ -124,7 +136,8 @@ def bury_when_idle(dead: list[Any]) -> None:
 
 
 def _started(free: Callable[[], None]) -> threading.Thread | None:
-    """A daemon thread that runs ``free``; None where there is none to be had, and this one has run it."""
+    """A daemon thread that runs ``free``; None where there is none to be had, and this one has run
+    it."""
     global _has_buried
     _has_buried = True
     thread = threading.Thread(target=free, name="commlayer end", daemon=True)
@@ -137,7 +150,8 @@ def _started(free: Callable[[], None]) -> threading.Thread | None:
 
 
 def rest(patience_s: float = _REST_S) -> None:
-    """Give the interpreter lock away until all other threads of this process sleep, ``patience_s`` seconds at most.
+    """Give the interpreter lock away until all other threads of this process sleep, ``patience_s``
+    seconds at most.
 
     Twice in a row: a thread that waits for the lock sleeps too, but has it once we have slept.
     """

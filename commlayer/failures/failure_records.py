@@ -1,4 +1,5 @@
-"""The records that ranks pass on to each other: who is gone, who has left, who waits for whom, who asks."""
+"""The records that ranks pass on to each other: who is gone, who has left, who waits for whom, who
+asks."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _MAX_TEXT = 4000
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank's process has ended without a word to ``seen_by``, the rank that noticed. ``is_unheard``: which never had a
-    connection with it, so that others may know more."""
+    """A rank's process has ended without a word to ``seen_by``, the rank that noticed.
+    ``is_unheard``: which never had a connection with it, so that others may know more."""
 
     rank: int
     seen_by: int
@@ -26,8 +27,8 @@ class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should wait for it;
-    ``is_consequence``: of another rank's failure, so that it is not to blame."""
+    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should
+    wait for it; ``is_consequence``: of another rank's failure, so that it is not to blame."""
 
     rank: int
     why: str
@@ -41,10 +42,11 @@ class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of the group (``is_all``).
+    """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of
+    the group (``is_all``).
 
-    Neither: it left on its own account, or (``is_consequence``) because another rank of the job failed. All others are not
-    listed: of a large group every rank would send every rank a list.
+    Neither: it left on its own account, or (``is_consequence``) because another rank of the job
+    failed. All others are not listed: of a large group every rank would send every rank a list.
     """
 
     key: str
@@ -61,8 +63,9 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank asks all others what they called and what they wait for (:mod:`commlayer.diagnosis.inquiry`). ``round``: a number of
-    its own for each time that ranks ask. ``is_timeout``: because a call took too long."""
+    """A rank asks all others what they called and what they wait for
+    (:mod:`commlayer.diagnosis.inquiry`). ``round``: a number of its own for each time that ranks
+    ask. ``is_timeout``: because a call took too long."""
 
     round: int
     rank: int
@@ -70,7 +73,8 @@ class Asked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Absent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Ranks had not come to the job ``within_s`` seconds after ``seen_by`` came, which waits no longer."""
+    """Ranks had not come to the job ``within_s`` seconds after ``seen_by`` came, which waits no
+    longer."""
 
     ranks: tuple[int, ...]
     within_s: float
@@ -88,5 +92,6 @@ Record = Ended | Report | Asked
 
 
 def told(text: str) -> str:
-    """``text`` as it can be told: not too long, and without halves of characters, as in names of files."""
+    """``text`` as it can be told: not too long, and without halves of characters, as in names of
+    files."""
     return text[:_MAX_TEXT].encode("utf-8", "replace").decode()

@@ -1,6 +1,7 @@
 """Frames: what the failure detectors of two ranks send each other over a connection, as bytes.
 
-A frame is four bytes with its length, and then a greeting or a record (:mod:`commlayer.failures.failure_records`) in msgpack.
+A frame is four bytes with its length, and then a greeting or a record
+(:mod:`commlayer.failures.failure_records`) in msgpack.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MAX_FRAME_BYTES = 64 << 10
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first frame of a rank that dials. ``proof``: the secret of the rank that it dials; ``secret``: its own."""
+    """The first frame of a rank that dials. ``proof``: the secret of the rank that it dials;
+    ``secret``: its own."""
 
     rank: int
     proof: bytes
@@ -34,8 +36,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank listens; it lies in the job's store, and is no frame. ``trouble``: why the rank cannot listen, and
-    leaves."""
+    """Where a rank listens; it lies in the job's store, and is no frame. ``trouble``: why the rank
+    cannot listen, and leaves."""
 
     addresses: tuple[str, ...]
     port: int
@@ -59,7 +61,8 @@ def read_frame(content: bytes) -> Frame:
 
 
 def frames(inbox: bytearray) -> list[Frame]:
-    """The complete frames of ``inbox``, taken out of it. Raises ValueError, DisagreementError for what is none."""
+    """The complete frames of ``inbox``, taken out of it. Raises ValueError, DisagreementError for
+    what is none."""
     complete = []
     while len(inbox) >= LENGTH.size:
         (length,) = LENGTH.unpack_from(inbox)

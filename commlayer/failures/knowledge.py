@@ -1,7 +1,9 @@
-"""Knowledge of a job: who is gone, who has left and said why, who waits for whom; what one rank knows of all others.
+"""Knowledge of a job: who is gone, who has left and said why, who waits for whom; what one rank
+knows of all others.
 
-It is made of records (:mod:`commlayer.failures.failure_records`), of which the first one about a rank counts, and knows nothing
-of connections: :mod:`commlayer.failures.links` brings records and passes them on.
+It is made of records (:mod:`commlayer.failures.failure_records`), of which the first one about a
+rank counts, and knows nothing of connections: :mod:`commlayer.failures.links` brings records and
+passes them on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Observer(Protocol):
     """Somebody who wants to know of every record as it comes."""
 
     def observe(self, record: Record) -> None:
-        """Called once for each record, on the thread that brings it: the detector's, or one that tells it."""
+        """Called once for each record, on the thread that brings it: the detector's, or one that
+        tells it."""
 
 
 class Knowledge:
@@ -37,12 +40,13 @@ class Knowledge:
         self.rank, self.ranks = rank, tuple(ranks)
         self.members = frozenset(self.ranks)
         self.changed = threading.Condition()
-        """Guards all of it, and is notified of each record; its lock is one that a thread may take twice."""
+        """Guards all of it, and is notified of each record; its lock is one that a thread may take
+        twice."""
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
         self.ended: list[Ended] = []
-        """The ranks that died, never came or left by an exception, in the order of cause and effect: a rank tells before it
-        acts on it."""
+        """The ranks that died, never came or left by an exception, in the order of cause and
+        effect: a rank tells before it acts on it."""
         self.reports: dict[tuple[str, int], Report] = {}
         self.asked: dict[int, Asked] = {}
         """The first question of each of the last rounds."""
@@ -63,7 +67,8 @@ class Knowledge:
         return [self.ranks[(me + sign * (1 << k)) % size] for k in range((size - 1).bit_length())]
 
     def attach(self, observer: Observer) -> None:
-        """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
+        """Have ``observer`` called for each record, those that are there already included; it is
+        not kept alive."""
         with self.changed:
             self._observers.add(observer)
             known = self.records()
@@ -81,7 +86,8 @@ class Knowledge:
         return [*absent, *self.gone.values(), *self.left.values(), *self.reports.values()]
 
     def learn(self, record: Record, pass_on: Callable[[Record], None] = lambda _: None) -> None:
-        """Take in ``record``. If it is news, ``pass_on`` is called with the lock held, and then the observers. Raises nothing."""
+        """Take in ``record``. If it is news, ``pass_on`` is called with the lock held, and then the
+        observers. Raises nothing."""
         with self.changed:
             if not self._is_news(record):
                 return
@@ -95,12 +101,13 @@ class Knowledge:
                 say(traceback.format_exc(), keep="\n")
 
     def first_failure(self, ranks: Container[int]) -> Blame | None:
-        """Find the one of ``ranks`` that failed first, and not because of another rank. None where none has failed so far."""
+        """Find the one of ``ranks`` that failed first, and not because of another rank. None where
+        none has failed so far."""
         return first_failure(self.ended, self.left, ranks)
 
     def failure(self) -> str:
-        """Who has failed first, in words, as far as is known; where only consequences are known, the first of them; empty:
-        nobody."""
+        """Who has failed first, in words, as far as is known; where only consequences are known,
+        the first of them; empty: nobody."""
         with self.changed:
             verdict = self.first_failure(self.ranks)
             if verdict is None and self.ended:
@@ -114,7 +121,8 @@ class Knowledge:
             return self.failure()
 
     def _is_news(self, record: Record) -> bool:
-        """Remember ``record``, unless it is known, or about nobody of this job; return whether it was remembered."""
+        """Remember ``record``, unless it is known, or about nobody of this job; return whether it
+        was remembered."""
         if isinstance(record, Asked):
             return self._is_asked_first(record)
         if isinstance(record, Report):
@@ -134,7 +142,8 @@ class Knowledge:
         return is_news
 
     def _is_first_absence(self, absent: Absent) -> bool:
-        """Ranks run out of patience one after the other, each for the same ranks: the first one counts."""
+        """Ranks run out of patience one after the other, each for the same ranks: the first one
+        counts."""
         if not absent.ranks or not self.members.issuperset(absent.ranks):
             return False
         if any(isinstance(record, Absent) for record in self.ended):
@@ -152,7 +161,8 @@ class Knowledge:
 
 
 def _is_first(known: dict[_Key, _Record], key: _Key, record: _Record) -> bool:
-    """Put ``record`` into ``known`` unless there is one for its key; return whether it was put there."""
+    """Put ``record`` into ``known`` unless there is one for its key; return whether it was put
+    there."""
     if key in known:
         return False
     known[key] = record

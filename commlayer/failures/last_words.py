@@ -1,12 +1,15 @@
-"""A moment between SIGTERM and this process's end by it, in which a rank says who has failed, and that it leaves.
+"""A moment between SIGTERM and this process's end by it, in which a rank says who has failed, and
+that it leaves.
 
-Launchers send SIGTERM to the ranks of a job as soon as one of them has ended, often before the others have heard of it. The
-moment is short, and the process then ends by the signal as it would have. Only a process that leaves SIGTERM to the system is
-given it: where the program has a handler, or ignores the signal, or sets a handler later, that counts, and nothing is done here.
+Launchers send SIGTERM to the ranks of a job as soon as one of them has ended, often before the
+others have heard of it. The moment is short, and the process then ends by the signal as it would
+have. Only a process that leaves SIGTERM to the system is given it: where the program has a handler,
+or ignores the signal, or sets a handler later, that counts, and nothing is done here.
 
-Rejected: a handler in Python. It would run on the main thread only, which is in C++ while it waits for a call; and trainers look
-whether there is one before they set theirs. ``faulthandler`` has one in C that runs wherever the signal comes, writes to a file
-(here a pipe), and that Python's own table of handlers does not show. What it writes is not read, only that it does.
+Rejected: a handler in Python. It would run on the main thread only, which is in C++ while it waits
+for a call; and trainers look whether there is one before they set theirs. ``faulthandler`` has one
+in C that runs wherever the signal comes, writes to a file (here a pipe), and that Python's own
+table of handlers does not show. What it writes is not read, only that it does.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ _reader: threading.Thread | None = None
 """The thread that reads it."""
 _PARTING_S = 1.0
 _OVER = b"\n"
-"""Written where nobody is left to speak; what the signal's handler writes begins with another letter."""
+"""Written where nobody is left to speak; what the signal's handler writes begins with another
+letter."""
 
 
 def speak_before_sigterm(speaker: Speaker) -> None:
-    """Have ``speaker.last_words`` called when SIGTERM comes, if ``speaker`` is still there. Raises nothing."""
+    """Have ``speaker.last_words`` called when SIGTERM comes, if ``speaker`` is still there. Raises
+    nothing."""
     with _lock:
         _speakers.add(speaker)
         if _ends is None:

@@ -1,18 +1,23 @@
-"""Links: a rank's connections with its neighbours, served by one thread, and dialled again when they end.
+"""Links: a rank's connections with its neighbours, served by one thread, and dialled again when
+they end.
 
-What one rank tells goes out on the thread that tells it, and what comes in is read on the thread of :class:`Links`. A
-connection that ends is dialled again by :class:`Dialler`; only where an address refuses at which a rank of the job has answered
-before, or a port at which a connection has been closed, is its rank called dead. So what a firewall drops, or a peer that has no
-time to answer, costs nothing.
+What one rank tells goes out on the thread that tells it, and what comes in is read on the thread of
+:class:`Links`. A connection that ends is dialled again by :class:`Dialler`; only where an address
+refuses at which a rank of the job has answered before, or a port at which a connection has been
+closed, is its rank called dead. So what a firewall drops, or a peer that has no time to answer,
+costs nothing.
 
-A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who have read it then: to close a
-socket in which something is unread throws away what is still on its way to the other end.
+A rank that leaves says so, says nothing more, and lets its neighbours close the connections, who
+have read it then: to close a socket in which something is unread throws away what is still on its
+way to the other end.
 
-Rejected: ``asyncio`` on the thread. Whoever tells a record would have to wait for the thread to send it, and a rank may tell it
-while it computes, or ends. Tried on two cores, medians of 150, three times by turns: from telling to the peer's bytes 0.06 ms
-against 0.02 (0.15 against 0.04 beside a thread that computes, a tenth of them 6 ms, which is when that thread lets go of the
-interpreter's lock), from a peer's end to its being noticed 0.10 ms against 0.04, and twice the processor time. Its import costs
-nothing, as torch has it; but what it would take off is the forty lines that read, write and accept.
+Rejected: ``asyncio`` on the thread. Whoever tells a record would have to wait for the thread to
+send it, and a rank may tell it while it computes, or ends. Tried on two cores, medians of 150,
+three times by turns: from telling to the peer's bytes 0.06 ms against 0.02 (0.15 against 0.04
+beside a thread that computes, a tenth of them 6 ms, which is when that thread lets go of the
+interpreter's lock), from a peer's end to its being noticed 0.10 ms against 0.04, and twice the
+processor time. Its import costs nothing, as torch has it; but what it would take off is the forty
+lines that read, write and accept.
 """
 
 from __future__ import annotations
@@ -42,11 +47,13 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _UNHEARD_S = 1.0
-"""For how long a rank that was never connected with another one, and finds its port closed, waits for what others know of it."""
+"""For how long a rank that was never connected with another one, and finds its port closed, waits
+for what others know of it."""
 _NAP_S = 0.05
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
-"""A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
+"""A firewall forgets connections on which nothing is sent, and would swallow the news that one is
+over."""
 _READ_BYTES = 64 << 10
 _SECRET_BYTES = 16
 
@@ -71,10 +78,12 @@ class Link:
 
 
 class Links:
-    """The connections of a rank, and their thread. What comes is learned by ``knowledge``, whose lock guards these too.
+    """The connections of a rank, and their thread. What comes is learned by ``knowledge``, whose
+    lock guards these too.
 
-    ``lost(link, is_closed)`` is called on the thread for each connection with a rank of the job that ends; ``is_closed``: by
-    its other end. Raises OSError where this process has no descriptors for it.
+    ``lost(link, is_closed)`` is called on the thread for each connection with a rank of the job
+    that ends; ``is_closed``: by its other end. Raises OSError where this process has no descriptors
+    for it.
     """
 
     def __init__(self, knowledge: Knowledge, lost: Callable[[Link, bool], None]) -> None:
@@ -102,14 +111,16 @@ class Links:
 
     @property
     def awaited(self) -> int:
-        """How many connections are still to come at first: as many as there are neighbours, and as many from those that dial
-        this rank. One that ends later leaves a descriptor free for its successor."""
+        """How many connections are still to come at first: as many as there are neighbours, and as
+        many from those that dial this rank. One that ends later leaves a descriptor free for its
+        successor."""
         if self.is_closed:
             return 0
         return max(0, 2 * len(self.knowledge.neighbours) - self.num_linked - len(self.strangers))
 
     def tell(self, record: Record, but: Link | None = None) -> None:
-        """Learn ``record``; if it is news, pass it on to all neighbours but the one at the end of ``but``. Raises nothing."""
+        """Learn ``record``; if it is news, pass it on to all neighbours but the one at the end of
+        ``but``. Raises nothing."""
 
         def pass_on(record: Record) -> None:
             for link in self.links:
@@ -120,7 +131,8 @@ class Links:
         self.knowledge.learn(record, pass_on)
 
     def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
-        """Have ``read`` called on the thread when there is something to read in ``descriptor``. False: this is closed."""
+        """Have ``read`` called on the thread when there is something to read in ``descriptor``.
+        False: this is closed."""
         with self.knowledge.changed:
             if self.is_closed:
                 return False
@@ -134,15 +146,16 @@ class Links:
             self._selector.unregister(descriptor)
 
     def call_regularly(self, look: Callable[[], float]) -> None:
-        """Have ``look``, a method whose object is not kept alive, called on the thread: now, and each time after as many
-        seconds as it returns."""
+        """Have ``look``, a method whose object is not kept alive, called on the thread: now, and
+        each time after as many seconds as it returns."""
         with self.knowledge.changed:
             if not self.is_closed:
                 self._regularly = weakref.WeakMethod(look)
                 os.eventfd_write(self._bell, 1)
 
     def add(self, link: Link) -> None:
-        """Tell the other end of ``link``, a rank that has proved who it is, all that is known, and listen to it."""
+        """Tell the other end of ``link``, a rank that has proved who it is, all that is known, and
+        listen to it."""
         with self.knowledge.changed:
             if self.is_closed:
                 link.socket.close()
@@ -173,7 +186,8 @@ class Links:
                         say(traceback.format_exc(), keep="\n")
 
     def _looked(self) -> float | None:
-        """Call what is to be called regularly; return after how many seconds it wants to be called again, None: never."""
+        """Call what is to be called regularly; return after how many seconds it wants to be called
+        again, None: never."""
         look = None if self._regularly is None else self._regularly()
         if look is None:
             return None
@@ -240,8 +254,8 @@ class Links:
             self.tell(frame, but=link)
 
     def _end(self, link: Link, *, is_lost: bool = False, is_closed: bool = False) -> None:
-        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead; ``is_closed``: by its other
-        end."""
+        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead;
+        ``is_closed``: by its other end."""
         with self.knowledge.changed:
             for links in (self.links, self.strangers):
                 if link in links:
@@ -267,7 +281,8 @@ class Links:
     # The end
 
     def close(self) -> None:
-        """Let go of connections, once the neighbours have heard all that was told. Harmless when repeated."""
+        """Let go of connections, once the neighbours have heard all that was told. Harmless when
+        repeated."""
         self._part()
         with self.knowledge.changed:
             if self.is_closed:  # another thread has been quicker
@@ -286,7 +301,8 @@ class Links:
                 os.close(self._bell)
 
     def _part(self) -> None:
-        """Say nothing more, and wait until the neighbours have heard all of it, and close: half a second at most."""
+        """Say nothing more, and wait until the neighbours have heard all of it, and close: half a
+        second at most."""
         until = time.monotonic() + _FLUSH_S
         is_read = threading.current_thread() is not self.thread  # else nobody sees that they close
         silent: set[Link] = set()
@@ -302,7 +318,8 @@ class Links:
             time.sleep(0.005)
 
     def disown(self) -> None:
-        """In a forked child, whose copies of the descriptors would keep this process's connections open when it dies."""
+        """In a forked child, whose copies of the descriptors would keep this process's connections
+        open when it dies."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -315,7 +332,8 @@ class Links:
 
 
 class Dialler:
-    """Connects a rank with its neighbours, again and again, and finds out whose process has ended."""
+    """Connects a rank with its neighbours, again and again, and finds out whose process has
+    ended."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         """Raises OSError as :class:`Links`."""
@@ -323,8 +341,8 @@ class Dialler:
         self.answering: set[str] = set()
         """Addresses where a rank of the job has answered: a refusal there means something."""
         self._closed: set[tuple[str, int]] = set()
-        """Addresses and ports where a process that listened has closed a connection: a refusal there means that it is no
-        more."""
+        """Addresses and ports where a process that listened has closed a connection: a refusal
+        there means that it is no more."""
         self._cards: dict[int, Card] = {}
         self.has_joined = False
 
@@ -334,7 +352,8 @@ class Dialler:
             self._start_asking(peer, card)
 
     def lost(self, link: Link, is_closed: bool) -> None:
-        """Dial anew the rank at the other end of ``link``, which has ended, unless one of both has left. See :class:`Links`."""
+        """Dial anew the rank at the other end of ``link``, which has ended, unless one of both has
+        left. See :class:`Links`."""
         assert link.card is not None
         card = self._cards.get(link.rank, link.card)
         if is_closed:
@@ -344,10 +363,12 @@ class Dialler:
             self._start_asking(link.rank, card)
 
     def _dial(self, peer: int, card: Card) -> bool:
-        """Connect with ``peer``. Return whether there is a proven connection, which is served from now on.
+        """Connect with ``peer``. Return whether there is a proven connection, which is served from
+        now on.
 
-        Where an address refuses at which a rank of the job has answered before, ``peer`` is dead, and all are told. Any other
-        error says nothing about a process: a firewall, a wrong address, no descriptors here, a peer that has no time to answer.
+        Where an address refuses at which a rank of the job has answered before, ``peer`` is dead,
+        and all are told. Any other error says nothing about a process: a firewall, a wrong address,
+        no descriptors here, a peer that has no time to answer.
         """
         for address in card.addresses:
             try:
@@ -367,7 +388,8 @@ class Dialler:
         return False
 
     def _greeted(self, address: str, card: Card) -> socket.socket:
-        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, DisagreementError."""
+        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError,
+        DisagreementError."""
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
             connection.settimeout(_DIAL_S)
@@ -384,7 +406,8 @@ class Dialler:
         return connection
 
     def _find_ended(self, peer: int) -> None:
-        """Tell that nobody is behind the port of ``peer`` any more, unless it has said itself why it left."""
+        """Tell that nobody is behind the port of ``peer`` any more, unless it has said itself why
+        it left."""
         links, knowledge = self.links, self._knowledge
         is_unheard = peer not in links.heard
         if is_unheard and self.has_joined:  # it could not tell this rank; those whom it told pass it on
@@ -402,7 +425,8 @@ class Dialler:
             thread.start()
 
     def _ask(self, peer: int, card: Card) -> None:
-        """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is known what became of it."""
+        """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is
+        known what became of it."""
         knowledge, links = self._knowledge, self.links
         for attempt in range(_MOST_DIALS):
             is_known = peer in knowledge.left or peer in knowledge.gone
@@ -415,7 +439,8 @@ class Dialler:
                     f"rank {knowledge.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
                     "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use"
                 )
-            # A rank that answers at one of these addresses meanwhile makes a refusal there mean something.
+            # A rank that answers at one of these addresses meanwhile makes a refusal there mean
+            # something.
             with knowledge.changed:
                 known = self.answering.intersection(card.addresses)
                 knowledge.changed.wait_for(
@@ -425,8 +450,8 @@ class Dialler:
 
 
 def received(connection: socket.socket) -> Frame:
-    """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other end closes it), EOFError,
-    DisagreementError."""
+    """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other
+    end closes it), EOFError, DisagreementError."""
     (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return read_frame(_exactly(connection, size))
 

@@ -1,8 +1,9 @@
 """The word on the terminal that a rank has failed, printed when it is heard of.
 
-The error that names the rank is raised by a call, some tens of milliseconds later, and printed when the program ends. Launchers
-are often quicker: torchrun looks ten times a second whether a rank has ended, and then sends SIGTERM to the others, which ends
-them with what they knew (:mod:`commlayer.failures.last_words`).
+The error that names the rank is raised by a call, some tens of milliseconds later, and printed when
+the program ends. Launchers are often quicker: torchrun looks ten times a second whether a rank has
+ended, and then sends SIGTERM to the others, which ends them with what they knew
+(:mod:`commlayer.failures.last_words`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ __all__ = ["FailureNews"]
 
 
 class FailureNews:
-    """The failures that the rank ``rank`` says it has heard of: the first one, and before that a first consequence of another."""
+    """The failures that the rank ``rank`` says it has heard of: the first one, and before that a
+    first consequence of another."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -28,8 +30,8 @@ class FailureNews:
         self._printed = threading.Event()
 
     def observe(self, record: Record) -> None:
-        """Print who has failed where ``record`` says so of another rank: whoever started the ranks may end this one before a
-        call raises it."""
+        """Print who has failed where ``record`` says so of another rank: whoever started the ranks
+        may end this one before a call raises it."""
         if isinstance(record, Absent) and record.seen_by == self._rank:
             self.has_heard = True  # its own error says it
             return
@@ -44,7 +46,8 @@ class FailureNews:
     def heard(self, who: str, what: str, *, is_consequence: bool = False) -> None:
         """Print that ``who`` ("rank 3") has failed, "died: …" or "left with …", if that is news.
 
-        Never waits: who reads may be slow. ``is_consequence``: of another rank's failure, which may be heard of later.
+        Never waits: who reads may be slow. ``is_consequence``: of another rank's failure, which may
+        be heard of later.
         """
         if self.has_heard or (is_consequence and self._has_told_consequence):
             return

@@ -1,9 +1,11 @@
-"""A store that is asked again and again where it would be waited on, so that a wait can be given up.
+"""A store that is asked again and again where it would be waited on, so that a wait can be given
+up.
 
-A wait in C++ has the store's own timeout, half an hour perhaps, and holds the lock of this process's only connection to it:
-whoever asks anything else waits behind it, also where the rank that was waited for is known to be dead. Here the lock is free
-between two questions, and the wait ends when its board breaks. Questions become rarer the longer a wait lasts, so that many
-ranks that wait for one do not keep the process busy that hosts the store.
+A wait in C++ has the store's own timeout, half an hour perhaps, and holds the lock of this
+process's only connection to it: whoever asks anything else waits behind it, also where the rank
+that was waited for is known to be dead. Here the lock is free between two questions, and the wait
+ends when its board breaks. Questions become rarer the longer a wait lasts, so that many ranks that
+wait for one do not keep the process busy that hosts the store.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _PAUSE = 0.1
 
 
 class PolledStore(Store):
-    """``store``, whose waits end after ``timeout_s`` seconds, and when ``is_over()`` says so: both raise RuntimeError.
+    """``store``, whose waits end after ``timeout_s`` seconds, and when ``is_over()`` says so: both
+    raise RuntimeError.
 
     Whoever gives it to C++ keeps this object alive meanwhile, since C++ does not.
     """

@@ -19,7 +19,8 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A timeout, seconds, which messages name, and the time of the monotonic clock at which it is over.
+    """A timeout, seconds, which messages name, and the time of the monotonic clock at which it is
+    over.
 
     Several waits share one, so that together they take no longer than the timeout.
     """
@@ -44,12 +45,13 @@ def asked_store(
     lost: Callable[[], str] | None = None,
     wait: Callable[[Callable[[], _Answer]], _Answer] | None = None,
 ) -> _Answer:
-    """``ask()``, of the job's store, before ``deadline``. ``lost``: says which rank has taken the store with it;
-    ``wait``: waits for it in the place of :func:`commlayer.failures.waits.within`, and raises TimeoutError when
-    it gives up.
+    """``ask()``, of the job's store, before ``deadline``. ``lost``: says which rank has taken the
+    store with it; ``wait``: waits for it in the place of :func:`commlayer.failures.waits.within`,
+    and raises TimeoutError when it gives up.
 
-    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with
-    ``where``. Errors of ``ask`` and ``wait`` that are commlayer's own are raised as they are.
+    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both
+    begin with ``where``. Errors of ``ask`` and ``wait`` that are commlayer's own are raised as they
+    are.
     """
     try:
         return within(deadline.left_s(), ask) if wait is None else wait(ask)
@@ -64,7 +66,8 @@ def asked_store(
 
 
 def store_silent(where: str, timeout_s: float, address: str = "") -> CollectiveTimeoutError:
-    """The error of a store that has not answered. ``address``: where it was looked for, if that has not connected."""
+    """The error of a store that has not answered. ``address``: where it was looked for, if that has
+    not connected."""
     at, reached = (f" at {address}", "that address (MASTER_ADDR, MASTER_PORT)") if address else ("", "it")
     return CollectiveTimeoutError(
         f"{where}: the job's store{at} did not answer within {timeout_s:g} s: {store_host()}, and whether {reached} "

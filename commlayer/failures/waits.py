@@ -1,18 +1,21 @@
-"""Waiting for Gloo: bounded where it connects, and ended from another thread where nobody will ever answer.
+"""Waiting for Gloo: bounded where it connects, and ended from another thread where nobody will ever
+answer.
 
-Gloo tells an error on a connection to the operations that are pending there, but not to a message of which some bytes have
-come or gone already (gloo/transport/tcp/pair.cc, ``signalException``): its wait lasts until its timeout, torch's half hour
-perhaps, also when the peer is known to be dead and every connection has been closed. Three ways out of a wait, one for each
-kind:
+Gloo tells an error on a connection to the operations that are pending there, but not to a message
+of which some bytes have come or gone already (gloo/transport/tcp/pair.cc, ``signalException``): its
+wait lasts until its timeout, torch's half hour perhaps, also when the peer is known to be dead and
+every connection has been closed. Three ways out of a wait, one for each kind:
 
-- A *message* (send, recv): :func:`end_wait` calls its C++ object's ``abort()``, which Gloo made for this, and which torch
-  does not show to Python. The object's type is checked first by its table of virtual functions, which torch's library
-  exports. How torch lays out its objects is its own affair, so this is done with the releases of torch only with which
-  it has been tested (:data:`TESTED_TORCH`). With others each message is waited for on a thread, which is let go of where
-  the board says so (:func:`wait_for_message`): that works with any torch, and costs a thread for each wait.
-- A *collective* runs on a thread of Gloo's own: :func:`wait` looks up from it four times a second, and lets go of it when the
-  board says that it is over. A collective that was let go of holds that thread, and freeing its group would wait for it, so
-  such a group is never freed (:func:`keep`).
+- A *message* (send, recv): :func:`end_wait` calls its C++ object's ``abort()``, which Gloo made for
+  this, and which torch does not show to Python. The object's type is checked first by its table of
+  virtual functions, which torch's library exports. How torch lays out its objects is its own
+  affair, so this is done with the releases of torch only with which it has been tested
+  (:data:`TESTED_TORCH`). With others each message is waited for on a thread, which is let go of
+  where the board says so (:func:`wait_for_message`): that works with any torch, and costs a thread
+  for each wait.
+- A *collective* runs on a thread of Gloo's own: :func:`wait` looks up from it four times a second,
+  and lets go of it when the board says that it is over. A collective that was let go of holds that
+  thread, and freeing its group would wait for it, so such a group is never freed (:func:`keep`).
 - *Making a group* is done on a thread of ours (:func:`bounded`), which is let go of likewise.
 """
 
@@ -57,8 +60,8 @@ NO_TIMEOUT = timedelta(0)
 """torch's value for "as long as the call itself is allowed to take"."""
 
 TESTED_TORCH = ("2.13.0",)
-"""The releases of torch whose objects :func:`end_wait` may read. Add one once ``make test-torch`` has passed with it:
-tests/failures/test_ended_waits.py tries it with whatever torch is there."""
+"""The releases of torch whose objects :func:`end_wait` may read. Add one once ``make test-torch``
+has passed with it: tests/failures/test_ended_waits.py tries it with whatever torch is there."""
 
 SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
@@ -70,7 +73,8 @@ _BEYOND = timedelta(seconds=30)
 """How much later than ours Gloo's own timeout of a message is: its last resort."""
 _NEWS_S = 2.0
 _OBJECT_HEAD_BYTES = object.__basicsize__
-"""The head of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
+"""The head of a Python object: its count of references and its type. pybind11 keeps the address of
+the C++ object behind it."""
 _VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
 _WORKS = ("_ZN4c10d16ProcessGroupGloo8RecvWork", "_ZN4c10d16ProcessGroupGloo8SendWork")
 
@@ -99,7 +103,8 @@ class Board(Protocol):
         """The error of a wait that was given up for it."""
 
     def on_break(self, wake: Callable[[], None]) -> None:
-        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at
+        once where it has."""
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -108,7 +113,8 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
-    """Wait for a Gloo collective, which has a timeout of its own; ``timeout_s``: give up before that.
+    """Wait for a Gloo collective, which has a timeout of its own; ``timeout_s``: give up before
+    that.
 
     Raises RuntimeError: Gloo's, ``board.woken()``, or that it timed out.
     """
@@ -157,7 +163,8 @@ class _SummedBlock:
 
 
 def bounded_reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
-    """Gloo's ``_reduce_scatter_base``, which is an all_reduce of a copy; but its work waits without a limit, and this one's not.
+    """Gloo's ``_reduce_scatter_base``, which is an all_reduce of a copy; but its work waits without
+    a limit, and this one's not.
 
     1-D contiguous tensors of one dtype: ``input`` [n·s], ``output`` [s]. The same bits as Gloo's.
     """
@@ -172,7 +179,8 @@ def bounded_reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor,
 
 
 class Watched:
-    """A Gloo group's collectives and messages, waited for as long as its ranks live. For what is not on the way of every call."""
+    """A Gloo group's collectives and messages, waited for as long as its ranks live. For what is
+    not on the way of every call."""
 
     def __init__(self, group: Any, board: Board) -> None:
         self._group, self._board = group, board
@@ -197,11 +205,13 @@ class Watched:
         return _WatchedMessage(self._group.recv(tensors, peer, tag), self)
 
     def wait_for_message(self, work: Work, timeout: timedelta) -> None:
-        """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
+        """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board
+        has been broken meanwhile.
 
-        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a message times out, Gloo
-        closes all connections of the group, and those who wait at its other ends take this rank for dead. What a rank has
-        sent before it left may still be on its way through others, so a message has a moment more.
+        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a
+        message times out, Gloo closes all connections of the group, and those who wait at its other
+        ends take this rank for dead. What a rank has sent before it left may still be on its way
+        through others, so a message has a moment more.
         """
         if not self._is_listening:
             self._is_listening = True
@@ -252,7 +262,8 @@ class _WatchedWork:
 
 
 def _waited_until(work: Work, limit: timedelta, board: Board) -> bool:
-    """Wait for a message by our own clock, for ``limit`` (zero: as long as Gloo does); return whether it has gone or come."""
+    """Wait for a message by our own clock, for ``limit`` (zero: as long as Gloo does); return
+    whether it has gone or come."""
     backstop = limit + _BEYOND if limit else limit
     if _is_out_of_reach(work):
         return _waited_on_a_thread(work, backstop, board, limit.total_seconds() or None, _PARTING_S)
@@ -268,16 +279,17 @@ def _waited_until(work: Work, limit: timedelta, board: Board) -> bool:
 
 
 def wait_for_message(work: Any, timeout: timedelta, board: Board) -> bool:
-    """Wait for a Gloo message, for ``timeout`` by Gloo's clock. Return whether it has gone or come; False where
-    :func:`end_wait` has ended the wait, or, where that cannot, the board has broken. Raises RuntimeError: Gloo's."""
+    """Wait for a Gloo message, for ``timeout`` by Gloo's clock. Return whether it has gone or come;
+    False where :func:`end_wait` has ended the wait, or, where that cannot, the board has broken.
+    Raises RuntimeError: Gloo's."""
     return _waited_on_a_thread(work, timeout, board) if _is_out_of_reach(work) else bool(work.wait(timeout))
 
 
 def _waited_on_a_thread(
     work: Any, timeout: timedelta, board: Board, limit_s: float | None = None, parting_s: float = 0.0
 ) -> bool:
-    """``work.wait(timeout)`` on a thread, which is let go of ``parting_s`` seconds after the board broke, or after
-    ``limit_s``: then return False. Raises what the wait raises."""
+    """``work.wait(timeout)`` on a thread, which is let go of ``parting_s`` seconds after the board
+    broke, or after ``limit_s``: then return False. Raises what the wait raises."""
     answer = on_a_thread(lambda: bool(work.wait(timeout)))
     until = None if limit_s is None else time.monotonic() + limit_s
     while True:
@@ -293,11 +305,12 @@ def _waited_on_a_thread(
 
 
 def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
-    """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s`` seconds, or when the
-    board breaks. Raises what it raises, TimeoutError, ``board.woken()``.
+    """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s``
+    seconds, or when the board breaks. Raises what it raises, TimeoutError, ``board.woken()``.
 
-    Where it raises that a connection was closed, the board is given a moment to break: on a busy machine a peer that has heard of
-    a death, and lets go of its connections, may be quicker than the news of that death.
+    Where it raises that a connection was closed, the board is given a moment to break: on a busy
+    machine a peer that has heard of a death, and lets go of its connections, may be quicker than
+    the news of that death.
     """
 
     def heard() -> Result:
@@ -333,7 +346,8 @@ def _await_news(board: Board) -> None:
 
 
 def on_a_thread(task: Callable[[], Result]) -> Future[Result]:
-    """``task()``, which may wait for ever, on a thread that its caller may let go of (:func:`join_abandoned`)."""
+    """``task()``, which may wait for ever, on a thread that its caller may let go of
+    (:func:`join_abandoned`)."""
     answer: Future[Result] = Future()
 
     def run() -> None:
@@ -351,8 +365,8 @@ def on_a_thread(task: Callable[[], Result]) -> Future[Result]:
 
 
 def join_abandoned(patience_s: float) -> bool:
-    """Wait, ``patience_s`` seconds at most, for what :func:`bounded` and :func:`within` have let go of; return whether there was
-    anything.
+    """Wait, ``patience_s`` seconds at most, for what :func:`bounded` and :func:`within` have let go
+    of; return whether there was anything.
 
     For the program's end, at which a thread that comes back from C++ takes the process down.
     """
@@ -386,15 +400,18 @@ def within(seconds: float, ask: Callable[[], Result]) -> Result:
 
 
 def keep(group: object) -> None:
-    """Never free ``group``: a thread of it waits for what will not come, and freeing it would wait for that thread."""
+    """Never free ``group``: a thread of it waits for what will not come, and freeing it would wait
+    for that thread."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def end_wait(work: object) -> None:
-    """Make the wait for a Gloo message return False, now or when it begins; other works are left alone. From any thread.
+    """Make the wait for a Gloo message return False, now or when it begins; other works are left
+    alone. From any thread.
 
-    ``work``: torch's, or something that waits for the one in its attribute ``inner``. Does nothing where this torch is none
-    of :data:`TESTED_TORCH`: then :func:`wait_for_message` looks at the board itself.
+    ``work``: torch's, or something that waits for the one in its attribute ``inner``. Does nothing
+    where this torch is none of :data:`TESTED_TORCH`: then :func:`wait_for_message` looks at the
+    board itself.
     """
     work, aborts = getattr(work, "inner", work), _aborts()
     if not aborts or not _is_torchs(work):
@@ -407,19 +424,21 @@ def end_wait(work: object) -> None:
 
 
 def _is_out_of_reach(work: object) -> bool:
-    """Whether ``work`` is, or waits for, a message of Gloo's whose wait :func:`end_wait` cannot end with this torch."""
+    """Whether ``work`` is, or waits for, a message of Gloo's whose wait :func:`end_wait` cannot end
+    with this torch."""
     return not _aborts() and _is_torchs(getattr(work, "inner", work))
 
 
 def _is_torchs(work: object) -> bool:
-    """Whether ``work`` is an object of torch's own, and no subclass in Python: its memory is then as pybind11 lays it out."""
+    """Whether ``work`` is an object of torch's own, and no subclass in Python: its memory is then
+    as pybind11 lays it out."""
     return type(work) is torch._C._distributed_c10d.Work
 
 
 @cache
 def _aborts() -> dict[int, Callable[[int], None]]:
-    """``abort()`` of Gloo's works, by the address of their table of virtual functions; empty where this torch has not been
-    tested, or exports none."""
+    """``abort()`` of Gloo's works, by the address of their table of virtual functions; empty where
+    this torch has not been tested, or exports none."""
     if torch.__version__.partition("+")[0] not in TESTED_TORCH:
         return {}
     found: dict[int, Callable[[int], None]] = {}
