@@ -158,17 +158,15 @@ class Appointments:
         Raises RuntimeError where the store is lost, DisagreementError for what cannot be read
         there.
         """
-        found = self._open
-        if found is None:
+        due = self._open
+        if due is None:
             if self._member:
                 self._look()
             return
-        if found.decision is None:
-            found.decision = (
-                self._decision(found.appointment) if self._member == 0 else self._decided(found.appointment)
-            )
-        if found.decision == _OFF:
-            self._close(found)
+        if due.decision is None:
+            due.decision = self._decision(due.appointment) if self._member == 0 else self._decided(due.appointment)
+        if due.decision == _OFF:
+            self._close(due)
 
     def fail(self, error: Exception) -> None:
         """Note that :meth:`turn` is not called any more, because of ``error``: who waits for a

@@ -108,19 +108,19 @@ def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
     Returns each different word with the places that say it, the first of them ascending. Raises
     DisagreementError, on all ranks alike, naming the rank whose message cannot be read.
     """
-    mine = branch_of(place, len(ranks))
+    branch = branch_of(place, len(ranks))
     bundles = [_Bundle((words,), ((place, 1, 0),))]
-    for child in mine.children:
+    for child in branch.children:
         message = yield Awaited(child.start, len(child))
         bundles.append(_opened(message, child, ranks))
     bundle = _merged(bundles)
-    if mine.parent >= 0:
-        yield Outgoing(mine.parent, encode(bundle))
-        message = yield Awaited(mine.parent, len(ranks))
-        bundle = _opened(message, range(len(ranks)), ranks, mine.parent)
-    whole = encode(bundle)
-    for child in mine.children:
-        yield Outgoing(child.start, whole)
+    if branch.parent >= 0:
+        yield Outgoing(branch.parent, encode(bundle))
+        message = yield Awaited(branch.parent, len(ranks))
+        bundle = _opened(message, range(len(ranks)), ranks, branch.parent)
+    answer = encode(bundle)
+    for child in branch.children:
+        yield Outgoing(child.start, answer)
     if bundle.trouble is not None:
         raise DisagreementError(bundle.trouble)
     told: _Told = [(each, []) for each in bundle.words]
@@ -183,10 +183,10 @@ def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | No
     is_watched = isinstance(peers.group, Watched)
     with contextlib.nullcontext() if is_watched else blaming(peers, timeout_s, purpose):
         told = _run(tree_exchange(peers.place, peers.ranks, encode(value)), peers, wait)
-    found: dict[int, M] = {}
+    values: dict[int, M] = {}
     for word, places in told:
-        found |= dict.fromkeys(places, decode(word, type_, f"rank {peers.ranks[places[0]]}"))
-    return [found[place] for place in range(len(peers.ranks))]
+        values |= dict.fromkeys(places, decode(word, type_, f"rank {peers.ranks[places[0]]}"))
+    return [values[place] for place in range(len(peers.ranks))]
 
 
 _Wait = Callable[[dist.Work], None]

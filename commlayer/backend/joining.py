@@ -244,5 +244,5 @@ def _drawn(store: Store, deadline: Deadline, where: str) -> str:
     when he starts again, with another store, and names of groups of before come back, which a rank
     has made too. Raises as ``own_keys``.
     """
-    mine = token_hex(4)
-    return asked_store(lambda: store.compare_set("commlayer/drawn", "", mine), deadline, where).decode()
+    drawn = token_hex(4)
+    return asked_store(lambda: store.compare_set("commlayer/drawn", "", drawn), deadline, where).decode()

@@ -25,6 +25,7 @@ from commlayer.failures.blame import Blame, blame_of, rank_or_one_of
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Absent, Asked, Left, Record, Report, told
+from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 from commlayer.profiles.printable import say
@@ -127,10 +128,6 @@ def phase(text: str) -> Iterator[None]:
         raise
 
 
-def _phase_of(error: BaseException) -> str:
-    return str(getattr(error, _PHASE, ""))
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """How the wait ended: what the backend raised, after how long, and how long it was allowed to
@@ -185,7 +182,7 @@ class FailureBoard:
         """Says what has been found out since about who waits for whom, and waits a moment for
         it."""
         self._breaking = threading.Lock()
-        self._first: Report | None = None
+        self._judge = _Judge(self._knowledge, self.key, rank, self.ranks)
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._knowledge.attach(self)
 
@@ -208,7 +205,7 @@ class FailureBoard:
             if record.key != self.key or record.rank == self.rank:
                 return
             with self._breaking:
-                self._first = self._first or record
+                self._judge.first = self._judge.first or record
         elif isinstance(record, Absent):
             if self.ranks.isdisjoint(record.ranks):
                 return
@@ -256,7 +253,8 @@ class FailureBoard:
                 self.leave(why_left(error))
                 wake()
                 raise
-            inside = f": {phase}" if (phase := _phase_of(error)) else ""
+            innermost = getattr(error, _PHASE, "")
+            inside = f": {innermost}" if innermost else ""
             wait = FailedConnection(self.rank, self.others(ranks), group, f"{purpose}{inside}")
             raise self.blame(wait, Failure(error, time.monotonic() - began, timeout_s), wake) from error
 
@@ -272,12 +270,12 @@ class FailureBoard:
         when they wake up."""
         if failure.is_timeout:
             self.inquire()
-        first = self._first
+        first = self._judge.first
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
         is_all = len(wait.peers) > _MOST_LISTED
         with self._knowledge.changed:
-            is_known = self._dead() is not None  # then nobody needs to follow who waited for whom
+            is_known = self._judge.dead() is not None  # then nobody needs to follow who waited for whom
         if not is_known:
             self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
         self._break()
@@ -302,28 +300,43 @@ class FailureBoard:
         most, after a timeout 7.5: what was found out about it (:attr:`diagnosed`) is waited for,
         too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
-        verdict = self._verdict(wait, failure, settle_s)
+        verdict = self._judge.verdict(wait, failure, settle_s)
         leaver = "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
         is_late = verdict.are_all or verdict.what.startswith(_LATE)
         kind = CollectiveTimeoutError if is_late else PeerError
-        found = self.diagnosed() if failure.is_timeout else Diagnosed()
-        diagnosed = (
-            f"\n{found.words}" if found.words else ""
-        )  # on lines of its own: the first one is what programs search
-        remedy = "mend what is found below" if found.is_cause else f"look at the log of {verdict.culprit}"
+        diagnosis = self.diagnosed() if failure.is_timeout else Diagnosed()
+        # On lines of its own: the first one is what programs search.
+        diagnosed = f"\n{diagnosis.words}" if diagnosis.words else ""
+        remedy = "mend what is found below" if diagnosis.is_cause else f"look at the log of {verdict.culprit}"
         return kind(
             f"{verdict.words(wait.rank)}{leaver}; here: {wait}. Nothing more can be sent here: {remedy}, then restart the job"
             f"{diagnosed}"
         )
 
+    @property
+    def has_leaver(self) -> bool:
+        """Whether a member has left the job, in good order or not: no connection with it can be
+        made any more."""
+        return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
+
     def culprit(self) -> str:
         """The rank that failed first and what became of it, for messages; empty where none is
         known."""
         failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
-        verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
+        verdict = self._judge.verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
         return verdict.words(self.rank) if verdict.ranks else ""
 
-    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> Blame:
+
+class _Judge:
+    """The judge of the broken waits in one group, by what this rank knows: follows reports from the
+    rank that one waited for to the rank that this one waited for."""
+
+    def __init__(self, knowledge: Knowledge, key: str, rank: int, ranks: frozenset[int]) -> None:
+        self._knowledge, self._key, self._rank, self._ranks = knowledge, key, rank, ranks
+        self.first: Report | None = None
+        """The first report of another member."""
+
+    def verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> Blame:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
         unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
@@ -338,18 +351,18 @@ class FailureBoard:
     def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Blame, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change
         it."""
-        dead = self._dead()
+        dead = self.dead()
         if dead is not None:
             return dead, not dead.is_unheard
-        own = self._knowledge.reports.get((self.key, self.rank))
+        own = self._knowledge.reports.get((self._key, self._rank))
         if own is not None and own.is_leaving:
             return self._of_leaver(own), True
-        first = None if failure.is_timeout else self._first
+        first = None if failure.is_timeout else self.first
         # Who was woken by a rank that waited for this one follows its own wait, too.
         seen = {wait.rank} if first is None else set()
         sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
         while True:
-            reports = {peer: self._knowledge.reports.get((self.key, peer)) for peer in sources}
+            reports = {peer: self._knowledge.reports.get((self._key, peer)) for peer in sources}
             leaving = next((report for report in reports.values() if report is not None and report.is_leaving), None)
             if leaving is not None:
                 return self._of_leaver(leaving), True
@@ -365,20 +378,20 @@ class FailureBoard:
 
     def _waited_for(self, reports: Iterable[Report]) -> dict[int, tuple[str, int]]:
         """The ranks that these waited for; what each of them reports, and who."""
-        found: dict[int, tuple[str, int]] = {}
+        sources: dict[int, tuple[str, int]] = {}
         has_all = False
         for report in reports:
             if not report.is_all:
-                found |= dict.fromkeys(report.peers, (report.what, report.rank))
+                sources |= dict.fromkeys(report.peers, (report.what, report.rank))
             elif not has_all:  # once: in a large group each of them waits for all
                 has_all = True
-                found |= dict.fromkeys(self.ranks, (report.what, report.rank))
-        return found
+                sources |= dict.fromkeys(self._ranks, (report.what, report.rank))
+        return sources
 
-    def _dead(self) -> Blame | None:
+    def dead(self) -> Blame | None:
         """The member that died first, or left by an exception: what came later may be a consequence
         of it."""
-        return self._knowledge.first_failure(self.ranks)
+        return self._knowledge.first_failure(self._ranks)
 
     def _of_leaver(self, record: Report | Left) -> Blame:
         """Who is to blame for it that a member left: itself, or the rank of the job because of
@@ -386,13 +399,7 @@ class FailureBoard:
         cause = self._knowledge.first_failure(self._knowledge.ranks) if record.is_consequence else None
         if cause is None:
             return Blame((record.rank,), record.what, record.rank)
-        return replace(cause, leaver=None if record.rank in (self.rank, *cause.ranks) else record.rank)
-
-    @property
-    def has_leaver(self) -> bool:
-        """Whether a member has left the job, in good order or not: no connection with it can be
-        made any more."""
-        return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
+        return replace(cause, leaver=None if record.rank in (self._rank, *cause.ranks) else record.rank)
 
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited

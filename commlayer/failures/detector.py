@@ -357,15 +357,15 @@ def _addresses(store: Store) -> list[str]:
         lambda: _address_towards(store),
         lambda: socket.gethostbyname(socket.gethostname()),
     ]
-    found: list[str] = []
+    addresses: list[str] = []
     for find in finders[:2] if "GLOO_SOCKET_IFNAME" in os.environ else finders[1:]:
         with contextlib.suppress(OSError, AttributeError, KeyError):
-            found.append(find())
+            addresses.append(find())
         # Looking up a host's own name may take seconds, and many answer with an address of the
         # loopback, where another machine would find itself, and nobody behind the port.
-        if found and not found[-1].startswith(_LOOPBACK):
-            return list(dict.fromkeys(found))
-    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+        if addresses and not addresses[-1].startswith(_LOOPBACK):
+            return list(dict.fromkeys(addresses))
+    return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
 
 
 def _interface_address(name: str) -> str:

@@ -441,12 +441,12 @@ def _aborts() -> dict[int, Callable[[int], None]]:
     this torch has not been tested, or exports none."""
     if torch.__version__.partition("+")[0] not in TESTED_TORCH:
         return {}
-    found: dict[int, Callable[[int], None]] = {}
+    aborts: dict[int, Callable[[int], None]] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         for name in _WORKS:
             table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTV{name.removeprefix('_Z')}E"))
             abort = library[f"{name}5abortEv"]
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
-            found[table + _VTABLE_HEAD_BYTES] = abort
-    return found
+            aborts[table + _VTABLE_HEAD_BYTES] = abort
+    return aborts
