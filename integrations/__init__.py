@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.routing import Routing
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
     from commlayer.integrations.norm import RMSNorm
-    from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
     from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
-    from commlayer.integrations.pipeline_schedules import run_pipeline
+    from commlayer.integrations.pipeline_schedules import run_overlapped_pipeline, run_pipeline
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.sharded_optimizer import ShardedOptimizer
     from commlayer.integrations.torchft import planned_process_group

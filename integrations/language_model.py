@@ -24,10 +24,9 @@ from commlayer.integrations.linear import ReplicatedLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
-from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts
-from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
+from commlayer.integrations.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
@@ -55,9 +54,10 @@ class ModelConfig:
         schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
-        overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while the other is computed
-            (:mod:`~commlayer.integrations.overlapped_pipeline`); ``chunks`` ``auto`` is one then. Make the mesh with
-            ``separate=("etp_ep",)``, or the counts of one queue behind the tokens of the other.
+        overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while the
+            other is computed (:func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline`);
+            ``chunks`` ``auto`` is one then. Make the mesh with ``separate=("etp_ep",)``, or the counts
+            of one queue behind the tokens of the other.
         bucket_bytes: the largest size of a bucket.
     """
 
@@ -272,7 +272,7 @@ class MoELanguageModel(nn.Module):
     def pipeline_parts(
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], Parts[torch.Tensor]], list[tuple[int, int, int]]]:
-        """The same in parts, as :func:`~commlayer.integrations.overlapped_pipeline.run_overlapped_pipeline` takes both."""
+        """The same in parts, as :func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline` takes both."""
         batches = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:

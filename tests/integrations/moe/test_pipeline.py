@@ -28,9 +28,14 @@ from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
 from commlayer.integrations.pass_parts import CutPass, Parts, carrying, run_parts
-from commlayer.integrations.pipeline_schedules import Schedule, StageTask, run_pipeline, tasks_of
+from commlayer.integrations.pipeline_schedules import (
+    Schedule,
+    StageTask,
+    run_overlapped_pipeline,
+    run_pipeline,
+    tasks_of,
+)
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
