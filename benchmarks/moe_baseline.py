@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.collectives import Held
+from commlayer.integrations.moe.handle import Chunk
 from commlayer.integrations.moe.layer import MoELayer
 
 __all__ = ["Clock", "PlainMoE", "deepspeed_layer", "instrument", "phase", "why_no_deepspeed"]
@@ -181,23 +183,38 @@ def instrument(layer: MoELayer, clock: Clock) -> None:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         handle = prepare(*args, **kwargs)
         clock.charge("permute")
-        return handle
+        watched = tuple(_WatchedChunk(chunk, clock) for chunk in handle.chunks)
+        return replace(handle, chunks=cast("tuple[Chunk, ...]", watched))
 
     router_forward = router.forward
     experts_forward = experts.forward
     _replace(router, "forward", routed)
     _replace(dispatcher, "prepare", prepared)
     _replace(experts, "forward", lambda x, *rest: phase(clock, "experts", lambda x: experts_forward(x, *rest), x))
-    for name in ("dispatch_preprocess", "dispatch_postprocess", "combine_preprocess", "combine_postprocess"):
-        _replace(dispatcher, name, _local(clock, getattr(dispatcher, name)))
-    hold = dispatcher.hold  # where the backward pass waits for what comes back of a dispatch
-    _replace(dispatcher, "hold", lambda x, chunk: hold(_mark(x, clock, "dispatch", True), chunk))
-    for name, label in (("token_dispatch", "dispatch"), ("token_combine", "combine")):
-        _replace(dispatcher, name, _remote(clock, label, getattr(dispatcher, name)))
 
 
 def _replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
     object.__setattr__(owner, name, call)
+
+
+class _WatchedChunk:
+    """A chunk whose phases are charged; for the rest it is ``chunk``."""
+
+    def __init__(self, chunk: Chunk, clock: Clock) -> None:
+        self._chunk, self._clock = chunk, clock
+        self.dispatch_preprocess = _local(clock, chunk.dispatch_preprocess)
+        self.dispatch_postprocess = _local(clock, chunk.dispatch_postprocess)
+        self.combine_preprocess = _local(clock, chunk.combine_preprocess)
+        self.combine_postprocess = _local(clock, chunk.combine_postprocess)
+        self.token_dispatch = _remote(clock, "dispatch", chunk.token_dispatch)
+        self.token_combine = _remote(clock, "combine", chunk.token_combine)
+
+    def hold(self, x: torch.Tensor) -> Held:
+        """Mark where the backward pass waits for what comes back of a dispatch."""
+        return self._chunk.hold(_mark(x, self._clock, "dispatch", True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
 
 
 def _local(clock: Clock, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

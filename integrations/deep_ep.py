@@ -331,8 +331,8 @@ class DeepEPBuffer:
 
     def _go(self, x: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
         (chunk,) = way.chunks
-        sent = self._tokens.token_dispatch(self._tokens.dispatch_preprocess(x, chunk), chunk)
-        return self._tokens.dispatch_postprocess(sent.wait(), chunk)
+        sent = chunk.token_dispatch(chunk.dispatch_preprocess(x))
+        return chunk.dispatch_postprocess(sent.wait())
 
     def _come(self, rows: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
         (chunk,) = way.chunks
@@ -340,8 +340,8 @@ class DeepEPBuffer:
             raise TensorError(
                 f"{who()}deep_ep: {rows.shape[0]} rows are to come back, {sum(chunk.expert_rows)} went out by this handle"
             )
-        back = self._tokens.token_combine(self._tokens.combine_preprocess(rows, None, chunk), chunk)
-        return self._tokens.combine_postprocess(back.wait(), None, chunk)
+        back = chunk.token_combine(chunk.combine_preprocess(rows, None))
+        return chunk.combine_postprocess(back.wait(), None)
 
     def _first_words(self) -> str:
         decision = self._tokens.decision

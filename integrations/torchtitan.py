@@ -83,7 +83,7 @@ class TitanTokens:
         if moves_choices(handle):
             order = torch.argsort(experts.reshape(-1), stable=True)
             token_of_row = order // top_k
-            rows = send_choices(tokens, x[token_of_row], handle)
+            rows = send_choices(x[token_of_row], handle)
             expert_rows = handle.chunks[0].expert_rows
             sent = SentTokens(handle, token_of_row, scores.reshape(-1)[order], scores)
         else:
@@ -96,7 +96,7 @@ class TitanTokens:
         Collective."""
         if sent.token_of_row is None or sent.scores is None:
             return self.tokens.combine(outputs, sent.handle, sent.weights)
-        back = return_choices(self.tokens, outputs, sent.handle)
+        back = return_choices(outputs, sent.handle)
         scored = (back.to(torch.float32) * sent.scores.reshape(-1, 1)).to(back.dtype)
         index = sent.token_of_row.reshape(-1, 1).expand(-1, x.shape[-1])
         return _scatter_add(torch.zeros_like(x), index, scored)

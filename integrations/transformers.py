@@ -139,9 +139,9 @@ class SpreadExperts:
             out, _ = self.tokens.run(x, handle, self._compute, weights)
             return gather_shares(out, holders, total)
         order = torch.argsort(indices.reshape(-1))  # transformers' experts sort rows anew, as they arrive
-        rows = send_choices(self.tokens, x[order // max(indices.shape[1], 1)], handle, by_expert=False)
+        rows = send_choices(x[order // max(indices.shape[1], 1)], handle, by_expert=False)
         computed = self._of_experts(rows, experts_of_rows(handle))
-        back = return_choices(self.tokens, computed, handle, by_expert=False)
+        back = return_choices(computed, handle, by_expert=False)
         of_choice = torch.empty_like(back)
         of_choice[order] = back
         summed = (of_choice.view(*weights.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

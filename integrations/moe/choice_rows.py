@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 
 from commlayer.integrations.moe.dispatch_kinds import AllToAll
-from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
 
 __all__ = ["experts_of_rows", "moves_choices", "return_choices", "send_choices"]
@@ -26,17 +25,15 @@ def moves_choices(handle: DispatchHandle) -> bool:
     return handle.kind == "all_to_all" and len(handle.chunks) == 1
 
 
-def send_choices(
-    dispatcher: TokenDispatcher, rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True
-) -> torch.Tensor:
+def send_choices(rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True) -> torch.Tensor:
     """Send rows [N, H], one for each choice, sorted by expert, to their experts: [R, H], sorted by expert,
     then by rank; or, not ``by_expert``, as they arrive: by rank, then by expert. Collective, and
     differentiable."""
     chunk = _only(handle)
     if handle.needs_gradient and not rows.requires_grad and torch.is_grad_enabled():
         rows = rows.detach().requires_grad_()  # its gradient is a collective too
-    arrived = dispatcher.token_dispatch(rows, chunk).wait()
-    return dispatcher.dispatch_postprocess(arrived, chunk) if by_expert else arrived
+    arrived = chunk.token_dispatch(rows).wait()
+    return chunk.dispatch_postprocess(arrived) if by_expert else arrived
 
 
 def experts_of_rows(handle: DispatchHandle) -> torch.Tensor:
@@ -46,15 +43,13 @@ def experts_of_rows(handle: DispatchHandle) -> torch.Tensor:
     return experts if chunk.by_expert is None else experts[chunk.by_expert.inverse.cpu()]
 
 
-def return_choices(
-    dispatcher: TokenDispatcher, rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True
-) -> torch.Tensor:
+def return_choices(rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True) -> torch.Tensor:
     """Bring the experts' outputs [R, H], in the order of :func:`send_choices`, back to the places of what
     that sent: [N, H]. Collective, and differentiable."""
     chunk = _only(handle)
     if by_expert:
-        rows = dispatcher.combine_preprocess(rows, None, chunk)
-    return dispatcher.token_combine(rows, chunk).wait()
+        rows = chunk.combine_preprocess(rows, None)
+    return chunk.token_combine(rows).wait()
 
 
 def _only(handle: DispatchHandle) -> AllToAll:

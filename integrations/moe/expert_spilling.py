@@ -1,15 +1,20 @@
-"""Spilling of one dispatcher: between the exchange of counts and that of tokens, who computes rows of whom for this call.
+"""Spilling of one dispatcher: between the exchange of counts and that of tokens, who computes rows
+of whom for this call.
 
-The counts that ranks tell each other anyway are all that a decision needs (:mod:`commlayer.scheduler.placement.spilling`). Where
-the load is so even that nothing can pay, by whole numbers that all ranks have alike, nothing more happens. Else every rank
-decides, and they compare what they found, in one small exchange, before a token moves: prices are floating-point numbers, which
-other processors may round otherwise, and a rank that sent its tokens elsewhere would hang all of them. What tokens reach on two
-levels, which changes with the decision, is told in the same exchange.
+The counts that ranks tell each other anyway are all that a decision needs
+(:mod:`commlayer.scheduler.placement.spilling`). Where the load is so even that nothing can pay, by
+whole numbers that all ranks have alike, nothing more happens. Else every rank decides, and they
+compare what they found, in one small exchange, before a token moves: prices are floating-point
+numbers, which other processors may round otherwise, and a rank that sent its tokens elsewhere would
+hang all of them. What tokens reach on two levels, which changes with the decision, is told in the
+same exchange.
 
-For this call the ranks then have *guests* behind their own experts; choices of what spills are changed into choices of guests,
-and all that comes after, in whatever way tokens go, knows experts of this call alone.
+For this call the ranks then have *guests* behind their own experts; choices of what spills are
+changed into choices of guests, and all that comes after, in whatever way tokens go, knows experts
+of this call alone.
 
-Shapes: T tokens of this rank, K choices of each, P places: experts in order, or the slots of all ranks.
+Shapes: T tokens of this rank, K choices of each, P places: experts in order, or the slots of all
+ranks.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ from commlayer.scheduler.placement.spilling import (
     decide_spill,
     spilled_cells,
 )
+from commlayer.statistics import count_spill
 
 __all__ = ["ExpertSpiller", "require_prices"]
 
@@ -65,20 +71,32 @@ class ExpertSpiller:
     """The spilling of one dispatcher, over the ranks of ``grid``.
 
     Attributes:
-        decision: of the latest call whose load was uneven.
+        decision: of the latest call whose load was uneven; None before the first, and where it was
+            made before spilling was turned off.
         is_on: whether anything may spill; all ranks change it between the same two calls.
 
     Raises:
-        UsageError: prices are asked for, and no profile says what exchanges of this expert group take.
+        UsageError: prices are asked for, and no profile says what exchanges of this expert group
+            take.
     """
 
-    def __init__(self, grid: ExpertGrid, slots: ExpertSlots | None, spilling: Spilling) -> None:
+    def __init__(
+        self,
+        grid: ExpertGrid,
+        slots: ExpertSlots | None,
+        spilling: Spilling,
+        used_by: str = "TokenDispatcher",
+    ) -> None:
         self.spilling = spilling
+        self._used_by = used_by
         self._grid, self._slots = grid, slots
         self._profile = None if spilling.rule == "llep" else spilling.profile or grid.ep.profile
         if spilling.rule == "priced" and grid.ep.size > 1:
             require_prices(
-                self._profile, grid.ep.shape, "spilling='priced'", "take spilling='llep', which knows no prices"
+                self._profile,
+                grid.ep.shape,
+                "spilling='priced'",
+                "take spilling='llep', which knows no prices",
             )
         self._measured = Measurements(grid)
         self._prices: PlacementPrices | None = None
@@ -93,53 +111,77 @@ class ExpertSpiller:
 
     @property
     def decision_us(self) -> float:
-        """The time of this rank's latest decisions, and of what a call's choices become by them, µs, median; 0: none yet."""
+        """The time of this rank's latest decisions, and of what a call's choices become by them,
+        µs, median; 0: none yet."""
         took_us = tuple(self._took_us)  # a placer asks on a thread of its own
         return median(took_us) if took_us else 0.0
 
     @property
     def number(self) -> int:
-        """A number below 2¹⁸ of how this is set up, which all ranks must have alike: different ones differ, but for chance."""
+        """A number below 2¹⁸ of how this is set up, which all ranks must have alike: different ones
+        differ, but for chance."""
         rule, thresholds, work = self.spilling.rule, self.spilling.thresholds, self.spilling.work
         profile = None if self.spilling.profile is None else self.spilling.profile.fingerprint
         return 1 + zlib.crc32(repr((rule, thresholds, profile, work)).encode()) % ((1 << 18) - 1)
 
-    def spill(
-        self, layout: ChoiceCounts, experts: GroupedExperts
-    ) -> tuple[ChoiceCounts, LentExperts | None, SpillDecision | None]:
-        """Decide for one call: how its choices go then, what this rank lends and is lent (None: no rank does), and the decision
-        (None: the load is even). Collective where the load is uneven.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it decides by numbers, and talks to others
+    def spill(self, layout: ChoiceCounts, experts: GroupedExperts) -> tuple[ChoiceCounts, LentExperts | None]:
+        """Decide for one call: how its choices go then, and what this rank lends and is lent (None:
+        no rank does). Collective where the load is uneven.
 
         Raises DisagreementError where ranks decided differently.
         """
+        if not self.is_on:
+            self.decision = None  # an earlier one is no longer what is done
         if not (self.is_on and self.spilling.is_for(layout.gathered_rows)):
-            return layout, None, None
+            return layout, None
         if self.spilling.rule == "priced" and self._prices is None:
-            self._prices = self._made_prices(experts, layout)
-        told, began = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64), time.perf_counter()
+            profile, nodes = self._agreed_curves()
+            top_k, tokens = layout.indices.shape[1], sum(layout.tokens)
+            work = self._work or work_of_experts(experts, self._measured, top_k, tokens)
+            self._prices = PlacementPrices(profile, work, nodes)
+        message, began = (
+            torch.zeros(1 + self._grid.num_reached, dtype=torch.int64),
+            time.perf_counter(),
+        )
         try:
             decision = self._decide(layout)
-            found = self._spilled(layout, decision.parts) if decision.parts else layout
-            told[0] = zlib.crc32(repr(decision.parts).encode())
-            if decision.parts and found.grid.levels is not None:
-                reached = found.grid.levels.reached(found.indices).cpu()
-                told[1 : 1 + len(reached)] = reached
+            spilled = self._spilled(layout, decision.parts) if decision.parts else layout
+            message[0] = zlib.crc32(repr(decision.parts).encode())
+            if decision.parts and spilled.grid.levels is not None:
+                reached = spilled.grid.levels.reached(spilled.indices).cpu()
+                message[1 : 1 + len(reached)] = reached
             self._took_us.append((time.perf_counter() - began) * 1e6)
         except Exception:  # the others must hear of it before it is raised, or they wait for this rank
-            told[0] = _REFUSED
-            self._grid.all.all_gather(told.unsqueeze(0))
+            message[0] = _REFUSED
+            self._grid.all.all_gather(message.unsqueeze(0))
             raise
-        everyone = self._grid.all.all_gather(told.unsqueeze(0))
+        everyone = self._grid.all.all_gather(message.unsqueeze(0))
         self._require_one(everyone[:, 0].tolist(), decision)
         self.decision = decision
+        self._count(decision, experts)
         if not decision.parts:
-            return layout, None, decision
-        if found.grid.levels is not None:
-            found = replace(found, on_levels=RowsOnLevel.of_call(found.grid.levels, everyone[:, 1:]))
-        return found, self._lent(decision.parts), decision
+            return layout, None
+        if spilled.grid.levels is not None:
+            spilled = replace(spilled, on_levels=RowsOnLevel.of_call(spilled.grid.levels, everyone[:, 1:]))
+        return spilled, self._lent(decision.parts)
+
+    def _count(self, decision: SpillDecision, experts: GroupedExperts) -> None:
+        each, rank = sum(weight[0].nbytes for weight in experts.weights), self._grid.ep.rank
+        sources, targets = decision.ends
+        count_spill(
+            self._used_by,
+            self._grid.all.ranks,
+            decision.rule,
+            experts=len(decision.parts),
+            rows=sum(part.rows for part in decision.parts),
+            weight_bytes=(each * sources.count(rank), each * targets.count(rank)),
+            reason=decision.reason(),
+        )
 
     def price_by(self, work: ExpertWork) -> None:
-        """Price by ``work``, which all ranks have alike, from the next uneven call on, unless the rule came with its own."""
+        """Price by ``work``, which all ranks have alike, from the next uneven call on, unless the
+        rule came with its own."""
         if self.spilling.work is None and self.spilling.rule == "priced":
             self._work, self._prices = replace(work, micro_batches=1), None
 
@@ -185,8 +227,9 @@ class ExpertSpiller:
         spilled = [(place, part.target, part.rows) for place, part in zip(places, parts, strict=True)]
         before = layout.counts.numpy()
         cells = spilled_cells(before, spilled, self._node_of)
-        widened = grid.with_guests(_guests_of(parts, grid.ep.size))
-        own, guests = _numbers_with_guests(grid, widened, [part.target for part in parts])
+        targets = [part.target for part in parts]
+        widened = grid.with_guests([targets.count(rank) for rank in range(grid.ep.size)])
+        own, guests = _numbers_with_guests(grid, widened, targets)
         counts = np.zeros((*before.shape[:-1], widened.num_experts), dtype=before.dtype)
         counts[..., own] = before
         for at, place in enumerate(places):
@@ -207,18 +250,12 @@ class ExpertSpiller:
 
     # Prices
 
-    def _made_prices(self, experts: GroupedExperts, layout: ChoiceCounts) -> PlacementPrices:
-        """Collective: the ranks agree on a profile, and the work is measured unless it was given."""
-        profile, nodes = self._agreed_curves()
-        top_k, tokens = layout.indices.shape[1], sum(layout.tokens)
-        work = self._work or work_of_experts(experts, self._measured, top_k, tokens)
-        return PlacementPrices(profile, work, nodes)
-
     def _agreed_curves(self) -> tuple[Profile, tuple[int, ...]]:
-        """The profile by which all ranks price, and the ranks on each node that it is for. Collective.
+        """The profile by which all ranks price, and the ranks on each node that it is for.
+        Collective.
 
-        The expert groups that share tokens over ETP may lie on other nodes, and have other profiles: then all take those of the
-        first rank, because all must decide alike.
+        The expert groups that share tokens over ETP may lie on other nodes, and have other
+        profiles: then all take those of the first rank, because all must decide alike.
         """
         grid = self._grid
         assert self._profile is not None  # required when this was made
@@ -227,13 +264,18 @@ class ExpertSpiller:
             return self._profile, grid.ep.shape
         told = _Curves(self._profile.to_json(), grid.ep.shape)
         told = from_first(
-            told, _Curves, Peers.of(grid.all.group), None, "to agree on the prices by which experts spill"
+            told,
+            _Curves,
+            Peers.of(grid.all.group),
+            None,
+            "to agree on the prices by which experts spill",
         )
         return parse_profile(told.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), told.nodes
 
 
 def require_prices(profile: Profile | None, nodes: Sequence[int], what: str, instead: str) -> None:
-    """Raise UsageError unless ``profile`` can price exchanges of an expert group with so many ranks on each of ``nodes``.
+    """Raise UsageError unless ``profile`` can price exchanges of an expert group with so many ranks
+    on each of ``nodes``.
 
     ``what`` was asked for, and ``instead`` says what else to do: for the message.
     """
@@ -247,15 +289,9 @@ def require_prices(profile: Profile | None, nodes: Sequence[int], what: str, ins
         raise UsageError(f"{who()}{what}: {error}; or {instead}") from error
 
 
-def _guests_of(parts: Sequence[SpilledRows], num_ranks: int) -> list[int]:
-    found = [0] * num_ranks
-    for part in parts:
-        found[part.target] += 1
-    return found
-
-
 def _numbers_with_guests(grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]) -> tuple[Array, list[int]]:
-    """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in turn on each rank."""
+    """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in
+    turn on each rank."""
     own, coming = np.arange(grid.num_experts), []
     shift = at = 0
     for each, guests in zip(grid.experts, widened.guests, strict=True):
@@ -267,12 +303,19 @@ def _numbers_with_guests(grid: ExpertGrid, widened: ExpertGrid, targets: Sequenc
 
 
 def _renumbered(
-    indices: torch.Tensor, counts: Array, own: Array, guests: Sequence[int], places: Sequence[int], moved: Array
+    indices: torch.Tensor,
+    counts: Array,
+    own: Array,
+    guests: Sequence[int],
+    places: Sequence[int],
+    moved: Array,
 ) -> torch.Tensor:
-    """The choices ``indices`` [T, K] of places as those of places and guests; of each part of the tokens the first choices of a
-    place stay, and the others go to its helpers in turn. ``counts`` [F, P] of this rank's choices, ``moved`` [parts, F].
+    """The choices ``indices`` [T, K] of places as those of places and guests; of each part of the
+    tokens the first choices of a place stay, and the others go to its helpers in turn. ``counts``
+    [F, P] of this rank's choices, ``moved`` [parts, F].
 
-    What counts say is worked out in numpy, for which so few numbers are quick; choices are touched on their device, once each.
+    What counts say is worked out in numpy, for which so few numbers are quick; choices are touched
+    on their device, once each.
     """
     device = indices.device
     found = torch.from_numpy(np.append(own, -1)).to(device)[indices].reshape(-1)
