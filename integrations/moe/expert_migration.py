@@ -1,16 +1,20 @@
-"""The way of experts to other ranks while a model trains: weights, optimizer state, and, at the switch, gradients.
+"""The way of experts to other ranks while a model trains: weights, optimizer state, and, at the
+switch, gradients.
 
-Weights and state do not change between two steps of the optimizer. So what moves is copied and sent behind one step, travels
-beside the next forward and backward pass, and waits beside the slots, where it arrives, as long as these are in use. Then,
-before the optimizer's next step, the gradients of that pass follow, in one exchange; what arrived is written to its slots; and
-the optimizer steps each expert where it lies from then on. So nothing is computed twice, and no step is lost: the
+Weights and state do not change between two steps of the optimizer. So what moves is copied and sent
+behind one step, travels beside the next forward and backward pass, and waits beside the slots,
+where it arrives, as long as these are in use. Then, before the optimizer's next step, the gradients
+of that pass follow, in one exchange; what arrived is written to its slots; and the optimizer steps
+each expert where it lies from then on. So nothing is computed twice, and no step is lost: the
 optimizer sees the numbers that it would have seen in the old place.
 
-Rejected: moving all after a step, while everybody waits; and sending weights beside the computation, and then what the
-step has changed: the optimizer's state has changed in every element too.
+Rejected: moving all after a step, while everybody waits; and sending weights beside the
+computation, and then what the step has changed: the optimizer's state has changed in every element
+too.
 
-The state of a :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` is cut over the ranks of edp,
-wherever that falls within an expert. A part of it goes from the rank that has it to the rank that shall have it, in one message.
+The state of a :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` is cut over the
+ranks of edp, wherever that falls within an expert. A part of it goes from the rank that has it to
+the rank that shall have it, in one message.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from commlayer.failures.waits import on_a_thread
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.replica_gradients import slots_of
 from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.scheduler.placement.expert_placement import ExpertMove, ExpertPlacement
 
@@ -39,7 +44,8 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """The ranks of one pipeline stage by their places in EDP and EP, of this one's place in ETP: as members of ``group``."""
+    """The ranks of one pipeline stage by their places in EDP and EP, of this one's place in ETP: as
+    members of ``group``."""
 
     group: GroupCommunicator
     edp: int
@@ -61,15 +67,17 @@ class StagePlaces:
 
 
 class _Part(NamedTuple):
-    """The part of a stack of experts that one tensor has. ``flat``: its elements. ``bounds``: for each rank of EDP the first
-    and the last element, not included, that it has of the stack; None: all ranks have all of it, each for itself."""
+    """The part of a stack of experts that one tensor has. ``flat``: its elements. ``bounds``: for
+    each rank of EDP the first and the last element, not included, that it has of the stack; None:
+    all ranks have all of it, each for itself."""
 
     flat: torch.Tensor
     bounds: tuple[tuple[int, int], ...] | None
 
 
 class _Piece(NamedTuple):
-    """Elements ``begin`` to ``end`` of an expert in one part of a parameter, that go from one rank of EDP to another."""
+    """Elements ``begin`` to ``end`` of an expert in one part of a parameter, that go from one rank
+    of EDP to another."""
 
     source: int
     target: int
@@ -84,14 +92,18 @@ class ExpertMigration:
         places: the ranks of this stage.
         optimizers: all of them; those that have no expert do no harm.
         placements: the new one of each layer, with experts that stay in their slots
-            (:meth:`~commlayer.scheduler.placement.expert_placement.ExpertPlacement.settled_from`), the same on all ranks.
+            (:meth:`~commlayer.scheduler.placement.expert_placement.ExpertPlacement.settled_from`),
+            the same on all ranks.
         node_of: of each rank of EP: copies come from the same node where they can.
 
     Attributes:
-        num_layers: that change. ``num_copies``: that move, of all ranks of EP. ``sent_bytes``: by this rank, without gradients.
-        took_us: behind the switch, the time from the start until weights and state had come here, and what goes was gone; None
-            where they are on a device, whose messages nobody can wait for on the side.
-        waited_us: behind the switch, for how long the step stood still for it: for what had not come yet, and for gradients.
+        num_layers: that change. ``num_copies``: that move, of all ranks of EP. ``sent_bytes``: by
+            this rank, without gradients.
+        took_us: behind the switch, the time from the start until weights and state had come here,
+            and what goes was gone; None where they are on a device, whose messages nobody can wait
+            for on the side.
+        waited_us: behind the switch, for how long the step stood still for it: for what had not
+            come yet, and for gradients.
     """
 
     took_us: float | None = None
@@ -110,7 +122,7 @@ class ExpertMigration:
         self._placements = dict(placements)
         self._moves: dict[MoELayer, tuple[ExpertMove, ...]] = {}
         for layer, placement in self._placements.items():
-            self._moves[layer] = placement.moves_from(_placement_of(layer), np.asarray(node_of))
+            self._moves[layer] = placement.moves_from(slots_of(layer).placement, np.asarray(node_of))
         self._state = ExpertMessages(places.group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():
@@ -125,8 +137,8 @@ class ExpertMigration:
         self._arrival: Future[float] | None = on_a_thread(self._arrived_s) if is_on_host else None
 
     def wait(self) -> None:
-        """Wait until what was sent is here; nothing is written anywhere. Raises PeerError and CollectiveTimeoutError as
-        collectives do."""
+        """Wait until what was sent is here; nothing is written anywhere. Raises PeerError and
+        CollectiveTimeoutError as collectives do."""
         if self._arrival is None:
             self._state.wait()
         else:
@@ -138,8 +150,9 @@ class ExpertMigration:
 
     @torch.no_grad()
     def switch(self) -> None:
-        """Wait for what was sent, have the gradients follow, write all to its slots, and dispatch by the new placements from then
-        on. Collective over the stage; between a backward pass and the optimizer's step.
+        """Wait for what was sent, have the gradients follow, write all to its slots, and dispatch
+        by the new placements from then on. Collective over the stage; between a backward pass and
+        the optimizer's step.
 
         Raises PeerError and CollectiveTimeoutError as collectives do; then all is as before.
         """
@@ -159,20 +172,19 @@ class ExpertMigration:
         self._state.store()
         gradients.store()
         for layer, placement in self._placements.items():
-            slots = layer.dispatcher.slots
-            assert slots is not None  # of layers that can be placed
-            slots.move_to(placement)
+            slots_of(layer).move_to(placement)
         self.waited_us = (time.perf_counter() - began_s) * 1e6
 
     def _name(self, messages: ExpertMessages, layer: MoELayer, parameter: nn.Parameter, part: _Part) -> None:
-        """Name what goes from and to this rank of one part of a parameter: in one order on all ranks."""
-        places, before, after = self._places, _placement_of(layer), self._placements[layer]
+        """Name what goes from and to this rank of one part of a parameter: in one order on all
+        ranks."""
+        places, before, after = self._places, slots_of(layer).placement, self._placements[layer]
         size = parameter[0].numel()
         for move in self._moves[layer]:
             if places.ep not in (move.source, move.target):
                 continue
             here, there = (
-                _slot_of(placement, rank, move.expert) * size
+                placement.slots[rank].tolist().index(move.expert) * size
                 for placement, rank in ((before, move.source), (after, move.target))
             )
             for piece in _pieces(part, len(places.members), here, there, size):
@@ -185,7 +197,7 @@ class ExpertMigration:
 
     def _clear(self, layer: MoELayer, placement: ExpertPlacement) -> None:
         """Make the slots zero from which an expert has gone: weights, state and gradients."""
-        before = _placement_of(layer).slots[self._places.ep].tolist()
+        before = slots_of(layer).placement.slots[self._places.ep].tolist()
         after = placement.slots[self._places.ep].tolist()
         gone = [slot for slot, (was, now) in enumerate(zip(before, after, strict=True)) if was >= 0 > now]
         for parameter in layer.experts.parameters():
@@ -212,7 +224,8 @@ def optimizer_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Op
 
 
 def moved_bytes(layer: MoELayer, optimizers: Sequence[Optimizer]) -> int:
-    """Count the bytes that a rank sends of one expert: weights and the optimizer's state, or its part of them."""
+    """Count the bytes that a rank sends of one expert: weights and the optimizer's state, or its
+    part of them."""
     total = sum(
         part.flat.nbytes for parameter in layer.experts.parameters() for part in _state_of(parameter, optimizers)
     )
@@ -220,7 +233,8 @@ def moved_bytes(layer: MoELayer, optimizers: Sequence[Optimizer]) -> int:
 
 
 def _state_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> list[_Part]:
-    """All that goes with experts beside their gradients: their weights, and what the optimizer keeps for each element."""
+    """All that goes with experts beside their gradients: their weights, and what the optimizer
+    keeps for each element."""
     optimizer = optimizer_of(parameter, optimizers)
     if isinstance(optimizer, ShardedOptimizer):
         shard = optimizer.shard_of(parameter)
@@ -238,8 +252,8 @@ def _state_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _pieces(part: _Part, num_edp: int, here: int, there: int, size: int) -> Iterator[_Piece]:
-    """Cut an expert of ``size`` elements, which begins at ``here`` in its old stack and at ``there`` in its new one,
-    where ranks of EDP have parts of both."""
+    """Cut an expert of ``size`` elements, which begins at ``here`` in its old stack and at
+    ``there`` in its new one, where ranks of EDP have parts of both."""
     if part.bounds is None:
         yield from (_Piece(edp, edp, 0, size) for edp in range(num_edp))
         return
@@ -261,14 +275,3 @@ def _cut(part: _Part, edp: int, begin: int, end: int) -> torch.Tensor:
     """A view of elements of the stack, all of which rank ``edp`` of EDP has."""
     first = 0 if part.bounds is None else part.bounds[edp][0]
     return part.flat[begin - first : end - first]
-
-
-def _placement_of(layer: MoELayer) -> ExpertPlacement:
-    slots = layer.dispatcher.slots
-    assert slots is not None  # of layers that can be placed
-    return slots.placement
-
-
-def _slot_of(placement: ExpertPlacement, rank: int, expert: int) -> int:
-    slots: list[int] = placement.slots[rank].tolist()
-    return slots.index(expert)

@@ -1,9 +1,12 @@
-"""The gradients of experts that lie on several ranks: summed over their copies, so that all of these stay equal.
+"""The gradients of experts that lie on several ranks: summed over their copies, so that all of
+these stay equal.
 
-Each copy has the gradient of the rows that came to it. Every rank sends its copy's to the ranks of all others, in one exchange of
-all layers, and adds them up in the order of ranks: the same sum, bit for bit, everywhere. Rejected: a group for each set of ranks
-that share an expert, of which every placement would make new ones; and a sum at the expert's home that is sent back, which takes
-two exchanges, one after the other, and saves bytes only from three copies on, and not those of the busiest rank.
+Each copy has the gradient of the rows that came to it. Every rank sends its copy's to the ranks of
+all others, in one exchange of all layers, and adds them up in the order of ranks: the same sum, bit
+for bit, everywhere. Rejected: a group for each set of ranks that share an expert, of which every
+placement would make new ones; and a sum at the expert's home that is sent back, which takes two
+exchanges, one after the other, and saves bytes only from three copies on, and not those of the
+busiest rank.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.expert_messages import ExpertMessages
+from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.spread_parameters import refuse_spread
 
-__all__ = ["placed_layers", "sum_replica_gradients"]
+__all__ = ["placed_layers", "slots_of", "sum_replica_gradients"]
 
 
 def placed_layers(module: nn.Module) -> list[MoELayer]:
@@ -27,20 +31,29 @@ def placed_layers(module: nn.Module) -> list[MoELayer]:
     return [part for part in module.modules() if isinstance(part, MoELayer) and part.dispatcher.slots is not None]
 
 
+def slots_of(layer: MoELayer) -> ExpertSlots:
+    """The slots of a layer whose experts can be placed anew."""
+    slots = layer.dispatcher.slots
+    assert slots is not None
+    return slots
+
+
 @torch.no_grad()
 def sum_replica_gradients(module: nn.Module) -> None:
-    """Sum the gradients of every expert over its copies, in place. Collective over EP, once a step, when each copy's own are
-    there: those of :func:`~commlayer.integrations.gradients.synchronise_gradients` and
-    :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of this rank alone, where a
-    :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` sums over edp later.
+    """Sum the gradients of every expert over its copies, in place. Collective over EP, once a step,
+    when each copy's own are there: those of
+    :func:`~commlayer.integrations.gradients.synchronise_gradients` and
+    :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of
+    this rank alone, where a :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer`
+    sums over edp later.
 
-    A parameter without a gradient counts as zero. Without copies nothing is sent. Raises UsageError for experts that
-    ``fully_shard`` spreads over ranks; PeerError and CollectiveTimeoutError as collectives do.
+    A parameter without a gradient counts as zero. Without copies nothing is sent. Raises UsageError
+    for experts that ``fully_shard`` spreads over ranks; PeerError and CollectiveTimeoutError as
+    collectives do.
     """
     groups: dict[dist.ProcessGroup | None, tuple[GroupCommunicator, list[MoELayer]]] = {}
     for layer in placed_layers(module):
-        slots = layer.dispatcher.slots
-        assert slots is not None  # of placed layers
+        slots = slots_of(layer)
         slots.has_summed = True
         if slots.placement.has_replicas:
             refuse_spread(
@@ -75,10 +88,9 @@ def _sum_over_copies(ep: GroupCommunicator, layers: list[MoELayer]) -> None:
 
 
 def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """The gradients in this rank's slots of experts that lie elsewhere too, and the ranks of all their copies: by expert, so that
-    two ranks name what they share in one order."""
-    slots = layer.dispatcher.slots
-    assert slots is not None  # of placed layers
+    """The gradients in this rank's slots of experts that lie elsewhere too, and the ranks of all
+    their copies: by expert, so that two ranks name what they share in one order."""
+    slots = slots_of(layer)
     placement = slots.placement
     for expert, place in sorted((expert, place) for place, expert in enumerate(slots.here)):
         if expert < 0 or placement.logcnt[expert] < 2:

@@ -18,7 +18,7 @@ from commlayer import audit, stats
 from commlayer.integrations.examples.text import Corpus
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.moe import expert_placer
+from commlayer.integrations.moe import expert_placer, placement_rounds
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -348,7 +348,7 @@ def without_decision() -> tuple[list[str], int]:
         ):
             ExpertPlacer(layer, optimizer, mesh, every=2)
         profile = clusters.load("h100-eos").profile_of((2,))
-        vars(expert_placer)["place_layer"] = out_of_luck
+        vars(placement_rounds)["place_layer"] = out_of_luck
         with ExpertPlacer(layer, optimizer, mesh, every=2, profile=profile) as placer:
             steps_after = 0
             for _ in range(3000):

@@ -1,0 +1,249 @@
+"""The rounds of an :class:`~commlayer.integrations.moe.expert_placer.ExpertPlacer`: loads are
+summed over a stage, its rank 0 forecasts from them and searches, on a thread of its own, and says
+in every step whether it has found something.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.expert_migration import Optimizer
+from commlayer.integrations.moe.expert_work import measured_work
+from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.migration_times import PlacementPromise
+from commlayer.integrations.moe.observed_loads import ObservedLoads
+from commlayer.integrations.moe.replica_gradients import slots_of
+from commlayer.profiles.errors import CommlayerError
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.placement.expert_placement import Array
+from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
+from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRoom, place_layer
+
+__all__ = [
+    "FAILED",
+    "KEEP",
+    "MOVE",
+    "NOT_YET",
+    "LoadSum",
+    "PlacementAnswer",
+    "PlacementSearch",
+    "SearchUnderWay",
+    "is_spilling",
+    "profile_of",
+    "spills_by_llep",
+]
+
+NOT_YET, KEEP, MOVE, FAILED = range(4)
+
+
+@dataclass(frozen=True)
+class PlacementAnswer:
+    """The outcome of a search.
+
+    Attributes:
+        kind: whether anything changes: KEEP, MOVE or FAILED.
+        words: why.
+        message: what all ranks are told: for each layer whether it spills, then all slots; None:
+            nothing changes.
+        promise: what the decision is expected to bring.
+    """
+
+    kind: int
+    words: str
+    message: Array | None = None
+    promise: PlacementPromise | None = None
+
+
+class LoadSum:
+    """The first part of a round: loads are summed over the stage."""
+
+    def __init__(self, counts: torch.Tensor, group: GroupCommunicator) -> None:
+        self.counts = counts
+        self._work = dist.all_reduce(counts, group=group.group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class SearchUnderWay:
+    """The second part of a round: rank 0 searches, by ``decide``. ``size``: of an answer's message.
+
+    Attributes:
+        outcome: the answer, on rank 0; None: not yet.
+    """
+
+    def __init__(self, group: GroupCommunicator, size: int, decide: Callable[[], PlacementAnswer]) -> None:
+        self._group = group
+        self._work: dist.Work | None = None
+        self._message = torch.zeros(1 + size, dtype=torch.int64)
+        self.outcome: PlacementAnswer | None = None
+        if not group.rank:
+            name = "commlayer placer"
+            threading.Thread(target=self._search, args=(decide,), name=name, daemon=True).start()
+        self.ask()
+
+    def _search(self, decide: Callable[[], PlacementAnswer]) -> None:
+        try:
+            self.outcome = decide()
+        except Exception as error:  # noqa: BLE001  training goes on without it
+            kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
+            self.outcome = PlacementAnswer(FAILED, f"{kind}{error}")
+
+    def ask(self) -> None:
+        """Send what rank 0 has found so far to all; nobody waits for it."""
+        if not self._group.rank:
+            self._message.zero_()
+            outcome = self.outcome
+            if outcome is not None:
+                self._message[0] = outcome.kind
+                if outcome.message is not None:
+                    self._message[1:] = torch.as_tensor(outcome.message)
+        source = self._group.ranks[0]
+        self._work = dist.broadcast(self._message, source, group=self._group.group, async_op=True)
+
+    def answer(self) -> tuple[int, torch.Tensor]:
+        """Return what was sent: whether there is a decision, and which; and its message."""
+        self.wait()
+        return int(self._message[0]), self._message[1:]
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+
+class PlacementSearch:
+    """The search for all layers' placements, and the prices by which they are compared.
+
+    Args:
+        layers: whose experts can be placed.
+        loads: of them.
+        horizon: steps over which a migration shall pay back.
+        profile: of the expert group; None: see :func:`profile_of`.
+        work: what an expert costs; None: :meth:`measure` finds it.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        loads: ObservedLoads,
+        horizon: int,
+        profile: Profile | None,
+        work: ExpertWork | None,
+    ) -> None:
+        self._layers = layers
+        self._loads = loads
+        self._horizon = horizon
+        self._profile = profile
+        self._works = [] if work is None else [work] * len(layers)
+        self._is_measured = work is None
+        self._prices: dict[tuple[Profile, ExpertWork], PlacementPrices] = {}
+        self._price_spills()
+
+    def measure(self, optimizers: Sequence[Optimizer]) -> None:
+        """Find what experts cost, unless that is known. Collective over EP and ETP."""
+        if not self._works:
+            batches = self._loads.micro_batches
+            self._works = [measured_work(layer, optimizers, batches) for layer in self._layers]
+            self._price_spills()
+
+    def _price_spills(self) -> None:
+        """Have layers spill by the prices by which they are placed."""
+        for layer, work in zip(self._layers, self._works, strict=False):
+            if layer.dispatcher.spiller is not None:
+                layer.dispatcher.spiller.price_by(work)
+
+    def decide(self) -> PlacementAnswer:
+        """Search, on the thread of rank 0."""
+        placements = [slots_of(layer).placement for layer in self._layers]
+        decisions = []
+        for place, counts in enumerate(self._loads.expected(self._horizon)):
+            layer = self._layers[place]
+            config, spiller = layer.router.config, layer.dispatcher.spiller
+            room = PlacementRoom(
+                num_groups=config.num_groups or 1,
+                may_copy=not spills_by_llep(layer),
+                may_spill=spiller is not None and spiller.spilling.rule == "priced",
+                decision_us=0.0 if spiller is None else spiller.decision_us,
+            )
+            load, prices = LayerLoad(counts, config.top_k), self._prices_of(place)
+            decisions.append(place_layer(load, prices, placements[place], self._horizon, room))
+        settled = [each.placement.settled_from(old) for each, old in zip(decisions, placements, strict=True)]
+        each_layer = list(zip(self._layers, decisions, strict=True))
+        spills = [_shall_spill(*each) for each in each_layer]
+        changes = any(each.moves for each in decisions) or spills != list(map(is_spilling, self._layers))
+        promise = PlacementPromise(
+            sum(each.chosen.migration_us for each in decisions),
+            sum(_now_us(*each) - each[1].chosen.step.total_us for each in each_layer),
+        )
+        slots = [each.slots.reshape(-1) for each in settled]
+        message = np.concatenate([np.array(spills, dtype=np.int64), *slots])
+        return PlacementAnswer(MOVE if changes else KEEP, _in_words(decisions), message, promise)
+
+    def _prices_of(self, place: int) -> PlacementPrices:
+        """The prices of one layer: those by which it spills, where it does."""
+        layer, work = self._layers[place], self._works[place]
+        spiller = layer.dispatcher.spiller
+        own = None if spiller is None else spiller.spilling.work
+        if self._is_measured and own is not None:
+            work = replace(own, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
+        profile = profile_of(layer, self._profile)
+        assert profile is not None  # required when the placer was made
+        if (profile, work) not in self._prices:
+            self._prices[profile, work] = PlacementPrices(profile, work, layer.dispatcher.grid.ep.shape)
+        return self._prices[profile, work]
+
+
+def profile_of(layer: MoELayer, profile: Profile | None) -> Profile | None:
+    """The profile by which one layer's experts are placed: ``profile``, that by which it spills, or
+    that by which its group plans its calls."""
+    spiller = layer.dispatcher.spiller
+    return profile or (spiller and spiller.spilling.profile) or layer.dispatcher.grid.ep.profile
+
+
+def is_spilling(layer: MoELayer) -> bool:
+    return layer.dispatcher.spiller is not None and layer.dispatcher.spiller.is_on
+
+
+def spills_by_llep(layer: MoELayer) -> bool:
+    spiller = layer.dispatcher.spiller
+    return spiller is not None and spiller.spilling.rule == "llep"
+
+
+def _shall_spill(layer: MoELayer, decision: PlacementDecision) -> bool:
+    """Whether a layer spills from now on: by LLEP's rule always; by prices where that was chosen,
+    and where experts stay and it does already: each call decides for itself, and where nothing
+    would be gained nothing spills."""
+    if layer.dispatcher.spiller is None:
+        return False
+    return spills_by_llep(layer) or bool(decision.spilled) or (not decision.moves and is_spilling(layer))
+
+
+def _now_us(layer: MoELayer, decision: PlacementDecision) -> float:
+    """The price of a layer's step as it is: spilling, where it does."""
+    alone = decision.best.get("spilling alone")
+    if alone is None or not is_spilling(layer):
+        return decision.kept.step.total_us
+    return min(alone.step.total_us, decision.kept.step.total_us)
+
+
+def _in_words(decisions: Sequence[PlacementDecision]) -> str:
+    """Say what was decided for all layers, and why for the one that gains most."""
+    best = max(decisions, key=lambda each: each.kept.total_us - each.chosen.total_us)
+    forms = Counter(each.chosen.form for each in decisions)
+    if set(forms) == {"keep"}:
+        return best.reason()
+    moved = [each for each in decisions if each.moves]
+    before_us = sum(each.kept.step.total_us for each in decisions)
+    after_us = sum(each.chosen.step.total_us for each in decisions)
+    words = f"{sum(len(each.moves) for each in moved)} copies move in {len(moved)} of {len(decisions)} layers"
+    words += f" ({', '.join(f'{number} {form}' for form, number in sorted(forms.items()))}); "
+    words += f"their steps are predicted to take {after_us / 1e3:.4g} ms in place of {before_us / 1e3:.4g}"
+    return f"{words}. {best.reason()}"
