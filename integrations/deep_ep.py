@@ -1,16 +1,19 @@
-"""The interface of DeepEP's ``Buffer`` on our dispatcher, under the name ``deep_ep`` once :func:`install_deep_ep` was called.
+"""The interface of DeepEP's ``Buffer`` on our dispatcher, under the name ``deep_ep`` once
+:func:`install_deep_ep` was called.
 
-Megatron-Core's ``--moe-token-dispatcher-type flex`` sends tokens by a library of that name, which needs NVSHMEM and a GPU. What
-it asks of the library (a layout, dispatch and combine with a handle, events, hints of sizes) stands here; tokens go as
-:class:`~commlayer.integrations.TokenDispatcher` decides, on the CPU too. To that dispatcher the ranks are the experts: a token
-goes once to each rank that has any of its experts, and with it go which of them, and their weights.
+Megatron-Core's ``--moe-token-dispatcher-type flex`` sends tokens by a library of that name, which
+needs NVSHMEM and a GPU. What it asks of the library (a layout, dispatch and combine with a handle,
+events, hints of sizes) stands here; tokens go as :class:`~commlayer.integrations.TokenDispatcher`
+decides, on the CPU too. To that dispatcher the ranks are the experts: a token goes once to each
+rank that has any of its experts, and with it go which of them, and their weights.
 
     torchrun … -m commlayer.integrations.deep_ep pretrain_gpt.py … --moe-token-dispatcher-type flex
 
-runs a program with the name in place. Work is done in the order of the calling stream, so that events have nothing to wait for
-but what a caller has recorded on another one.
+runs a program with the name in place. Work is done in the order of the calling stream, so that
+events have nothing to wait for but what a caller has recorded on another one.
 
-Shapes: T tokens of this rank, K choices of each, E experts, n ranks, H hidden, R rows that arrive here.
+Shapes: T tokens of this rank, K choices of each, E experts, n ranks, H hidden, R rows that arrive
+here.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import expert_communicator
 from commlayer.integrations.moe.agreement import weights_error
 from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.routing import who
-from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.run_as_main import run_as_main
 
 __all__ = ["DeepEPBuffer", "DeepEPConfig", "EventHandle", "EventOverlap", "install_deep_ep"]
@@ -42,13 +45,15 @@ _MEGATRONS = "megatron.core.transformer.moe.fused_a2a"
 
 
 def install_deep_ep(*, kind: str = "auto", replace: bool = False) -> None:
-    """Make ``import deep_ep`` give this module's interface, from now on in this process. Before Megatron-Core is imported.
+    """Make ``import deep_ep`` give this module's interface, from now on in this process. Before
+    Megatron-Core is imported.
 
     Args:
         kind: of dispatch, as :class:`~commlayer.integrations.TokenDispatcher` takes it.
         replace: also where the real DeepEP is installed, which is otherwise left in its place.
 
-    Raises UsageError where the real one is installed, or Megatron-Core has looked for it already, and for another ``kind``.
+    Raises UsageError where the real one is installed, or Megatron-Core has looked for it already,
+    and for another ``kind``.
     """
     if kind not in ("auto", *DISPATCH_KINDS):
         raise UsageError(f"install_deep_ep: kind must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
@@ -95,7 +100,8 @@ def _not_offered(of: str, asked: str, has: Iterable[str]) -> str:
 
 
 class DeepEPConfig:
-    """The sizes that DeepEP would be tuned by, in its constructor's order. Plans come from a profile: nothing is read here."""
+    """The sizes that DeepEP would be tuned by, in its constructor's order. Plans come from a
+    profile: nothing is read here."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -108,7 +114,8 @@ class DeepEPConfig:
 
 
 class EventHandle:
-    """The point that the current stream has come to; on the CPU, where every call has ended when it returns, nothing."""
+    """The point that the current stream has come to; on the CPU, where every call has ended when it
+    returns, nothing."""
 
     def __init__(self) -> None:
         self._event: Any = torch.cuda.Event() if torch.cuda.is_initialized() else None
@@ -122,7 +129,8 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that a caller waits for, or None where there is nothing to wait for; as a context, it is waited for at the end."""
+    """An event that a caller waits for, or None where there is nothing to wait for; as a context,
+    it is waited for at the end."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
@@ -140,7 +148,8 @@ class EventOverlap:
 
 
 class DeepEPBuffer:
-    """The exchange of tokens between the ranks of ``group``, each of which holds as many of the experts, in order.
+    """The exchange of tokens between the ranks of ``group``, each of which holds as many of the
+    experts, in order.
 
     Args:
         group: of backend ``commlayer``.
@@ -168,17 +177,18 @@ class DeepEPBuffer:
     ) -> None:
         if low_latency_mode:
             raise UsageError(f"{who()}deep_ep of commlayer has no low-latency mode: it is for training")
-        if group.size() > 1 and dist.get_backend(group) not in GroupCommunicator.backends:
-            raise GroupError(
-                f"{who()}deep_ep's group has backend {dist.get_backend(group)}: call "
-                'torch.distributed.init_process_group("commlayer"), or set COMMLAYER_AS=nccl'
-            )
+        communicator = expert_communicator(
+            group,
+            "deep_ep's group",
+            'call torch.distributed.init_process_group("commlayer"), or set COMMLAYER_AS=nccl',
+        )
         del ignored
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.rank, self.group_size = group.rank(), group.size()
-        # Wire formats are left out: gradients come and go by the very calls that tokens do, and would be rounded with them.
+        # Wire formats are left out: gradients come and go by the very calls that tokens do, and
+        # would be rounded with them.
         self._tokens = TokenDispatcher(
-            group.size(), ep=GroupCommunicator(group, "ep"), kind=self.kind, chunks=1, wire="native", used_by="deep_ep"
+            group.size(), ep=communicator, kind=self.kind, chunks=1, wire="native", used_by="deep_ep"
         )
 
     if not TYPE_CHECKING:  # it would have every name
@@ -214,8 +224,8 @@ class DeepEPBuffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count where tokens go by their experts ``topk_idx`` [T, K], −1 for none: tokens for each rank [n], None, tokens for
-        each expert [E], and whether a token goes to a rank [T, n].
+        """Count where tokens go by their experts ``topk_idx`` [T, K], −1 for none: tokens for each
+        rank [n], None, tokens for each expert [E], and whether a token goes to a rank [T, n].
         """
         _wait_for(previous_event)
         if num_experts % self.group_size:
@@ -254,10 +264,11 @@ class DeepEPBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int] | None, _Way | None, EventOverlap]:
         """Send tokens ``x`` [T, H] once to each rank that has any of their experts. Collective.
 
-        Returns the rows [R, H] that arrived, by source and there in its order; their experts, counted on this rank, −1 for those
-        of others, and their weights, zero there, both [R, K]; how many rows each local expert has, as a multiple of
-        ``expert_alignment``; a handle for :meth:`combine`; and an event. With a ``handle`` other tokens go the same way, and only
-        the rows and the event are not None.
+        Returns the rows [R, H] that arrived, by source and there in its order; their experts,
+        counted on this rank, −1 for those of others, and their weights, zero there, both [R, K];
+        how many rows each local expert has, as a multiple of ``expert_alignment``; a handle for
+        :meth:`combine`; and an event. With a ``handle`` other tokens go the same way, and only the
+        rows and the event are not None.
         """
         _wait_for(previous_event)
         if not isinstance(x, torch.Tensor) or num_worst_tokens:
@@ -277,7 +288,8 @@ class DeepEPBuffer:
         if wrong is not None:
             self._tokens.refuse(wrong)  # the others wait in their dispatch
         targets = _targets(is_token_in_rank, min(topk_idx.shape[1], self.group_size))
-        # Callers are functions of autograd, inside which it is off: the tokens themselves say whether a gradient comes back.
+        # Callers are functions of autograd, inside which it is off: the tokens themselves say
+        # whether a gradient comes back.
         prepared = self._tokens.prepare(targets, like=x, needs_gradient=x.requires_grad)
         say_first("deep_ep", self._first_words)
         way = _Way(prepared, num_tokens_per_expert.numel() // self.group_size)
@@ -297,7 +309,8 @@ class DeepEPBuffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring rows ``x`` [R, H] back, and sum a token's: [T, H]; so with ``topk_weights`` [R, K] → [T, K]. Collective."""
+        """Bring rows ``x`` [R, H] back, and sum a token's: [T, H]; so with ``topk_weights`` [R, K]
+        → [T, K]. Collective."""
         _wait_for(previous_event)
         if bias is not None:
             raise UsageError(f"{who()}deep_ep of commlayer adds no bias: add it to what combine returns")
@@ -307,7 +320,8 @@ class DeepEPBuffer:
     def _why_wrong(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, in_rank: torch.Tensor
     ) -> TensorError | None:
-        """The error for tensors that do not fit each other, or weights that are no numbers; None where all is well."""
+        """The error for tensors that do not fit each other, or weights that are no numbers; None
+        where all is well."""
         tokens = x.shape[:1]
         fit = x.dim() == topk_idx.dim() == 2 and topk_idx.shape[:1] == tokens and topk_weights.shape == topk_idx.shape
         if not fit or in_rank.shape != (*tokens, self.group_size) or in_rank.dtype != torch.bool:
@@ -321,7 +335,8 @@ class DeepEPBuffer:
     def _choices(
         self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the experts [T, K] and their weights with the tokens: as they are here, of the local experts only, [R, K] both."""
+        """Send the experts [T, K] and their weights with the tokens: as they are here, of the local
+        experts only, [R, K] both."""
         # One message of both: weights are 32 bits wide, as are numbers of experts.
         bits = torch.cat([topk_idx.to(torch.int32), topk_weights.float().contiguous().view(torch.int32)], 1)
         experts, weights = self._go(bits, way.of_tokens).chunk(2, 1)
@@ -351,7 +366,8 @@ class DeepEPBuffer:
 
 
 class _Way:
-    """The handle of a dispatch, for DeepEP's callers: the way of its tokens, and how many experts a rank has."""
+    """The handle of a dispatch, for DeepEP's callers: the way of its tokens, and how many experts a
+    rank has."""
 
     def __init__(self, of_tokens: DispatchHandle, num_local_experts: int) -> None:
         self.of_tokens, self.num_local_experts = of_tokens, num_local_experts

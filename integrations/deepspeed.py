@@ -1,19 +1,20 @@
-"""DeepSpeed's MoE layers: tokens that all ranks of a tensor-parallel group hold by one plan of a Communicator, others by our
-dispatcher.
+"""DeepSpeed's MoE layers: tokens that all ranks of a tensor-parallel group hold by one plan of a
+Communicator, others by our dispatcher.
 
 Without tensor parallelism see :mod:`commlayer.integrations.deepspeed_tokens`.
 
-Behind tensor parallelism DeepSpeed sends tokens to its experts in three steps, each after the other: a rank drops what
-others send, all_to_all between the ranks that hold different experts, and gathers the rest from its node. That is MoNTA's
-hierarchical plan, once forward and once back; here it is a :class:`commlayer.Communicator`'s all_to_all, which chooses among
-all of its plans, in chunks too. It moves the same bytes to the same places, so training is the same bit for bit.
+Behind tensor parallelism DeepSpeed sends tokens to its experts in three steps, each after the
+other: a rank drops what others send, all_to_all between the ranks that hold different experts, and
+gathers the rest from its node. That is MoNTA's hierarchical plan, once forward and once back; here
+it is a :class:`commlayer.Communicator`'s all_to_all, which chooses among all of its plans, in
+chunks too. It moves the same bytes to the same places, so training is the same bit for bit.
 
-DeepSpeed's layer stays: its own ``forward`` runs, in which the three names mean other functions for the layers that are planned.
-Rejected: a copy of that method, which would be of one version; other functions in DeepSpeed's module, which are for all layers of
-the process, planned or not.
+DeepSpeed's layer stays: its own ``forward`` runs, in which the three names mean other functions for
+the layers that are planned. Rejected: a copy of that method, which would be of one version; other
+functions in DeepSpeed's module, which are for all layers of the process, planned or not.
 
-Everything else of DeepSpeed's (ZeRO's and the experts' gradients, the all_to_alls of AutoEP) goes through torch.distributed, and
-is planned there.
+Everything else of DeepSpeed's (ZeRO's and the experts' gradients, the all_to_alls of AutoEP) goes
+through torch.distributed, and is planned there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.deepspeed_tokens import dispatching_forward, sends_places
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import expert_communicator
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
@@ -49,27 +51,33 @@ _OF_REPLICATED = (Strategy.FLAT, Strategy.HIERARCHICAL, *_IN_CHUNKS)
 
 
 def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWire | str | None = None) -> None:
-    """Have DeepSpeed's MoE layers in ``model`` exchange their tokens on lane ep, by our dispatcher, and replicated ones by a
-    Communicator's plans.
+    """Have DeepSpeed's MoE layers in ``model`` exchange their tokens on lane ep, by our dispatcher,
+    and replicated ones by a Communicator's plans.
 
-    Collective: on all ranks alike, after ``deepspeed.initialize``, or whatever else has made the layers' groups; these must be of
-    backend ``commlayer``, which ``deepspeed.init_distributed(dist_backend="commlayer")`` makes them. A layer of ``deepspeed.moe``
-    behind tensor parallelism, whose experts are sharded too, is given a :class:`commlayer.Communicator` where the job plans
-    from a profile of its grid's shape; else its three steps stay, each planned by the backend. One without tensor parallelism is
-    given a :class:`~commlayer.integrations.TokenDispatcher`, where the job plans from a profile; else its even all_to_all stays.
+    Collective: on all ranks alike, after ``deepspeed.initialize``, or whatever else has made the
+    layers' groups; these must be of backend ``commlayer``, which
+    ``deepspeed.init_distributed(dist_backend="commlayer")`` makes them. A layer of
+    ``deepspeed.moe`` behind tensor parallelism, whose experts are sharded too, is given a
+    :class:`commlayer.Communicator` where the job plans from a profile of its grid's shape; else its
+    three steps stay, each planned by the backend. One without tensor parallelism is given a
+    :class:`~commlayer.integrations.TokenDispatcher`, where the job plans from a profile; else its
+    even all_to_all stays.
 
     Args:
         model: the engine, or what it was made of.
-        kind, wire: of layers without tensor parallelism, as :class:`~commlayer.integrations.TokenDispatcher` takes them.
+        kind, wire: of layers without tensor parallelism, as
+            :class:`~commlayer.integrations.TokenDispatcher` takes them.
 
     Raises:
-        UsageError: DeepSpeed is not installed, or of a version whose layer sends in another way; ``model`` has no MoE layer, or
-            one without groups.
+        UsageError: DeepSpeed is not installed, or of a version whose layer sends in another way;
+            ``model`` has no MoE layer, or one without groups.
         GroupError: the groups are of another backend.
     """
     sharded = _from("deepspeed.moe.sharded_moe").MOELayer
     layers = [module for module in model.modules() if isinstance(module, sharded)]
-    if not layers and _is_stage(model):
+    # A stage of DeepSpeed's pipeline, or an engine of one, may have none.
+    pipe = _from("deepspeed.pipe").PipelineModule
+    if not layers and any(isinstance(module, pipe) for module in model.modules()):
         return  # others have them, and make their groups' Communicators without this rank
     if not layers:
         raise UsageError(f"{who()}{type(model).__name__} has no MoE layer of DeepSpeed's: nothing is to be planned")
@@ -78,15 +86,13 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
         group = layer.ep_group
         if group is None:
             raise UsageError(f"{who()}a MoE layer of DeepSpeed's has no groups yet: call deepspeed.initialize() first")
-        if group.size() > 1 and dist.get_backend(group) not in GroupCommunicator.backends:
-            raise GroupError(
-                f"{who()}DeepSpeed's expert parallel group has backend {dist.get_backend(group)}: call "
-                'deepspeed.init_distributed(dist_backend="commlayer") first'
-            )
+        ep = expert_communicator(  # from now on this is the group's lane
+            group,
+            "DeepSpeed's expert parallel group",
+            'call deepspeed.init_distributed(dist_backend="commlayer") first',
+        )
         if _key(layer) not in made:
-            made[_key(layer)] = _mover(
-                layer, GroupCommunicator(group, "ep"), kind, wire
-            )  # from now on this is its lane
+            made[_key(layer)] = _mover(layer, ep, kind, wire)
         mover = made[_key(layer)]
         if isinstance(mover, Communicator):
             layer.forward = MethodType(_planned_forward(type(layer), mover), layer)
@@ -98,14 +104,9 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
 
 
 def _key(layer: Any) -> tuple[int, int]:
-    """The group of a layer, and how many experts each of its ranks has: layers that have both alike share what moves tokens."""
+    """The group of a layer, and how many experts each of its ranks has: layers that have both alike
+    share what moves tokens."""
     return id(layer.ep_group), layer.num_local_experts
-
-
-def _is_stage(model: nn.Module) -> bool:
-    """Whether ``model`` is a stage of DeepSpeed's pipeline, or an engine of one."""
-    pipe = _from("deepspeed.pipe").PipelineModule
-    return any(isinstance(module, pipe) for module in model.modules())
 
 
 def _first_words(ep: GroupCommunicator, mover: Communicator | str) -> str:
@@ -115,7 +116,8 @@ def _first_words(ep: GroupCommunicator, mover: Communicator | str) -> str:
 
 
 def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | str | None) -> _Mover:
-    """Make what moves the tokens of a layer; or say why nothing does but its own calls. Collective."""
+    """Make what moves the tokens of a layer; or say why nothing does but its own calls.
+    Collective."""
     if ep.size == 1:
         return "all experts are here"
     job, device_type = world.current(), next(layer.parameters()).device.type
@@ -139,7 +141,8 @@ def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | st
 
 
 def _forced(plan: str | None) -> Policy | None:
-    """Make the policy of a plan that COMMLAYER_PLAN names; None where none, or none that replicated tokens have."""
+    """Make the policy of a plan that COMMLAYER_PLAN names; None where none, or none that replicated
+    tokens have."""
     if plan is None or plan == TRIED:
         return None
     strategy, chunks = parse_plan(plan)
@@ -156,7 +159,8 @@ class _Exchange:
         self._communicator = communicator
 
     def apply(self, _: dist.ProcessGroup, rows: torch.Tensor) -> torch.Tensor:
-        """Exchange rows [E, capacity, H], which the tensor-parallel ranks all hold, and get them so."""
+        """Exchange rows [E, capacity, H], which the tensor-parallel ranks all hold, and get them
+        so."""
         return self._communicator.all_to_all(rows)
 
 

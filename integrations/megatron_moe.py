@@ -1,17 +1,20 @@
-"""Megatron-Core's MoE layers on our dispatcher: Megatron's router, experts and layers, of which only the token dispatcher
-changes.
+"""Megatron-Core's MoE layers on our dispatcher: Megatron's router, experts and layers, of which
+only the token dispatcher changes.
 
-Megatron has no slot for a dispatcher: its MoELayer makes one of three by name. So ours takes the place of that one in a
-layer that is made, with that one's very groups; a layer spec becomes one of layers that do so when they are made. Rejected:
-a subclass of MoELayer in the spec's place for the MLP. TransformerLayer passes its groups on to a list of known classes
-only, by identity, and warns of others, which then fall back on the groups of parallel_state, whatever the model was given.
+Megatron has no slot for a dispatcher: its MoELayer makes one of three by name. So ours takes the
+place of that one in a layer that is made, with that one's very groups; a layer spec becomes one of
+layers that do so when they are made. Rejected: a subclass of MoELayer in the spec's place for the
+MLP. TransformerLayer passes its groups on to a list of known classes only, by identity, and warns
+of others, which then fall back on the groups of parallel_state, whatever the model was given.
 
-Megatron's experts apply the gating weights themselves, so these travel with the tokens. The rows that experts get are those of
-Megatron's alltoall dispatcher, in its order (local expert, then ETP rank, then source, then token), and so are the sums of up to
-two choices of a token: bit for bit the same training. With more choices, by ``all_gather`` and ``two_level``, and in chunks
+Megatron's experts apply the gating weights themselves, so these travel with the tokens. The rows
+that experts get are those of Megatron's alltoall dispatcher, in its order (local expert, then ETP
+rank, then source, then token), and so are the sums of up to two choices of a token: bit for bit the
+same training. With more choices, by ``all_gather`` and ``two_level``, and in chunks
 (:mod:`commlayer.integrations.megatron_chunks`), sums are taken in another order.
 
-Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
+Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's
+experts receive.
 """
 
 from __future__ import annotations
@@ -23,18 +26,17 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import expert_communicator
 from commlayer.integrations.megatron_chunks import ChunkedExperts, compute_in_chunks, why_in_one_chunk
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
-from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MegatronDispatcher", "check_config", "plan_megatron_moe"]
 
@@ -48,21 +50,25 @@ def plan_megatron_moe(
     chunks: int | Sequence[int] | str = "auto",
     wire: DispatchWire | str | None = None,
 ) -> _Planned:
-    """Have the MoE layers of Megatron-Core dispatch their tokens by commlayer's plans; returns the planned model, or layer spec.
+    """Have the MoE layers of Megatron-Core dispatch their tokens by commlayer's plans; returns the
+    planned model, or layer spec.
 
-    On all ranks alike. Megatron's groups must be of backend ``commlayer``: initialise torch.distributed with that name before
-    ``initialize_model_parallel``, or set ``COMMLAYER_AS``.
+    On all ranks alike. Megatron's groups must be of backend ``commlayer``: initialise
+    torch.distributed with that name before ``initialize_model_parallel``, or set ``COMMLAYER_AS``.
 
     Args:
-        what: a model, or the list of its chunks, whose layers are changed in place; or the spec of a layer or a block, such as
-            ``get_gpt_layer_local_spec`` and ``get_gpt_decoder_block_spec`` return, of which a planned copy is returned.
-        kind, chunks, wire: as :class:`~commlayer.integrations.TokenDispatcher` takes them. In several chunks the layer's experts
-            compute one while others travel; by ``auto`` tokens go so where the profile and the experts' own times, measured at
-            the first call, predict that to be faster.
+        what: a model, or the list of its chunks, whose layers are changed in place; or the spec of
+            a layer or a block, such as ``get_gpt_layer_local_spec`` and
+            ``get_gpt_decoder_block_spec`` return, of which a planned copy is returned.
+        kind, chunks, wire: as :class:`~commlayer.integrations.TokenDispatcher` takes them. In
+            several chunks the layer's experts compute one while others travel; by ``auto`` tokens
+            go so where the profile and the experts' own times, measured at the first call, predict
+            that to be faster.
 
     Raises:
-        UsageError: ``what`` is neither, or has no experts; Megatron-Core is not installed; a layer is set up for what our
-            dispatcher does not do, or chunks are asked for that it cannot have (see docs/trainers/megatron.md).
+        UsageError: ``what`` is neither, or has no experts; Megatron-Core is not installed; a layer
+            is set up for what our dispatcher does not do, or chunks are asked for that it cannot
+            have (see docs/trainers/megatron.md).
         GroupError: Megatron's groups are of another backend.
     """
     planned = _Dispatchers(kind, chunks, wire)
@@ -77,13 +83,15 @@ def plan_megatron_moe(
 
 
 class MegatronDispatcher:
-    """A dispatcher with the phases and attributes of Megatron-Core's ``MoETokenDispatcher``, on a :class:`TokenDispatcher`.
+    """A dispatcher with the phases and attributes of Megatron-Core's ``MoETokenDispatcher``, on a
+    :class:`TokenDispatcher`.
 
-    All communication is in :meth:`token_dispatch` and :meth:`token_combine`, or, of tokens in several chunks, in :meth:`run`; but
-    for the counts, which go before as in Megatron's own.
+    All communication is in :meth:`token_dispatch` and :meth:`token_combine`, or, of tokens in
+    several chunks, in :meth:`run`; but for the counts, which go before as in Megatron's own.
 
     Args:
-        stock: the dispatcher that Megatron has made for the layer, whose config and groups are taken.
+        stock: the dispatcher that Megatron has made for the layer, whose config and groups are
+            taken.
         folded: what moves the tokens; layers may share it.
         experts: the layer's, where tokens may go in several chunks.
         why_whole: why they may not.
@@ -116,7 +124,8 @@ class MegatronDispatcher:
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the way of the tokens [..., H] by the router's ``routing_map`` and ``probs`` [T, E]; counts are exchanged.
+        """Find the way of the tokens [..., H] by the router's ``routing_map`` and ``probs`` [T, E];
+        counts are exchanged.
 
         Returns the tokens [T, H] and their weights [T, K].
         """
@@ -138,12 +147,19 @@ class MegatronDispatcher:
         return len(self._under_way().chunks) > 1
 
     def run(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Send tokens [T, H] and weights [T, K] to the experts, run these and bring the sums back, chunk by chunk: [T, H].
+        """Send tokens [T, H] and weights [T, K] to the experts, run these and bring the sums back,
+        chunk by chunk: [T, H].
 
         Shared experts are computed while the first chunk travels.
         """
         assert self._experts is not None  # else there is one chunk
-        beside = None if self.shared_experts is None else partial(_compute_shared, self.shared_experts)
+        shared = self.shared_experts
+
+        def compute_shared() -> None:
+            shared.linear_fc1_forward_and_act()
+            _compute_second_half(shared)
+
+        beside = None if shared is None else compute_shared
         return self.folded.run(hidden_states, self._under_way(), self._experts, probs, beside=beside)[0]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +177,8 @@ class MegatronDispatcher:
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hand on the rows [R, H], how many each local expert has (on the host), and their weights [R]."""
+        """Hand on the rows [R, H], how many each local expert has (on the host), and their weights
+        [R]."""
         return hidden_states, torch.tensor(self._expert_rows), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -169,7 +186,8 @@ class MegatronDispatcher:
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]; hand on what :meth:`run` has brought back."""
+        """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]; hand on what
+        :meth:`run` has brought back."""
         shared, handle = self.shared_experts, self._under_way()
         self._handle = None
         if len(handle.chunks) > 1:
@@ -183,14 +201,16 @@ class MegatronDispatcher:
         return out if self.shared_experts is None else out + self.shared_experts.get_output()
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Return no buffers: experts write their outputs where they like. Later versions of Megatron-Core ask."""
+        """Return no buffers: experts write their outputs where they like. Later versions of
+        Megatron-Core ask."""
         return None, None
 
     def _most_choices(self, routing_map: torch.Tensor) -> int:
         """The number of choices of a token, at most, on all ranks alike."""
         if self.config.moe_expert_capacity_factor is None or not self.config.moe_pad_expert_input_to_capacity:
             return int(self.config.moe_router_topk)
-        # An expert is filled up with tokens that did not choose it: a token may be in any number of them.
+        # An expert is filled up with tokens that did not choose it: a token may be in any number of
+        # them.
         mine = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
         return int(self.folded.grid.all.all_gather(mine.long()).max())
 
@@ -212,18 +232,14 @@ class MegatronDispatcher:
         )
 
 
-def _compute_shared(shared: Any) -> None:
-    shared.linear_fc1_forward_and_act()
-    _compute_second_half(shared)
-
-
 def _compute_second_half(shared: Any) -> None:
     shared.linear_fc2_forward()
     shared.post_forward_comm()
 
 
 def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token in their order, [T, K] int64, −1 where it has fewer; and its weights of them [T, K].
+    """The experts of each token in their order, [T, K] int64, −1 where it has fewer; and its
+    weights of them [T, K].
 
     Raises TensorError where a token has more than ``top_k`` of the experts.
     """
@@ -244,7 +260,8 @@ def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tupl
 
 
 class _Dispatchers:
-    """Gives the layers of a model its dispatchers: one that moves tokens for all layers with the same groups and experts."""
+    """Gives the layers of a model its dispatchers: one that moves tokens for all layers with the
+    same groups and experts."""
 
     def __init__(self, kind: str, chunks: int | Sequence[int] | str, wire: DispatchWire | str | None) -> None:
         self._kind, self._chunks, self._wire = kind, chunks, wire
@@ -255,7 +272,8 @@ class _Dispatchers:
         return self  # of a spec's parameters, which Megatron copies: the copy's layers have the same groups
 
     def give_to_model(self, model: nn.Module) -> None:
-        """Give every MoE layer of ``model`` a dispatcher. Raises UsageError where it was not to have any."""
+        """Give every MoE layer of ``model`` a dispatcher. Raises UsageError where it was not to
+        have any."""
         layers = [module for module in model.modules() if isinstance(module, _moe_layer())]
         for layer in layers:
             self.give_to_layer(layer)
@@ -286,7 +304,15 @@ class _Dispatchers:
         groups = stock.ep_group, stock.tp_group, stock.tp_ep_group
         key = (num_experts, *map(id, groups))
         if key not in self._folded:
-            ep, etp, etp_ep = (_communicator(group, axis) for group, axis in zip(groups, _AXES, strict=True))
+            ep, etp, etp_ep = (
+                expert_communicator(
+                    group,
+                    f"Megatron-Core's {axis} group",
+                    'call torch.distributed.init_process_group("commlayer") before '
+                    "initialize_model_parallel(), or set COMMLAYER_AS=nccl",
+                )
+                for group, axis in zip(groups, _AXES, strict=True)
+            )
             if etp.size == 1:
                 etp_ep = ep
             self._folded[key] = TokenDispatcher(
@@ -316,21 +342,14 @@ _NEEDED = (
 _AXES = ("expert model parallel", "expert tensor parallel", "expert tensor and model parallel")
 
 
-def _communicator(group: dist.ProcessGroup, axis: str) -> GroupCommunicator:
-    if group.size() > 1 and dist.get_backend(group) not in GroupCommunicator.backends:
-        raise GroupError(
-            f"{who()}Megatron-Core's {axis} group has backend {dist.get_backend(group)}: call "
-            'torch.distributed.init_process_group("commlayer") before initialize_model_parallel(), or set COMMLAYER_AS=nccl'
-        )
-    return GroupCommunicator(group, "ep")
-
-
 def check_config(config: Any) -> None:
     """Check that layers with this TransformerConfig can have our dispatcher.
 
-    Raises UsageError for what needs the inside of Megatron's own dispatchers, and for layers that choose theirs themselves.
+    Raises UsageError for what needs the inside of Megatron's own dispatchers, and for layers that
+    choose theirs themselves.
     """
-    # Megatron-Core 0.20's layer sets one of its own in each forward; 0.17's, when it goes over to inference.
+    # Megatron-Core 0.20's layer sets one of its own in each forward; 0.17's, when it goes over to
+    # inference.
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         raise UsageError(
             f"{who()}Megatron-Core's transformer_impl is 'inference_optimized': its MoE layers go back to dispatchers of their "
@@ -359,7 +378,8 @@ def _moe_layer() -> Any:
 
 
 def _planned_spec(spec: Any, planned: _Dispatchers) -> Any:
-    """A copy of a layer's, or a block's, spec whose layers get their dispatchers when they are made."""
+    """A copy of a layer's, or a block's, spec whose layers get their dispatchers when they are
+    made."""
     _moe_layer()  # says so where Megatron-Core is missing
     copied: Any = replace
     if is_dataclass(spec) and isinstance(getattr(spec, "layer_specs", None), Sequence):
@@ -379,7 +399,8 @@ def _planned_spec(spec: Any, planned: _Dispatchers) -> Any:
 
 @cache
 def _planned_layer(stock: Any) -> Any:
-    """A subclass of Megatron's layer that gives its MoE layers their dispatchers when it is made."""
+    """A subclass of Megatron's layer that gives its MoE layers their dispatchers when it is
+    made."""
 
     def make(self: nn.Module, *args: Any, planned_dispatchers: _Dispatchers, **kwargs: Any) -> None:
         stock.__init__(self, *args, **kwargs)

@@ -3,15 +3,17 @@
     COMMLAYER_AS=nccl torchrun … -m torchtitan.train … \
       --override.imports commlayer.integrations.torchtitan.token_dispatcher
 
-``COMMLAYER_AS`` (gloo, or nccl) has its groups made by the backend ``commlayer``; the override puts :class:`TitanTokens` where
-the configuration has ``AllToAllTokenDispatcher``. torchtitan 0.3 is loaded when it is there: without it this module has no
-override, and imports.
+``COMMLAYER_AS`` (gloo, or nccl) has its groups made by the backend ``commlayer``; the override puts
+:class:`TitanTokens` where the configuration has ``AllToAllTokenDispatcher``. torchtitan 0.3 is
+loaded when it is there: without it this module has no override, and imports.
 
-What torchtitan expects of a dispatcher (its ``models/common/token_dispatcher.py``): ``dispatch`` brings rows sorted by expert,
-and how many each local expert has; ``combine`` brings their outputs back, each times its score. ``wire_meshes`` comes once for
-each layer, with the mesh of expert parallelism, or None.
+What torchtitan expects of a dispatcher (its ``models/common/token_dispatcher.py``): ``dispatch``
+brings rows sorted by expert, and how many each local expert has; ``combine`` brings their outputs
+back, each times its score. ``wire_meshes`` comes once for each layer, with the mesh of expert
+parallelism, or None.
 
-Shapes: T tokens of this rank, K choices of each, N = T·K, R rows that this rank's experts receive, H hidden.
+Shapes: T tokens of this rank, K choices of each, N = T·K, R rows that this rank's experts receive,
+H hidden.
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import expert_communicator
 from commlayer.integrations.moe.choice_rows import moves_choices, return_choices, send_choices
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
-from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.profiles.errors import UsageError
 
 __all__ = ["SentTokens", "TitanTokens"]
 
 
 @dataclass(frozen=True, eq=False)
 class SentTokens:
-    """The tokens that a dispatch has sent, for their combine. ``token_of_row`` [N] and ``scores`` [N] are of rows of choices,
-    sorted by expert; where choices have no rows of their own ``weights`` [T, K] are those of all."""
+    """The tokens that a dispatch has sent, for their combine. ``token_of_row`` [N] and ``scores``
+    [N] are of rows of choices, sorted by expert; where choices have no rows of their own
+    ``weights`` [T, K] are those of all."""
 
     handle: DispatchHandle
     token_of_row: torch.Tensor | None
@@ -61,22 +64,21 @@ class TitanTokens:
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, *, kind: str = "auto", wire: str | None = None
     ) -> None:
-        backend = dist.get_backend(group)
-        if backend not in GroupCommunicator.backends and group.size() > 1:
-            raise GroupError(
-                f"rank {dist.get_rank()}: torchtitan's group of expert parallelism has backend {backend}: start the job with "
-                f"COMMLAYER_AS={backend}, so that it is made by commlayer"
-            )
+        communicator = expert_communicator(
+            group,
+            "torchtitan's group of expert parallelism",
+            f"start the job with COMMLAYER_AS={dist.get_backend(group)}, so that it is made by commlayer",
+        )
         if num_experts % group.size():
             raise UsageError(f"{num_experts} experts over EP {group.size()}: torchtitan wants as many on each rank")
-        communicator = GroupCommunicator(group, "ep")
         self.tokens = TokenDispatcher(num_experts, ep=communicator, kind=kind, wire=wire, used_by="torchtitan")
 
     def dispatch(
         self, x: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, SentTokens]:
-        """Send ``x`` [T, H] to the ``experts`` [T, K] of its choices: rows [R, H] by expert, how many each has, and what the
-        combine needs. ``scores`` [T, K] are applied there. Collective."""
+        """Send ``x`` [T, H] to the ``experts`` [T, K] of its choices: rows [R, H] by expert, how
+        many each has, and what the combine needs. ``scores`` [T, K] are applied there.
+        Collective."""
         tokens, top_k = self.tokens, experts.shape[1]
         handle = tokens.prepare(experts.to(torch.int64), like=x, weights=scores)
         self._say(handle)
@@ -92,14 +94,17 @@ class TitanTokens:
         return rows, torch.tensor(expert_rows, dtype=torch.int64, device=x.device), sent
 
     def combine(self, outputs: torch.Tensor, sent: SentTokens, x: torch.Tensor) -> torch.Tensor:
-        """Bring the experts' ``outputs`` [R, H] back: each choice times its score, summed for each token of ``x``: [T, H].
-        Collective."""
+        """Bring the experts' ``outputs`` [R, H] back: each choice times its score, summed for each
+        token of ``x``: [T, H]. Collective."""
         if sent.token_of_row is None or sent.scores is None:
             return self.tokens.combine(outputs, sent.handle, sent.weights)
         back = return_choices(outputs, sent.handle)
         scored = (back.to(torch.float32) * sent.scores.reshape(-1, 1)).to(back.dtype)
         index = sent.token_of_row.reshape(-1, 1).expand(-1, x.shape[-1])
-        return _scatter_add(torch.zeros_like(x), index, scored)
+        # torchtitan's sum of rows for each token, in its order.
+        scatter_add: Any = import_module("torchtitan.ops.scatter_add")
+        summed: torch.Tensor = scatter_add.deterministic_scatter_add(torch.zeros_like(x), index, scored)
+        return summed
 
     def _say(self, handle: DispatchHandle) -> None:
         grid, decision = self.tokens.grid, self.tokens.decision
@@ -110,23 +115,9 @@ class TitanTokens:
         )
 
 
-def _scatter_add(out: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """torchtitan's sum of rows for each token, in its order."""
-    added: torch.Tensor = import_module("torchtitan.ops.scatter_add").deterministic_scatter_add(out, index, rows)
-    return added
-
-
-def _refuse_typechecks() -> None:
-    spmd: Any = import_module("spmd_types")
-    if spmd.is_type_checking():
-        raise UsageError(
-            "debug.spmd_typechecking follows a tensor through torchtitan's own exchanges, and not through commlayer's: leave it "
-            "off, or the override out"
-        )
-
-
 def _register() -> Any:
-    """Make the dispatcher's class, of torchtitan's, and register its override; returns the override's function."""
+    """Make the dispatcher's class, of torchtitan's, and register its override; returns the
+    override's function."""
     try:
         titan: Any = import_module("torchtitan.models.common.token_dispatcher")
         overrides: Any = import_module("torchtitan.config.override")
@@ -136,7 +127,8 @@ def _register() -> Any:
         raise UsageError(f"commlayer's override needs torchtitan 0.3, and another is installed: {error}") from error
 
     class CommlayerTokenDispatcher(stock):  # type: ignore[misc]  # torchtitan's, of which nothing is known here
-        """The dispatcher of an MoE layer: :class:`TitanTokens` where experts are on several ranks, torchtitan's own elsewhere."""
+        """The dispatcher of an MoE layer: :class:`TitanTokens` where experts are on several ranks,
+        torchtitan's own elsewhere."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(stock_config):  # type: ignore[misc]
@@ -162,7 +154,11 @@ def _register() -> Any:
             """Send tokens to their experts; ``counts`` of this rank's choices are not needed."""
             if self._tokens is None:
                 return super().dispatch(x, scores, experts, counts)
-            _refuse_typechecks()
+            if import_module("spmd_types").is_type_checking():
+                raise UsageError(
+                    "debug.spmd_typechecking follows a tensor through torchtitan's own exchanges, and not "
+                    "through commlayer's: leave it off, or the override out"
+                )
             return self._tokens.dispatch(x, scores, experts)
 
         def combine(self, outputs: Any, metadata: Any, x: Any) -> Any:
@@ -176,8 +172,9 @@ def _register() -> Any:
     def token_dispatcher(cfg: Any, *, kind: str = "auto", wire: str | None = None) -> Any:
         return overrides.derive(cfg, CommlayerTokenDispatcher.Config, kind=kind, wire=wire)
 
-    # torchtitan finds an override by the name and module of its function. Exactly this configuration: one that is derived from it
-    # pads rows for quantised experts, which ours does not.
+    # torchtitan finds an override by the name and module of its function. Exactly this
+    # configuration: one that is derived from it pads rows for quantised experts, which ours does
+    # not.
     registered: Any = overrides.override(
         target=stock_config, exact=True, description="Tokens by commlayer's dispatcher."
     )(token_dispatcher)

@@ -1,12 +1,13 @@
-"""transformers with our token dispatcher, by its own table of expert-parallel implementations: no file of it changes.
+"""transformers with our token dispatcher, by its own table of expert-parallel implementations: no
+file of it changes.
 
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation=register_experts())
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
 
-transformers 5.23 has an ``EPImplementation`` for each way in which experts get their tokens: its own exchanges them by
-all_to_all, or has every rank run its experts on the whole batch. :class:`SpreadExperts` is ours: tokens go by all_to_all, in
-two levels or by all_gather, in chunks beside the experts, in a wire format, as
-:class:`~commlayer.integrations.TokenDispatcher` decides.
+transformers 5.23 has an ``EPImplementation`` for each way in which experts get their tokens: its
+own exchanges them by all_to_all, or has every rank run its experts on the whole batch.
+:class:`SpreadExperts` is ours: tokens go by all_to_all, in two levels or by all_gather, in chunks
+beside the experts, in a wire format, as :class:`~commlayer.integrations.TokenDispatcher` decides.
 
 Shapes: T tokens of this rank, K choices of each, R rows that this rank's experts receive, H hidden.
 """
@@ -22,16 +23,18 @@ import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import expert_communicator
 from commlayer.integrations.moe.choice_rows import experts_of_rows, moves_choices, return_choices, send_choices
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.shares import gather_shares, take_share
 from commlayer.integrations.wire_choice import DispatchWire
-from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.profiles.errors import UsageError
 
 __all__ = ["SpreadExperts", "register_experts"]
 
 ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""transformers' experts of one rank: rows [R, H], the local expert of each [R, 1], its weight [R, 1] → [R, H]."""
+"""transformers' experts of one rank: rows [R, H], the local expert of each [R, 1], its weight [R,
+1] → [R, H]."""
 
 
 def register_experts(
@@ -41,14 +44,15 @@ def register_experts(
     chunks: int | Sequence[int] | str = "auto",
     wire: DispatchWire | str | None = None,
 ) -> str:
-    """Register our way to the experts, and return ``name``, for ``DistributedConfig(ep_implementation=name)``. On every rank,
-    before the model is made.
+    """Register our way to the experts, and return ``name``, for
+    ``DistributedConfig(ep_implementation=name)``. On every rank, before the model is made.
 
     Args:
         name: others than transformers' own; one that is registered already is replaced.
         kind, chunks, wire: as for :class:`~commlayer.integrations.TokenDispatcher`.
 
-    Raises UsageError where transformers is too old to have the table, or ``name`` is one of its own.
+    Raises UsageError where transformers is too old to have the table, or ``name`` is one of its
+    own.
     """
     parallel: Any = _table()
     if name in ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe"):
@@ -88,7 +92,8 @@ def _table() -> Any:
 
 
 class SpreadExperts:
-    """The experts of one layer, spread over the ranks of ``ep``: called with the tokens of this rank.
+    """The experts of one layer, spread over the ranks of ``ep``: called with the tokens of this
+    rank.
 
     Args:
         forward: of this rank's experts.
@@ -111,18 +116,17 @@ class SpreadExperts:
         chunks: int | Sequence[int] | str = "auto",
         wire: DispatchWire | str | None = None,
     ) -> None:
-        backend = dist.get_backend(ep)
-        if backend not in GroupCommunicator.backends and ep.size() > 1:
-            raise GroupError(
-                f"rank {dist.get_rank()}: the group of expert parallelism has backend {backend}: call "
-                'torch.distributed.init_process_group("commlayer") before the model is made, or start the job with '
-                f"COMMLAYER_AS={backend}"
-            )
+        communicator = expert_communicator(
+            ep,
+            "the group of expert parallelism",
+            'call torch.distributed.init_process_group("commlayer") before the model is made, or start the job '
+            f"with COMMLAYER_AS={dist.get_backend(ep)}",
+        )
         self._forward, self._num_local = forward, num_local
         self._holders = GroupCommunicator(tp if tp.size() > 1 else None, "tp")
         self.tokens = TokenDispatcher(
             num_local * ep.size(),
-            ep=GroupCommunicator(ep, "ep"),
+            ep=communicator,
             kind=kind,
             chunks=chunks,
             wire=wire,
@@ -130,7 +134,8 @@ class SpreadExperts:
         )
 
     def __call__(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run ``x`` [T, H] through the experts ``indices`` [T, K], summed with ``weights`` [T, K]: [T, H]. Collective."""
+        """Run ``x`` [T, H] through the experts ``indices`` [T, K], summed with ``weights`` [T, K]:
+        [T, H]. Collective."""
         total, holders = x.shape[0], self._holders
         x, indices, weights = (take_share(each, holders) for each in (x, indices, weights))
         handle = self.tokens.prepare(indices.to(torch.int64), like=x, weights=weights, experts=self._compute)
