@@ -1,11 +1,14 @@
-"""Attention with its tokens, or its heads, over a tensor-parallel group, and its sequence over a context-parallel one.
+"""Attention with its tokens, or its heads, over a tensor-parallel group, and its sequence over a
+context-parallel one.
 
-Both kinds take and return this rank's rows [S/(cp·tp), B, H] and compute the same; they differ in what stays and what moves.
+Both kinds take and return this rank's rows [S/(cp·tp), B, H] and compute the same; they differ in
+what stays and what moves.
 
-``ulysses`` (DeepSpeed-Ulysses; sequence-parallel attention in MegaScale-MoE): every rank has all weights and projects its own
-    tokens. One all_to_all takes queries, keys and values from tokens to heads; another takes the outputs back.
-``tensor`` (Megatron): every rank has the weights of its heads. Tokens are gathered before, and the outputs of all ranks are
-    summed and scattered after.
+``ulysses`` (DeepSpeed-Ulysses; sequence-parallel attention in MegaScale-MoE): every rank has all
+    weights and projects its own tokens. One all_to_all takes queries, keys and values from tokens
+    to heads; another takes the outputs back. ``tensor`` (Megatron): every rank has the weights of
+    its heads. Tokens are gathered before, and the outputs of all ranks are summed and scattered
+    after.
 
 MegaScale-MoE's equations 1 and 2 compare what they move; see docs/layers.md.
 """
@@ -36,7 +39,7 @@ from commlayer.integrations.linear import (
     RowParallelLinear,
     gather_sequence,
 )
-from commlayer.integrations.remat import Promise, recomputable, recomputable_from, start_before
+from commlayer.integrations.remat import recomputable, recomputable_from, start_before
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import UsageError
@@ -56,7 +59,8 @@ class HeadShare:
 
 
 def head_shares(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
-    """Divide the heads among ranks: consecutive query heads, as even as can be. Ranks may need the same key-value head."""
+    """Divide the heads among ranks: consecutive query heads, as even as can be. Ranks may need the
+    same key-value head."""
     per_kv = num_heads // num_kv_heads
     stops = [sum(even_rows(num_heads, parts)[:part]) for part in range(parts + 1)]
     shares = []
@@ -73,25 +77,31 @@ class ParallelAttention(nn.Module):
     Args:
         hidden: size of an activation.
         num_heads: query heads.
-        num_kv_heads: key-value heads, each shared by ``num_heads / num_kv_heads`` consecutive query heads; None: as many.
+        num_kv_heads: key-value heads, each shared by ``num_heads / num_kv_heads`` consecutive query
+            heads; None: as many.
         tp: the ranks that share tokens (``ulysses``) or heads (``tensor``).
         cp: the ranks that share the sequence before that, zigzag; None: this rank has all of it.
-        kind: see the module. With ``ulysses`` any number of heads will do, and ranks may have fewer than others.
+        kind: see the module. With ``ulysses`` any number of heads will do, and ranks may have fewer
+            than others.
         causal: each position attends to itself and those before it.
         head_dim: None: ``hidden / num_heads``.
-        rope_base: base of rotary position embeddings of queries and keys, such as 10000; None: no rotation.
+        rope_base: base of rotary position embeddings of queries and keys, such as 10000; None: no
+            rotation.
         generator: in the same state on all ranks, see :mod:`commlayer.integrations.linear`.
         dtype: of the weights; None: torch's default.
         device: of the weights; None: torch's default.
-        wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those of ``tp``, else what
-            COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last two hold.
-        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire`.
+        wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those
+            of ``tp``, else what COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last
+            two hold.
+        gradient_wire: the same for gradients. See
+            :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire`.
 
     Raises:
         UsageError: heads that cannot be shared so.
 
-    Parameters that every rank has whole (all with ``ulysses``; ``k`` and ``v`` with ``tensor`` where tp does not divide their
-    heads) are marked for :func:`~commlayer.integrations.gradients.reduce_replicated_gradients`.
+    Parameters that every rank has whole (all with ``ulysses``; ``k`` and ``v`` with ``tensor``
+    where tp does not divide their heads) are marked for
+    :func:`~commlayer.integrations.gradients.reduce_replicated_gradients`.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class ParallelAttention(nn.Module):
         self.kind, self.causal, self.rope_base = kind, causal, rope_base
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.shares = head_shares(num_heads, num_kv_heads, tp.size)
+        self._exchange = _HeadExchange(self.tp, self.shares)
 
         def column(num: int, whole: bool) -> ColumnParallelLinear | ReplicatedLinear:
             layer = ReplicatedLinear if whole else ColumnParallelLinear
@@ -143,22 +154,26 @@ class ParallelAttention(nn.Module):
         self.out = row(num_heads * head_dim, hidden, tp=tp, generator=generator, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute attention for this rank's rows [rows, B, hidden], which it has by ``split_sequence(…, cp=cp, tp=tp)``.
+        """Compute attention for this rank's rows [rows, B, hidden], which it has by
+        ``split_sequence(…, cp=cp, tp=tp)``.
 
         Args:
-            seq_len: rows of the whole sequence. None: all ranks have equally many, which nobody checks: where cp·tp does not
-                divide the sequence, give it.
-            valid: [S, B] bool of the whole sequence, the same on all ranks that share it: True where a position is no padding;
-                None: all are valid. No valid position attends to padding, whose own output means nothing.
+            seq_len: rows of the whole sequence. None: all ranks have equally many, which nobody
+                checks: where cp·tp does not divide the sequence, give it.
+            valid: [S, B] bool of the whole sequence, the same on all ranks that share it: True
+                where a position is no padding; None: all are valid. No valid position attends to
+                padding, whose own output means nothing.
 
-        Raises TensorError where ``x`` does not have this rank's rows, or ``valid`` not the sequence's.
+        Raises TensorError where ``x`` does not have this rank's rows, or ``valid`` not the
+        sequence's.
         """
         seq_len, rows = local_rows(x, seq_len, cp=self.cp, tp=self.tp)
         check_valid(valid, seq_len, x)
         return (self._ulysses if self.kind == "ulysses" else self._tensor)(x, seq_len, rows, valid)
 
     def load_full(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's slices of the whole weights ``q``, ``k``, ``v`` and ``out``, as :meth:`full_weights` returns them."""
+        """Take this rank's slices of the whole weights ``q``, ``k``, ``v`` and ``out``, as
+        :meth:`full_weights` returns them."""
         for name in ("q", "k", "v", "out"):
             self.get_submodule(name).load_full(weights[name])  # type: ignore[operator]
 
@@ -167,48 +182,43 @@ class ParallelAttention(nn.Module):
         return {name: getattr(self, name).full_weight() for name in ("q", "k", "v", "out")}
 
     def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int], valid: torch.Tensor | None) -> torch.Tensor:
-        # Keys and values first: where tp has one rank they are what cp gathers, beside the queries' projection.
+        # Keys and values first: where tp has one rank they are what cp gathers, beside the queries'
+        # projection.
         k, v = self._rotated(self._heads(self.k(x)), seq_len, self.tp), self._heads(self.v(x))
         early = self._start(k, v, seq_len) if self.tp.size == 1 else None
         # Before the exchange: afterwards ranks that share a key head would each rotate it.
         q = self._rotated(self._heads(self.q(x)), seq_len, self.tp)
-        q, k, v = self._to_heads(q, k, v, rows)
+        q, k, v = self._exchange.to_heads(q, k, v, rows)
         attended = self._attend(q, early or self._start(k, v, seq_len), seq_len, valid)
-        joined = self._to_rows(attended, rows)
+        joined = self._exchange.to_rows(attended, rows)
         y: torch.Tensor
         if self.tp.size == 1:  # the same memory
             y = self.out(joined)
             return y
-        kept = attended.detach()
-        promise = recomputable(joined, lambda: self._to_rows(kept, rows), inputs=(kept,))
+        source = attended.detach()
+        promise = recomputable(joined, lambda: self._exchange.to_rows(source, rows), inputs=(source,))
         y = self.out(joined)
         start_before(y, promise)
         return y
 
     def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int], valid: torch.Tensor | None) -> torch.Tensor:
-        x, promise = self._gather(x, rows)
-        k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
+        local, promise = x, None
+        x = gather_sequence(x, self.tp, sum(rows))
+        if self.tp.size > 1:  # else it is the same memory
+            shape = local.shape
+            promise = recomputable_from(local, x, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)))
+        weights = self.k.weight, self.v.weight
+        if self.k.dim is None:  # all ranks have them whole: this one uses a part
+            kv = self.shares[self.tp.rank].kv
+            own = slice(kv.start * self.head_dim, kv.stop * self.head_dim)
+            weights = weights[0][own], weights[1][own]
+        k, v = (self._heads(F.linear(x, weight)) for weight in weights)
         early = self._start(self._rotated(k, seq_len), v, seq_len)
         q = self._rotated(self._heads(F.linear(x, self.q.weight)), seq_len)
         attended = self._attend(q, early, seq_len, valid)
         start_before(attended, promise)
         y: torch.Tensor = self.out(attended.flatten(2))
         return y
-
-    def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, Promise | None]:
-        """All rows of the group, and that they can be gathered again."""
-        gathered = gather_sequence(x, self.tp, sum(rows))
-        if self.tp.size == 1:  # the same memory
-            return gathered, None
-        shape = x.shape
-        promise = recomputable_from(x, gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)))
-        return gathered, promise
-
-    def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
-        if layer.dim is not None:
-            return layer.weight
-        kv = self.shares[self.tp.rank].kv
-        return layer.weight[kv.start * self.head_dim : kv.stop * self.head_dim]
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         heads: torch.Tensor = x.unflatten(2, (-1, self.head_dim))
@@ -227,46 +237,60 @@ class ParallelAttention(nn.Module):
         uses, causal = self.shares[self.tp.rank].uses, self.causal
         return context_parallel_attention(q, kv, cp=self.cp, seq_len=seq_len, causal=causal, uses=uses, valid=valid)
 
-    # Rows of the exchange are [B, D]: those of one head lie together, a rank's heads one behind the other.
 
-    def _to_heads(
+class _HeadExchange:
+    """The exchange of rows for heads between the ranks of ``tp``, whose heads are ``shares``.
+
+    Its rows are [B, D]: those of one head lie together, a rank's heads one behind the other.
+    """
+
+    def __init__(self, tp: GroupCommunicator, shares: Sequence[HeadShare]) -> None:
+        self._tp, self._shares = tp, shares
+        self._num_sent = [len(share.q) + 2 * len(share.kv) for share in shares]
+
+    def to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Send [own rows, B, all heads, D] to [all rows, B, own heads, D]: each rank gets the heads that it needs, no more."""
-        if self.tp.size == 1:
+        """Send [own rows, B, all heads, D] to [all rows, B, own heads, D]: each rank gets the heads
+        that it needs, no more."""
+        if self._tp.size == 1:
             return q, k, v
-        wanted = [(t, heads) for share in self.shares for t, heads in ((q, share.q), (k, share.kv), (v, share.kv))]
+        wanted = [(t, heads) for share in self._shares for t, heads in ((q, share.q), (k, share.kv), (v, share.kv))]
         sent = torch.cat([t[:, :, heads.start : heads.stop].permute(2, 0, 1, 3) for t, heads in wanted])
-        mine = self.shares[self.tp.rank]
-        sizes = (len(mine.q), len(mine.kv), len(mine.kv))
+        own = self._shares[self._tp.rank]
+        sizes = (len(own.q), len(own.kv), len(own.kv))
         receive_rows = [sum(sizes) * num_rows for num_rows in rows]
-        send_rows = [(len(share.q) + 2 * len(share.kv)) * rows[self.tp.rank] for share in self.shares]
-        most = max((len(share.q) + 2 * len(share.kv)) * sum(rows) for share in self.shares)
-        most = max(most, max(rows) * sum(len(share.q) + 2 * len(share.kv) for share in self.shares))
+        send_rows = [number * rows[self._tp.rank] for number in self._num_sent]
+        most = max(max(self._num_sent) * sum(rows), max(rows) * sum(self._num_sent))
         received = self._exchange(sent.flatten(0, 1), send_rows, receive_rows, most)
         blocks = zip(received.split(receive_rows), rows, strict=True)
         joined = torch.cat([block.unflatten(0, (sum(sizes), num)).permute(1, 2, 0, 3) for block, num in blocks])
         q, k, v = joined.split(sizes, dim=2)
         return q, k, v
 
-    def _to_rows(self, out: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def to_rows(self, out: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Send [all rows, B, own heads, D] to [own rows, B, all heads · D]."""
-        if self.tp.size == 1:
+        if self._tp.size == 1:
             return out.flatten(2)
-        own = rows[self.tp.rank]
+        own, num_heads = rows[self._tp.rank], [len(share.q) for share in self._shares]
         sent = torch.cat([block.permute(2, 0, 1, 3).flatten(0, 1) for block in out.split(list(rows))])
         send_rows = [out.shape[2] * num_rows for num_rows in rows]
-        most = max(max(len(share.q) for share in self.shares) * sum(rows), self.num_heads * max(rows))
-        received = self._exchange(sent, send_rows, [len(share.q) * own for share in self.shares], most)
-        heads: torch.Tensor = received.unflatten(0, (self.num_heads, own))
+        most = max(max(num_heads) * sum(rows), sum(num_heads) * max(rows))
+        received = self._exchange(sent, send_rows, [number * own for number in num_heads], most)
+        heads: torch.Tensor = received.unflatten(0, (sum(num_heads), own))
         return heads.permute(1, 2, 0, 3).flatten(2)
 
     def _exchange(
-        self, sent: torch.Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], most_rows: int
+        self,
+        sent: torch.Tensor,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        most_rows: int,
     ) -> torch.Tensor:
-        """Rows [B, D] as B rows [D]: what shares a scale on the wire is a head of a token. ``most_rows``: of any rank."""
+        """Rows [B, D] as B rows [D]: what shares a scale on the wire is a head of a token.
+        ``most_rows``: of any rank."""
         batch = sent.shape[1]
-        moved = self.tp.all_to_all(
+        moved = self._tp.all_to_all(
             sent.flatten(0, 1),
             [count * batch for count in send_rows],
             [count * batch for count in receive_rows],
@@ -276,7 +300,8 @@ class ParallelAttention(nn.Module):
 
 
 def apply_rope(x: torch.Tensor, where: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotate ``x`` [rows, B, heads, D] by its rows' positions ``where`` [rows]; dimension i is paired with i + D/2.
+    """Rotate ``x`` [rows, B, heads, D] by its rows' positions ``where`` [rows]; dimension i is
+    paired with i + D/2.
 
     Angles and products in float32, or float64 where ``x`` is.
     """

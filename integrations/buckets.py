@@ -1,8 +1,10 @@
-"""Gradients in buckets, summed over the ranks that share them while the backward pass still computes earlier layers.
+"""Gradients in buckets, summed over the ranks that share them while the backward pass still
+computes earlier layers.
 
-Prior art: DistributedDataParallel's reducer, and MegaScale's (figure 5), whose all_reduce between replicas is hierarchical and in
-chunks; here the planner decides that for each bucket, as for any all_reduce of a planned group. What a bucket is, and the order
-in which they start: :mod:`~commlayer.integrations.bucket_lines`.
+Prior art: DistributedDataParallel's reducer, and MegaScale's (figure 5), whose all_reduce between
+replicas is hierarchical and in chunks; here the planner decides that for each bucket, as for any
+all_reduce of a planned group. What a bucket is, and the order in which they start:
+:mod:`~commlayer.integrations.bucket_lines`.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ _ALIVE: weakref.WeakSet[GradientBuckets] = weakref.WeakSet()
 
 
 class GradientBuckets:
-    """The sums of ``module``'s gradients, as :func:`~commlayer.integrations.gradients.synchronise_gradients` makes them, started
-    during the backward pass::
+    """The sums of ``module``'s gradients, as
+    :func:`~commlayer.integrations.gradients.synchronise_gradients` makes them, started during the
+    backward pass::
 
         buckets = GradientBuckets(model, mesh)
         for step in …:
@@ -54,13 +57,15 @@ class GradientBuckets:
             buckets.finish()
             optimizer.step()
 
-    ``grad`` of each parameter is a view of its bucket, whose memory the next step uses again: clone what shall outlive that.
-    Where an axis shares its process group with one that is not of gradients (``separate`` of FoldedMesh), its buckets start in
-    :meth:`finish`: ranks whose graphs differ would make the calls of the two in different orders.
+    ``grad`` of each parameter is a view of its bucket, whose memory the next step uses again: clone
+    what shall outlive that. Where an axis shares its process group with one that is not of
+    gradients (``separate`` of FoldedMesh), its buckets start in :meth:`finish`: ranks whose graphs
+    differ would make the calls of the two in different orders.
 
-    All ranks that share gradients have the same parameters, in one order, with the same ones frozen. One thread at a time.
-    Hooks do not follow parameters that are replaced: make new buckets (:meth:`fit` tells). Reentrant checkpoints
-    (``use_reentrant=True``) of a parameter that is used in two of them are refused, as gradients that come twice.
+    All ranks that share gradients have the same parameters, in one order, with the same ones
+    frozen. One thread at a time. Hooks do not follow parameters that are replaced: make new buckets
+    (:meth:`fit` tells). Reentrant checkpoints (``use_reentrant=True``) of a parameter that is used
+    in two of them are refused, as gradients that come twice.
 
     Args:
         module: what this rank holds of the model. Dense gradients of any dtype that can be summed.
@@ -69,8 +74,9 @@ class GradientBuckets:
         wire: as for synchronise_gradients, with which it shares what it learns of a format.
 
     Raises:
-        UsageError: ``bucket_bytes`` below 1; no such format; a DTensor, or a parameter of FSDP1; one of which nothing says over
-            which ranks its gradient is summed (:func:`~commlayer.integrations.gradients.gradient_axes`).
+        UsageError: ``bucket_bytes`` below 1; no such format; a DTensor, or a parameter of FSDP1;
+            one of which nothing says over which ranks its gradient is summed
+            (:func:`~commlayer.integrations.gradients.gradient_axes`).
         DisagreementError: ranks were given different formats.
     """
 
@@ -111,7 +117,16 @@ class GradientBuckets:
             bucket.group, bucket.is_free = mesh.group(bucket.axis), _is_free(mesh, bucket.axis)
             GroupCommunicator(bucket.group, "dp")  # puts the group on its lane
             bucket.compressed = compressed_axis(mesh, bucket.axis, policy)
-        self._share_groups({bucket.group for bucket in buckets})
+        # A group's sums start in one order on all ranks. That of one set's hooks is its buckets';
+        # of several sets' it is when autograd comes to them, which ranks may see differently. So
+        # all sets on one group start in their finish().
+        groups = {bucket.group for bucket in buckets}
+        others = [bucket for other in _ALIVE for line in other._lines for bucket in line.buckets]
+        for bucket in others:
+            if bucket.group in groups:
+                bucket.is_free = False
+                self._shared_groups.add(bucket.group)
+        _ALIVE.add(self)
         for bucket in buckets:
             bucket.is_free &= bucket.group not in self._shared_groups
         is_one = needs_one_order(parameter for bucket in buckets for parameter in bucket.parameters)
@@ -134,18 +149,10 @@ class GradientBuckets:
         )
         return f"GradientBuckets({found or 'nobody to sum with'})"
 
-    def _share_groups(self, groups: set[dist.ProcessGroup | None]) -> None:
-        """A group's sums start in one order on all ranks. That of one set's hooks is its buckets'; of several sets' it is when
-        autograd comes to them, which ranks may see differently. So all sets on one group start in their finish()."""
-        for other in list(_ALIVE):
-            for bucket in (bucket for line in other._lines for bucket in line.buckets if bucket.group in groups):
-                bucket.is_free = False
-                self._shared_groups.add(bucket.group)
-        _ALIVE.add(self)
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A context for backward passes after which more follow in this step: nothing is sent, gradients add up."""
+        """A context for backward passes after which more follow in this step: nothing is sent,
+        gradients add up."""
         was_last, self._is_last = self._is_last, False
         try:
             yield
@@ -154,14 +161,15 @@ class GradientBuckets:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not been started, and return when every ``grad`` is the sum over ranks, and of experts over their copies
-        too. Collective, once a step.
+        """Start what has not been started, and return when every ``grad`` is the sum over ranks,
+        and of experts over their copies too. Collective, once a step.
 
-        A parameter without a gradient counts as zero, and has one afterwards. Without a backward pass before it sums the
-        gradients that are there.
+        A parameter without a gradient counts as zero, and has one afterwards. Without a backward
+        pass before it sums the gradients that are there.
 
-        Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for a sparse gradient, for one that was replaced
-        after it came, for a parameter that was frozen since the buckets were made, and after :meth:`close`.
+        Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for a sparse
+        gradient, for one that was replaced after it came, for a parameter that was frozen since the
+        buckets were made, and after :meth:`close`.
         """
         if self._lines and not self._handles:
             raise UsageError(f"{who()}these GradientBuckets were closed: make others")
@@ -184,13 +192,16 @@ class GradientBuckets:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Give a step up, such as one whose backward pass raised: gradients are None, and the next step starts anew.
+        """Give a step up, such as one whose backward pass raised: gradients are None, and the next
+        step starts anew.
 
-        Waits for nobody. What this rank has not started yet it starts here, to no end, so that all ranks have made the same
-        calls, wherever each one stopped. All ranks that share gradients should give up alike. A rank that does not, but calls
-        :meth:`finish`, gets the right sums of the buckets that were started here before, and NaN in all others (or PeerError,
-        where a wire format was told to raise at NaN, which ends that group): it must not step by them, as under a GradScaler.
-        Having finished it needs no ``reset()``, which would start the next step's calls.
+        Waits for nobody. What this rank has not started yet it starts here, to no end, so that all
+        ranks have made the same calls, wherever each one stopped. All ranks that share gradients
+        should give up alike. A rank that does not, but calls :meth:`finish`, gets the right sums of
+        the buckets that were started here before, and NaN in all others (or PeerError, where a wire
+        format was told to raise at NaN, which ends that group): it must not step by them, as under
+        a GradScaler. Having finished it needs no ``reset()``, which would start the next step's
+        calls.
         """
         self._is_last = True
         for line in self._lines:
@@ -199,8 +210,9 @@ class GradientBuckets:
             parameter.grad = None
 
     def fit(self, module: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, wire: WireChoice = None) -> bool:
-        """Whether these are the buckets that the same arguments would make now: of these parameters, with the same ones frozen,
-        this size and these formats. Give it what you give the constructor."""
+        """Whether these are the buckets that the same arguments would make now: of these
+        parameters, with the same ones frozen, this size and these formats. Give it what you give
+        the constructor."""
         return self._made_for == (_signature(module), bucket_bytes, flat_policy(wire, "dp"))
 
     def close(self) -> None:
@@ -265,7 +277,8 @@ def _cut(module: nn.Module, axes: dict[int, str], bucket_bytes: int) -> list[Buc
 
 
 def _is_free(mesh: FoldedMesh, axis: str) -> bool:
-    """Whether nothing but gradients uses the group of ``axis`` in a backward pass. The same on all ranks."""
+    """Whether nothing but gradients uses the group of ``axis`` in a backward pass. The same on all
+    ranks."""
     group = mesh.group(axis)
     return all(mesh.group(other) is not group for other in AXES if other not in _OF_GRADIENTS)
 

@@ -1,12 +1,14 @@
-"""A language model of :class:`~commlayer.integrations.block.MoETransformerLayer`, on any mapping, with one training step.
+"""A language model of :class:`~commlayer.integrations.block.MoETransformerLayer`, on any mapping,
+with one training step.
 
-Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is dropped. With a balance loss and
-several micro-batches they depend on dp: docs/moe_training.md says why.
+Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is
+dropped. With a balance loss and several micro-batches they depend on dp: docs/moe_training.md says
+why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -35,29 +37,34 @@ from commlayer.scheduler.placement.spilling import Spilling
 __all__ = ["MoELanguageModel", "ModelConfig"]
 
 _NO_LABEL = -100
-"""The label of a token whose loss does not count: torch's own default, and what transformers' collators write."""
+"""The label of a token whose loss does not count: torch's own default, and what transformers'
+collators write."""
 _SEEDS = 1_009
 """Between the seeds of two models: layers take consecutive ones."""
 _BUCKETS: WeakKeyDictionary[MoELanguageModel, GradientBuckets] = WeakKeyDictionary()
-"""Not an attribute of the model: a copy of it, such as an average of weights, has parameters of its own."""
+"""Not an attribute of the model: a copy of it, such as an average of weights, has parameters of its
+own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model, which is independent of its mapping. Fields that are not explained here are those of the layer.
+    """The shape of a model, which is independent of its mapping. Fields that are not explained here
+    are those of the layer.
 
     Attributes:
         vocabulary: how many tokens there are; 256: bytes.
         num_layers: in the whole model.
         seed: of all weights.
         wires: formats in which tokens, activations and gradients may travel.
-        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline_schedules`.
+        schedule: in which order micro-batches go through a pipeline, see
+            :mod:`~commlayer.integrations.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
-        overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while the
-            other is computed (:func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline`);
-            ``chunks`` ``auto`` is one then. Make the mesh with ``separate=("etp_ep",)``, or the counts
-            of one queue behind the tokens of the other.
+        overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while
+            the other is computed
+            (:func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline`); ``chunks``
+            ``auto`` is one then. Make the mesh with ``separate=("etp_ep",)``, or the counts of one
+            queue behind the tokens of the other.
         bucket_bytes: the largest size of a bucket.
     """
 
@@ -105,8 +112,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MicroBatch:
-    """A micro-batch on one rank: its rows of ``tokens`` and ``labels`` [rows, B]; ``valid`` [S, B] of the whole sequences, None
-    without padding. ``num_labels``: that count in the whole step, by which the loss is divided."""
+    """A micro-batch on one rank: its rows of ``tokens`` and ``labels`` [rows, B]; ``valid`` [S, B]
+    of the whole sequences, None without padding. ``num_labels``: that count in the whole step, by
+    which the loss is divided."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -115,15 +123,16 @@ class _MicroBatch:
 
 
 class MoELanguageModel(nn.Module):
-    """A language model of embedding, MoE layers, norm and (untied) head. In a pipeline, a rank has the layers of its
-    stage, the first stage the embedding, and the last one norm and head.
+    """A language model of embedding, MoE layers, norm and (untied) head. In a pipeline, a rank has
+    the layers of its stage, the first stage the embedding, and the last one norm and head.
 
     Args:
         config: the model.
         mesh: the groups; None: everything is on this rank.
 
     Attributes:
-        layers: by their index in the whole model, as text: parameters have the same names under every mapping.
+        layers: by their index in the whole model, as text: parameters have the same names under
+            every mapping.
 
     Raises:
         UsageError: fewer layers than stages, or sizes that do not go together.
@@ -162,9 +171,9 @@ class MoELanguageModel(nn.Module):
                 mark_replicated(part)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Run this pipeline stage: tokens [rows, B] (first stage) or activations [rows, B, hidden] → activations, or
-        (last stage) logits [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` and ``valid`` as in the layer. Collective
-        over the stage.
+        """Run this pipeline stage: tokens [rows, B] (first stage) or activations [rows, B, hidden]
+        → activations, or (last stage) logits [rows, B, vocabulary]. Rows are this rank's;
+        ``seq_len`` and ``valid`` as in the layer. Collective over the stage.
         """
         x = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
@@ -174,23 +183,24 @@ class MoELanguageModel(nn.Module):
     def parts(
         self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None
     ) -> Parts[torch.Tensor]:
-        """The parts of :meth:`forward`, for passes that go in turns (:mod:`commlayer.integrations.pass_parts`)."""
+        """The parts of :meth:`forward`, for passes that go in turns
+        (:mod:`commlayer.integrations.pass_parts`)."""
         x = x if self.embedding is None else self.embedding(x)
         for layer in self._layers():
             x = yield from layer.parts(x, seq_len, valid)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def split(self, batch: torch.Tensor) -> torch.Tensor:
-        """Take this rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be;
-        some may be empty. Sends nothing.
+        """Take this rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are
+        as even as can be; some may be empty. Sends nothing.
         """
         return split_sequence(self._columns(batch), cp=self.cp, tp=self.tp)
 
     def _columns(self, batch: torch.Tensor) -> torch.Tensor:
         """The sequences [S, B/dp] of a whole batch that this rank works on, with others."""
         dp, rank = (1, 0) if self.mesh is None else (self.mesh.size("dp"), self.mesh.rank("dp"))
-        mine: torch.Tensor = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
-        return mine
+        columns: torch.Tensor = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
+        return columns
 
     def train_step(
         self,
@@ -200,23 +210,28 @@ class MoELanguageModel(nn.Module):
         valid: torch.Tensor | None = None,
         num_micro_batches: int = 1,
     ) -> torch.Tensor:
-        """Run forward pass, backward pass and gradients of a whole batch; return the mean loss over its labels, on all
-        ranks alike: the sum over all of them, whichever ranks and micro-batches have them, divided by their number.
+        """Run forward pass, backward pass and gradients of a whole batch; return the mean loss over
+        its labels, on all ranks alike: the sum over all of them, whichever ranks and micro-batches
+        have them, divided by their number.
 
-        Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before. They are views of
-        buckets that the next step uses again. A step that raises leaves none; where it raised on some ranks alone, the others
-        may return with NaN in gradients that are shared with these.
+        Gradients are added to those that are there, and then summed over ranks: call ``zero_grad``
+        before. They are views of buckets that the next step uses again. A step that raises leaves
+        none; where it raised on some ranks alone, the others may return with NaN in gradients that
+        are shared with these.
 
         Args:
             tokens: [S, B] int64, the same on all ranks.
-            labels: [S, B] int64: the token that follows each; −100 where it counts for nothing, such as in a prompt.
-            valid: [S, B] bool, the same on all ranks: True where a token is no padding; None: all are valid. Padding may have any
-                token and any label, which are not looked at. No valid token attends to it, no expert works on it, and no loss
-                counts it.
-            num_micro_batches: in how many parts each rank's part of the batch goes through the pipeline.
+            labels: [S, B] int64: the token that follows each; −100 where it counts for nothing,
+                such as in a prompt.
+            valid: [S, B] bool, the same on all ranks: True where a token is no padding; None: all
+                are valid. Padding may have any token and any label, which are not looked at. No
+                valid token attends to it, no expert works on it, and no loss counts it.
+            num_micro_batches: in how many parts each rank's part of the batch goes through the
+                pipeline.
 
         Raises:
-            TensorError: shapes that are none. UsageError: no micro-batches. Others as collectives do.
+            TensorError: shapes that are none. UsageError: no micro-batches. Others as collectives
+                do.
         """
         if tokens.dim() != 2 or tokens.shape != labels.shape or not tokens.numel():
             raise TensorError(
@@ -252,64 +267,67 @@ class MoELanguageModel(nn.Module):
         loss = loss.to(torch.promote_types(how["dtype"], torch.float32))  # on all stages alike
         if self.mesh is None:
             return loss
-        # On the first lane: the step waits for this number alone, and its group may be that of the experts.
+        # On the first lane: the step waits for this number alone, and its group may be that of the
+        # experts.
         return GroupCommunicator(self.mesh.group("world"), "ep").all_reduce(loss)
 
     def pipeline_stage(
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], torch.Tensor], list[tuple[int, int, int]]]:
         """Return this rank's stage of a step, and the shape of each micro-batch's activations, as
-        :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of :meth:`train_step`.
+        :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of
+        :meth:`train_step`.
         """
-        batches = self._micro_batches(tokens, labels, num_micro_batches, valid)
+        batches, shapes = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
             batch = batches[m]
             return self._ended(batch, self(batch.tokens if x is None else x, tokens.shape[0], batch.valid))
 
-        return stage, self._shapes(batches)
+        return stage, shapes
 
     def pipeline_parts(
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], Parts[torch.Tensor]], list[tuple[int, int, int]]]:
-        """The same in parts, as :func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline` takes both."""
-        batches = self._micro_batches(tokens, labels, num_micro_batches, valid)
+        """The same in parts, as
+        :func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline` takes both."""
+        batches, shapes = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:
             batch = batches[m]
             y = yield from self.parts(batch.tokens if x is None else x, tokens.shape[0], batch.valid)
             return self._ended(batch, y)
 
-        return stage, self._shapes(batches)
+        return stage, shapes
 
     def _micro_batches(
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None
-    ) -> list[_MicroBatch]:
+    ) -> tuple[list[_MicroBatch], list[tuple[int, int, int]]]:
+        """The micro-batches of a step, and the shapes of activations between stages."""
         if valid is not None:
             tokens, labels = tokens.masked_fill(~valid, 0), labels.masked_fill(~valid, _NO_LABEL)
         step_tokens = tokens.numel() if valid is None else valid.sum().clamp(min=1)
         for layer in self._layers():
             layer.scale_losses(step_tokens=step_tokens)
         num_labels = (labels != _NO_LABEL).sum().clamp(min=1)
-        mine, wanted = self.split(tokens), self.split(labels)
-        sizes = even_rows(mine.shape[1], num_micro_batches)
+        own, targets = self.split(tokens), self.split(labels)
+        sizes = even_rows(own.shape[1], num_micro_batches)
         masks = [None] * len(sizes) if valid is None else self._columns(valid).split(sizes, dim=1)
-        parts = zip(mine.split(sizes, dim=1), wanted.split(sizes, dim=1), masks, strict=True)
-        return [_MicroBatch(*part, num_labels) for part in parts]
+        parts = zip(own.split(sizes, dim=1), targets.split(sizes, dim=1), masks, strict=True)
+        batches = [_MicroBatch(*part, num_labels) for part in parts]
+        return batches, [(*batch.tokens.shape, self.config.hidden) for batch in batches]
 
     def _ended(self, batch: _MicroBatch, y: torch.Tensor) -> torch.Tensor:
-        """Return a stage's result, made of its layers' output ``y``: on the last stage its part of the loss."""
+        """Return a stage's result, made of its layers' output ``y``: on the last stage its part of
+        the loss."""
         if not self.is_last:
             return y
         targets = batch.labels.flatten()
         return F.cross_entropy(y.flatten(0, 1), targets, ignore_index=_NO_LABEL, reduction="sum") / batch.num_labels
 
-    def _shapes(self, batches: Sequence[_MicroBatch]) -> list[tuple[int, int, int]]:
-        """The shapes of activations between stages."""
-        return [(*batch.tokens.shape, self.config.hidden) for batch in batches]
-
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
-        """The buckets of the last step, unless parameters were replaced or frozen since, or the configuration was."""
+        """The buckets of the last step, unless parameters were replaced or frozen since, or the
+        configuration was."""
         buckets, bucket_bytes = _BUCKETS.get(self), self.config.bucket_bytes
         if buckets is None or not buckets.fit(self, bucket_bytes=bucket_bytes, wire=wire):
             if buckets is not None:

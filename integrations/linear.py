@@ -1,11 +1,13 @@
 """Linear layers whose weight is split over a tensor-parallel group, with sequence parallelism.
 
-Activations are [S, B, H]: rows are positions, so that a shard of the sequence is a shard of rows. All ranks of the group
-agree on who has which rows by one rule, :func:`~commlayer.integrations.shares.even_rows`.
+Activations are [S, B, H]: rows are positions, so that a shard of the sequence is a shard of rows.
+All ranks of the group agree on who has which rows by one rule,
+:func:`~commlayer.integrations.shares.even_rows`.
 
-Weights are drawn whole on every rank, from generators in the same state, and each rank keeps its slice: a model starts
-with the same weights whatever the size of the group. That needs memory for one whole weight at a time; where it is too
-much, make the layer on ``device="meta"``, then ``to_empty()`` and ``load_full()``.
+Weights are drawn whole on every rank, from generators in the same state, and each rank keeps its
+slice: a model starts with the same weights whatever the size of the group. That needs memory for
+one whole weight at a time; where it is too much, make the layer on ``device="meta"``, then
+``to_empty()`` and ``load_full()``.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ __all__ = [
 
 
 def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
-    """Gather all rows of the group from each rank's [rows, …]; the gradient is summed and scattered.
+    """Gather all rows of the group from each rank's [rows, …]; the gradient is summed and
+    scattered.
 
-    ``total_rows``: rows of all ranks together, split by :func:`even_rows`. None: every rank has as many as this one, which
-    nobody checks: where the group does not divide them, give it.
-    Raises TensorError where ``x`` does not have its share.
+    ``total_rows``: rows of all ranks together, split by :func:`even_rows`. None: every rank has as
+    many as this one, which nobody checks: where the group does not divide them, give it. Raises
+    TensorError where ``x`` does not have its share.
     """
     return _by_token(tp.all_gather, x, None if total_rows is None else even_rows(total_rows, tp.size))
 
@@ -47,7 +50,8 @@ def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | No
 def _by_token(
     move: Callable[[torch.Tensor, Sequence[int] | None], torch.Tensor], x: torch.Tensor, rows: Sequence[int] | None
 ) -> torch.Tensor:
-    """``move(x, rows)`` of [S, B, H] as one of [S · B, H]: the same bytes, and what shares a scale on the wire is a token."""
+    """``move(x, rows)`` of [S, B, H] as one of [S · B, H]: the same bytes, and what shares a scale
+    on the wire is a token."""
     tokens = x.shape[1:-1].numel()
     if x.dim() < 3 or tokens == 0:
         return move(x, rows)
@@ -56,7 +60,8 @@ def _by_token(
 
 
 class _Linear(nn.Module):
-    """A weight [out_features, in_features], of which this rank has slice ``tp.rank`` along ``dim``; None: all of it."""
+    """A weight [out_features, in_features], of which this rank has slice ``tp.rank`` along ``dim``;
+    None: all of it."""
 
     def __init__(
         self,
@@ -75,15 +80,21 @@ class _Linear(nn.Module):
         super().__init__()
         self.tp = tp if dim is None else wired(tp, wire, gradient_wire)
         self.in_features, self.out_features, self.dim = in_features, out_features, dim
-        if dim is not None:
-            _check_divides(("out_features", "in_features")[dim], (out_features, in_features)[dim], tp.size)
+        if dim is not None and (out_features, in_features)[dim] % tp.size:
+            name, features = (("out_features", out_features), ("in_features", in_features))[dim]
+            sizes = " and ".join(map(str, nearest(tp.size, divisors(features))))
+            raise UsageError(
+                f"{who()}{name}={features} cannot be split over tp={tp.size}; the nearest sizes of tp that "
+                f"divide it: {sizes}"
+            )
         dtype = torch.get_default_dtype() if dtype is None else dtype
         device = torch.get_default_device() if device is None else torch.device(device)
         shape = (out_features, in_features)
         if device.type == "meta":
             whole = torch.empty(shape, dtype=dtype, device=device)
         else:
-            # Drawn in float32 (or 64) on the generator's device: the same values for every dtype and device of the weight.
+            # Drawn in float32 (or 64) on the generator's device: the same values for every dtype
+            # and device of the weight.
             source = torch.device("cpu") if generator is None else generator.device
             whole = torch.empty(shape, dtype=dtype if dtype is torch.float64 else torch.float32, device=source)
             bound = 1 / math.sqrt(in_features)
@@ -95,7 +106,8 @@ class _Linear(nn.Module):
             mark_split(self, "weight", *(["bias"] if bias and dim == 0 else []))
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as its gradient."""
+        """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as
+        its gradient."""
         if tuple(whole.shape) != (self.out_features, self.in_features):
             raise TensorError(
                 f"{who()}expected a whole weight [{self.out_features}, {self.in_features}], got shape {list(whole.shape)}"
@@ -104,7 +116,8 @@ class _Linear(nn.Module):
 
     @torch.no_grad()
     def load_full(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Take this rank's slice of a whole weight and bias. Raises TensorError for another shape."""
+        """Take this rank's slice of a whole weight and bias. Raises TensorError for another
+        shape."""
         if self.weight.is_meta:
             raise UsageError(f"{who()}the layer is on the meta device and has no memory: call to_empty(device=…) first")
         fill_whole(self.weight, self.shard(weight))
@@ -119,7 +132,8 @@ class _Linear(nn.Module):
     def full_weight(self) -> torch.Tensor:
         """The whole weight, a copy without gradient.
 
-        All ranks of the group call it, and where ``fully_shard`` spreads the weight all ranks that hold a part of it.
+        All ranks of the group call it, and where ``fully_shard`` spreads the weight all ranks that
+        hold a part of it.
         """
         weight = whole_part(self.weight)
         if self.dim is None:
@@ -128,7 +142,8 @@ class _Linear(nn.Module):
 
     @torch.no_grad()
     def full_bias(self) -> torch.Tensor | None:
-        """The whole bias, a copy without gradient, or None. All ranks of the group call it, as :meth:`full_weight`."""
+        """The whole bias, a copy without gradient, or None. All ranks of the group call it, as
+        :meth:`full_weight`."""
         if self.bias is None:
             return None
         bias = whole_part(self.bias)
@@ -144,23 +159,27 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer, ``x @ weight.T``, split by its outputs: each rank computes ``out_features / tp.size`` of the
-    outputs, of all rows.
+    """A linear layer, ``x @ weight.T``, split by its outputs: each rank computes ``out_features /
+    tp.size`` of the outputs, of all rows.
 
     Args:
         in_features: of the whole weight.
         out_features: of the whole weight; ``tp.size`` must divide it.
         tp: the ranks that share the weight.
-        sequence_parallel: the input is this rank's rows [S/tp, B, in]: they are gathered, and their gradient is
-            reduce-scattered. False: the input is [S, B, in], equal on all ranks, and its gradient is summed.
+        sequence_parallel: the input is this rank's rows [S/tp, B, in]: they are gathered, and their
+            gradient is reduce-scattered. False: the input is [S, B, in], equal on all ranks, and
+            its gradient is summed.
         bias: zeros at first.
-        gather_output: return all outputs [S, B, out], equal on all ranks, for code that goes on with them alike on all ranks.
+        gather_output: return all outputs [S, B, out], equal on all ranks, for code that goes on
+            with them alike on all ranks.
         generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
         dtype: of the weight; None: torch's default.
         device: of the weight; None: torch's default.
-        wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
-            else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
+        wire: formats in which the rows of a sequence may travel in the forward pass, such as
+            ``fp8_e4m3``; None: those of ``tp``, else what COMMLAYER_WIRE says of its lane, else
+            their own. See docs/compression.md.
+        gradient_wire: the same for their gradients;
+            :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``out_features``; no such format.
@@ -196,21 +215,23 @@ class ColumnParallelLinear(_Linear):
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
 
     def forward(self, x: torch.Tensor, total_rows: int | None = None) -> torch.Tensor:
-        """Return [S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
+        """Return [S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where
+        tp does not divide it."""
         gathered = gather_sequence(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
         y = F.linear(gathered, self.weight, self.bias)
         return gather_shares(y, self._exact, self.out_features, dim=-1) if self.gather_output else y
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer, ``x @ weight.T``, split by its inputs: each rank has ``in_features / tp.size`` of the inputs, of
-    all rows; the products are summed.
+    """A linear layer, ``x @ weight.T``, split by its inputs: each rank has ``in_features /
+    tp.size`` of the inputs, of all rows; the products are summed.
 
     Args:
         in_features: of the whole weight; ``tp.size`` must divide it.
         out_features: of the whole weight.
         tp: the ranks that share the weight.
-        sequence_parallel: each rank gets its rows of the sum, [S/tp, B, out], by :func:`even_rows`. False: all of it.
+        sequence_parallel: each rank gets its rows of the sum, [S/tp, B, out], by :func:`even_rows`.
+            False: all of it.
         bias: zeros at first; whole on every rank, added to the sum.
         generator, dtype, device, wire, gradient_wire: as of :class:`ColumnParallelLinear`.
 
@@ -249,8 +270,8 @@ class RowParallelLinear(_Linear):
             mark_replicated(self, "bias", over=("tp",) if sequence_parallel else ())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [S/tp, B, out_features] for ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B,
-        out_features].
+        """Return [S/tp, B, out_features] for ``x`` [S, B, in_features / tp.size]; without sequence
+        parallelism [S, B, out_features].
         """
         partial = F.linear(x, self.weight)
         if self.sequence_parallel:
@@ -263,7 +284,8 @@ class RowParallelLinear(_Linear):
 class ReplicatedLinear(_Linear):
     """A linear layer, ``x @ weight.T``, on this rank's rows, with the whole weight on every rank.
 
-    Its gradient is that of this rank's rows: :func:`reduce_replicated_gradients` sums it over the group.
+    Its gradient is that of this rank's rows: :func:`reduce_replicated_gradients` sums it over the
+    group.
     """
 
     def __init__(
@@ -285,11 +307,3 @@ class ReplicatedLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return […, out_features] for ``x`` […, in_features]. Sends nothing."""
         return F.linear(x, self.weight, self.bias)
-
-
-def _check_divides(name: str, features: int, size: int) -> None:
-    if features % size:
-        sizes = " and ".join(map(str, nearest(size, divisors(features))))
-        raise UsageError(
-            f"{who()}{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {sizes}"
-        )

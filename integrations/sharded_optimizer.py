@@ -1,16 +1,18 @@
-"""An optimizer whose work and state are shared out over data-parallel ranks, with parameters that travel in a wire format.
+"""An optimizer whose work and state are shared out over data-parallel ranks, with parameters that
+travel in a wire format.
 
-Megatron's distributed optimizer, ZeRO's first stage: each rank keeps the *main parameters* (FP32) of its shard and the state of
-the user's optimizer for it, and steps them alone. One step is::
+Megatron's distributed optimizer, ZeRO's first stage: each rank keeps the *main parameters* (FP32)
+of its shard and the state of the user's optimizer for it, and steps them alone. One step is::
 
     gradients of the model ──reduce_scatter──► of this rank's shard ──► optimizer ──► main shard ──all_gather──► model
 
-Parameters may be gathered in FP8 (MegaScale-MoE, section 7): half of BF16's bytes. The main shard is never rounded: what one
-step loses on the wire the next does not inherit. All ranks, the owner too, compute with the same decoded bits.
+Parameters may be gathered in FP8 (MegaScale-MoE, section 7): half of BF16's bytes. The main shard
+is never rounded: what one step loses on the wire the next does not inherit. All ranks, the owner
+too, compute with the same decoded bits.
 
-The parameters become views of one flat buffer for each group and dtype, into which they are gathered: no copy of the model
-is made on the way. Rejected: a whole parameter for each rank, as torch's ZeroRedundancyOptimizer has it, which cannot be even,
-and sends each parameter by itself.
+The parameters become views of one flat buffer for each group and dtype, into which they are
+gathered: no copy of the model is made on the way. Rejected: a whole parameter for each rank, as
+torch's ZeroRedundancyOptimizer has it, which cannot be even, and sends each parameter by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Parameters of one group and dtype, flat. n ranks, s elements each, zeros behind the last parameter."""
+    """Parameters of one group and dtype, flat. n ranks, s elements each, zeros behind the last
+    parameter."""
 
     parameters: tuple[nn.Parameter, ...]
     model: torch.Tensor  # [n·s], of which they are views
@@ -47,43 +50,47 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The shard of one parameter. ``bounds``: of each rank of the group, which of the parameter's elements it has, the first and
-    the one behind the last. ``tensors``: this rank's: the main parameter, and what the inner optimizer keeps for each element."""
+    """The shard of one parameter. ``bounds``: of each rank of the group, which of the parameter's
+    elements it has, the first and the one behind the last. ``tensors``: this rank's: the main
+    parameter, and what the inner optimizer keeps for each element."""
 
     bounds: tuple[tuple[int, int], ...]
     tensors: tuple[torch.Tensor, ...]
 
 
 class ShardedOptimizer:
-    """An optimizer of shards: it steps ``parameters`` with the user's optimizer, each rank a shard of them.
+    """An optimizer of shards: it steps ``parameters`` with the user's optimizer, each rank a shard
+    of them.
 
-        optimizer = ShardedOptimizer(model.parameters(), partial(torch.optim.AdamW, lr=1e-3), group, wire="bf16")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer = ShardedOptimizer(model.parameters(), partial(torch.optim.AdamW, lr=1e-3), group,
+        wire="bf16") loss.backward() optimizer.step() optimizer.zero_grad()
 
-    Without wire formats the parameters are those of the unsharded optimizer, up to the order of sums; after construction and
-    every step all ranks hold the same bits. For elementwise optimizers (SGD, Adam, AdamW, …): a shard knows nothing of the
-    parameters' shapes. Construction, :meth:`step` and :meth:`load_state_dict` are collective.
+    Without wire formats the parameters are those of the unsharded optimizer, up to the order of
+    sums; after construction and every step all ranks hold the same bits. For elementwise optimizers
+    (SGD, Adam, AdamW, …): a shard knows nothing of the parameters' shapes. Construction,
+    :meth:`step` and :meth:`load_state_dict` are collective.
 
     Args:
-        parameters: of the model, or dicts of them with options, as torch's optimizers take them; float32, bfloat16 or float16.
-            Those that need no gradient are left out. Their memory moves: make the optimizer after ``model.to(…)``.
-        optimizer: makes the inner optimizer of the main shards, from dicts of parameters with options.
+        parameters: of the model, or dicts of them with options, as torch's optimizers take them;
+            float32, bfloat16 or float16. Those that need no gradient are left out. Their memory
+            moves: make the optimizer after ``model.to(…)``.
+        optimizer: makes the inner optimizer of the main shards, from dicts of parameters with
+            options.
         group: the data-parallel ranks, with one model; None: all ranks.
-        wire: formats in which gradients, FP32 here, may travel; None: what COMMLAYER_WIRE says of dp, else their own.
-            ``in_place`` is allowed.
-        parameter_wire: formats in which parameters may travel, from the model's dtype. None: their own, whatever COMMLAYER_WIRE
-            says. A group of one rank sends, and rounds, nothing.
+        wire: formats in which gradients, FP32 here, may travel; None: what COMMLAYER_WIRE says of
+            dp, else their own. ``in_place`` is allowed.
+        parameter_wire: formats in which parameters may travel, from the model's dtype. None: their
+            own, whatever COMMLAYER_WIRE says. A group of one rank sends, and rounds, nothing.
         average: gradients are the mean over ranks, as in DDP; False: the sum.
 
     Attributes:
         optimizer: the inner one, for learning rate schedules.
 
     Raises:
-        TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, a DTensor or a parameter of FSDP1,
-            or no such format.
-        GroupError: this rank is not in ``group``, or the group is not of backend commlayer, with a format.
+        TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, a
+            DTensor or a parameter of FSDP1, or no such format.
+        GroupError: this rank is not in ``group``, or the group is not of backend commlayer, with a
+            format.
         DisagreementError: ranks were given different formats.
     """
 
@@ -109,7 +116,8 @@ class ShardedOptimizer:
         self._buffers: list[_Buffer] = []
         inner: list[dict[str, Any]] = []
         for options in _as_groups(parameters):
-            made = [self._make_buffer(of_dtype) for of_dtype in _by_dtype(options.pop("params"))]
+            by_dtype = _by_dtype(options.pop("params"))
+            made = [_make_buffer(of_dtype, self._rank, self._size) for of_dtype in by_dtype]
             self._buffers += made
             inner.append({"params": [buffer.main for buffer in made], **options})
         self.optimizer = optimizer(inner)
@@ -123,7 +131,8 @@ class ShardedOptimizer:
         return groups
 
     def step(self) -> None:
-        """Reduce gradients, step the main shard, gather parameters. Raises as collectives do; NonFiniteError for FP8."""
+        """Reduce gradients, step the main shard, gather parameters. Raises as collectives do;
+        NonFiniteError for FP8."""
         self.reduce_gradients()
         self.optimizer.step()
         self.gather_parameters()
@@ -136,9 +145,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Make the gradients of this rank's main shards, ``grad`` of the inner optimizer's parameters, from those of
-        all models, which stay as they are; one that is missing counts as zero. A part of :meth:`step`, for what comes
-        between.
+        """Make the gradients of this rank's main shards, ``grad`` of the inner optimizer's
+        parameters, from those of all models, which stay as they are; one that is missing counts as
+        zero. A part of :meth:`step`, for what comes between.
         """
         for hook in self._before_reduction:
             hook()
@@ -154,16 +163,24 @@ class ShardedOptimizer:
             buffer.gradients[sum(parameter.numel() for parameter in buffer.parameters) :].zero_()
             if buffer.main.grad is None:
                 buffer.main.grad = torch.empty_like(buffer.main)
-            pending.append(self._start_reduce(buffer.main.grad, buffer.gradients))
+            out, x = buffer.main.grad, buffer.gradients
+            if self._reducing is None:
+                pending.append(reduce_scatter_single(out, x, group=self._group, async_op=True))
+            else:
+                pending.append(reduce_scatter_flat(self._reducing, out, x))
         for work in pending:
             work.wait()
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Gather the model's parameters from all ranks' main shards. A part of :meth:`step`."""
-        pending = [
-            self._start_gather(buffer.model, buffer.main.detach().to(buffer.model.dtype)) for buffer in self._buffers
-        ]
+        pending = []
+        for buffer in self._buffers:
+            main = buffer.main.detach().to(buffer.model.dtype)
+            if self._gathering is None:
+                pending.append(all_gather_single(buffer.model, main, group=self._group, async_op=True))
+            else:
+                pending.append(all_gather_flat(self._gathering, buffer.model, main))
         for work in pending:
             work.wait()
 
@@ -173,13 +190,14 @@ class ShardedOptimizer:
         return tuple(dist.get_process_group_ranks(self._group))
 
     def call_before_reduction(self, hook: Callable[[], object]) -> Callable[[], None]:
-        """Have ``hook`` called whenever gradients are about to be reduced, which every :meth:`step` begins with, until what is
-        returned is called."""
+        """Have ``hook`` called whenever gradients are about to be reduced, which every :meth:`step`
+        begins with, until what is returned is called."""
         self._before_reduction.append(hook)
         return lambda: self._before_reduction.remove(hook)
 
     def shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
-        """Find the shard of one of the model's parameters; None where the optimizer does not step it.
+        """Find the shard of one of the model's parameters; None where the optimizer does not step
+        it.
 
         The tensors are views: what is written to them is the optimizer's state.
         """
@@ -187,28 +205,25 @@ class ShardedOptimizer:
             begin = 0
             for each in buffer.parameters:
                 if each is parameter:
-                    return self._shard_in(buffer, begin, each.numel())
+                    break
                 begin += each.numel()
+            else:
+                continue
+            share, numel = buffer.main.numel(), parameter.numel()
+            starts = [rank * share - begin for rank in range(self._size)]
+            bounds = tuple((min(max(start, 0), numel), min(max(start + share, 0), numel)) for start in starts)
+            low, high = bounds[self._rank]
+            first = low - starts[self._rank]
+            flats = [flat for flat in self._kept(buffer).values() if flat.shape == buffer.main.shape]
+            return ParameterShard(bounds, tuple(flat[first : first + high - low] for flat in flats))
         return None
-
-    def _shard_in(self, buffer: _Buffer, begin: int, numel: int) -> ParameterShard:
-        share = buffer.main.numel()
-
-        def clipped(at: int) -> int:
-            return min(max(at, 0), numel)
-
-        starts = [rank * share - begin for rank in range(self._size)]
-        bounds = tuple((clipped(start), clipped(start + share)) for start in starts)
-        low, high = bounds[self._rank]
-        first = low - starts[self._rank]
-        flats = [flat for flat in self._kept(buffer).values() if flat.shape == buffer.main.shape]
-        return ParameterShard(bounds, tuple(flat[first : first + high - low] for flat in flats))
 
     @torch.no_grad()
     def whole(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Gather the state of all shards: for each of the model's parameters ``main`` and what the inner optimizer keeps, in the
-        parameter's shape; numbers of all elements alike, such as ``step``, as they are. Collective. It takes the memory of all
-        ranks' shards on each of them; ``load_whole`` takes it on any number of ranks."""
+        """Gather the state of all shards: for each of the model's parameters ``main`` and what the
+        inner optimizer keeps, in the parameter's shape; numbers of all elements alike, such as
+        ``step``, as they are. Collective. It takes the memory of all ranks' shards on each of them;
+        ``load_whole`` takes it on any number of ranks."""
         found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for buffer in self._buffers:
             for name, flat in self._kept(buffer).items():
@@ -224,9 +239,11 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load_whole(self, state: dict[nn.Parameter, dict[str, torch.Tensor]]) -> None:
-        """Take what :meth:`whole` gave, on this or another number of ranks, and gather the model's parameters. Collective.
+        """Take what :meth:`whole` gave, on this or another number of ranks, and gather the model's
+        parameters. Collective.
 
-        The inner optimizer has its state already, of whatever values. Raises UsageError for parameters that are missing.
+        The inner optimizer has its state already, of whatever values. Raises UsageError for
+        parameters that are missing.
         """
         for buffer in self._buffers:
             if any(parameter not in state for parameter in buffer.parameters):
@@ -247,8 +264,8 @@ class ShardedOptimizer:
         return {"main": buffer.main.detach(), **tensors}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each
-        rank saves its own.
+        """Return the state of this rank's shard: main parameters, the inner optimizer's state, and
+        of which shard. Each rank saves its own.
         """
         return {
             "main": [buffer.main.detach().clone() for buffer in self._buffers],
@@ -260,8 +277,8 @@ class ShardedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a shard that :meth:`state_dict` gave, and gather the model's parameters.
 
-        Raises UsageError for the shard of another rank, size of group, or model, and what the inner optimizer refuses: before
-        anything is changed.
+        Raises UsageError for the shard of another rank, size of group, or model, and what the inner
+        optimizer refuses: before anything is changed.
         """
         if state["shard"] != self._shard():
             raise UsageError(
@@ -276,34 +293,10 @@ class ShardedOptimizer:
     def _shard(self) -> tuple[int, int, list[int]]:
         return self._rank, self._size, [buffer.model.numel() for buffer in self._buffers]
 
-    def _make_buffer(self, parameters: list[nn.Parameter]) -> _Buffer:
-        """Moves the parameters into a new buffer."""
-        first = parameters[0]
-        total = sum(parameter.numel() for parameter in parameters)
-        # Whole rows: blocks that share a scale never cross from one rank's shard to the next's.
-        share = -(-total // (self._size * ROW_ELEMENTS)) * ROW_ELEMENTS
-        model = torch.zeros(self._size * share, dtype=first.dtype, device=first.device)
-        for parameter, place in zip(parameters, views_in(model, parameters), strict=True):
-            place.copy_(parameter.detach())
-            parameter.data = place
-        main = model.view(self._size, share)[self._rank].to(torch.float32, copy=True)
-        return _Buffer(tuple(parameters), model, torch.zeros_like(model, dtype=torch.float32), nn.Parameter(main))
-
-    def _start_reduce(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
-        if self._reducing is None:
-            work: dist.Work = reduce_scatter_single(out, x, group=self._group, async_op=True)
-            return work
-        return reduce_scatter_flat(self._reducing, out, x)
-
-    def _start_gather(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
-        if self._gathering is None:
-            work: dist.Work = all_gather_single(out, x, group=self._group, async_op=True)
-            return work
-        return all_gather_flat(self._gathering, out, x)
-
 
 def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Dicts with "params", a list of those that need gradients. Raises UsageError for none, or one that comes twice."""
+    """Dicts with "params", a list of those that need gradients. Raises UsageError for none, or one
+    that comes twice."""
     given: list[Any] = list(parameters)
     if not given or not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -328,10 +321,26 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """In the order of their first. Raises TensorError for a dtype that no FP32 main parameter stands for."""
+    """In the order of their first. Raises TensorError for a dtype that no FP32 main parameter
+    stands for."""
     found: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.dtype not in _DTYPES:
             raise TensorError(f"expected parameters of float32, bfloat16 or float16, got {parameter.dtype}")
         found.setdefault(parameter.dtype, []).append(parameter)
     return list(found.values())
+
+
+def _make_buffer(parameters: list[nn.Parameter], rank: int, size: int) -> _Buffer:
+    """Move the parameters into a new buffer."""
+    first = parameters[0]
+    total = sum(parameter.numel() for parameter in parameters)
+    # Whole rows: blocks that share a scale never cross from one rank's shard to the next's.
+    share = -(-total // (size * ROW_ELEMENTS)) * ROW_ELEMENTS
+    model = torch.zeros(size * share, dtype=first.dtype, device=first.device)
+    for parameter, place in zip(parameters, views_in(model, parameters), strict=True):
+        place.copy_(parameter.detach())
+        parameter.data = place
+    main = model.view(size, share)[rank].to(torch.float32, copy=True)
+    gradients = torch.zeros_like(model, dtype=torch.float32)
+    return _Buffer(tuple(parameters), model, gradients, nn.Parameter(main))

@@ -1,7 +1,8 @@
-"""Train a small MoE language model on any mapping: ``python -m commlayer.integrations.examples.train``, alone or on ranks.
+"""Train a small MoE language model on any mapping: ``python -m
+commlayer.integrations.examples.train``, alone or on ranks.
 
-The losses are the same under every mapping, up to rounding; with a balance loss and several micro-batches they depend on dp.
-docs/moe_training.md takes it apart.
+The losses are the same under every mapping, up to rounding; with a balance loss and several
+micro-batches they depend on dp. docs/moe_training.md takes it apart.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ __all__ = ["TrainOptions", "Trained", "main", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The options of a training run. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of
-    a whole step. ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, which hands rounding on more gently: AdamW
-    divides every gradient by its size, the smallest ones too, which are rounding alone. ``place_experts``: steps between two
-    decisions where experts lie, of a model with ``spare_slots``; None: they stay in order.
+    """The options of a training run. ``text``: a file; None: sentences of a small grammar.
+    ``sequence``, ``batch``: of a whole step. ``optimizer``: ``adamw``, or ``sgd`` with momentum
+    0.9, which hands rounding on more gently: AdamW divides every gradient by its size, the smallest
+    ones too, which are rounding alone. ``place_experts``: steps between two decisions where experts
+    lie, of a model with ``spare_slots``; None: they stay in order.
     """
 
     steps: int = 50
@@ -67,9 +69,10 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Trained:
-    """The record of a training run. ``losses``: of every step, before its update; the same on all ranks. ``dispatch``:
-    how often tokens went which way, in how many chunks, on this rank, and why in the end. ``step_us``: the median step.
-    ``migrations``: how often experts of this rank's stage moved. ``spills``: what of them went along with rows.
+    """The record of a training run. ``losses``: of every step, before its update; the same on all
+    ranks. ``dispatch``: how often tokens went which way, in how many chunks, on this rank, and why
+    in the end. ``step_us``: the median step. ``migrations``: how often experts of this rank's stage
+    moved. ``spills``: what of them went along with rows.
     """
 
     losses: list[float]
@@ -86,10 +89,12 @@ def train(
     mesh: FoldedMesh | None,
     say: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
-    """Train from scratch. Collective over all ranks; ``mesh`` None: on this one. ``say``: told every step's loss.
+    """Train from scratch. Collective over all ranks; ``mesh`` None: on this one. ``say``: told
+    every step's loss.
 
     Raises:
-        UsageError: sizes that do not go together, or with the mesh or the text; experts that shall be placed, and cannot.
+        UsageError: sizes that do not go together, or with the mesh or the text; experts that shall
+            be placed, and cannot.
     """
     with _said_once():
         if config.spilling is not None and (mesh is None or mesh.size("ep") == 1):
@@ -105,7 +110,13 @@ def train(
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     with _said_once():
-        placer = _placer(model, optimizer, mesh, options.place_experts)
+        placer = None
+        if options.place_experts is not None:
+            if mesh is None:
+                raise UsageError(
+                    "all experts lie on one rank: there is nowhere to place them; start several ranks, with --ep"
+                )
+            placer = ExpertPlacer(model, optimizer, mesh, every=options.place_experts)
     losses: list[float] = []
     times: list[float] = []
     dispatch: Counter[str] = Counter()
@@ -135,16 +146,6 @@ def train(
     return Trained(losses, dict(dispatch), reason, step_us, migrations, stats()["spills"])
 
 
-def _placer(
-    model: MoELanguageModel, optimizer: torch.optim.Optimizer, mesh: FoldedMesh | None, every: int | None
-) -> ExpertPlacer | None:
-    if every is None:
-        return None
-    if mesh is None:
-        raise UsageError("all experts lie on one rank: there is nowhere to place them; start several ranks, with --ep")
-    return ExpertPlacer(model, optimizer, mesh, every=every)
-
-
 # The program
 
 
@@ -171,9 +172,17 @@ def _said_once() -> Iterator[None]:
         sys.exit(2)
 
 
-def _whole(name: str, default: int, text: str, field: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def _option(name: str, default: Any, kind: Any, text: str | None = None, field: str = "") -> _Decorator:
+    """An option whose default its help shows; ``field``: its name in the program."""
     names = [name, field] if field else [name]
-    return click.option(*names, default=default, show_default=True, type=click.IntRange(min=1), help=text)
+    return click.option(*names, default=default, show_default=True, type=kind, help=text)
+
+
+def _whole(name: str, default: int, text: str, field: str = "") -> _Decorator:
+    return _option(name, default, click.IntRange(min=1), text, field)
 
 
 class _Chunks(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
@@ -212,16 +221,15 @@ _model_options = in_order(
     _whole("--heads", 4, "Query heads.", "num_heads"),
     _whole("--kv-heads", 2, "Key-value heads.", "num_kv_heads"),
     _whole("--width", 128, "Inner width of an expert."),
-    click.option("--shared-width", default=0, show_default=True, type=click.IntRange(min=0), help="Of shared experts."),
+    _option("--shared-width", 0, click.IntRange(min=0), "Of shared experts."),
     _whole("--experts", 8, "Experts of a layer.", "num_experts"),
     _whole("--top-k", 2, "Experts of a token."),
-    click.option(
+    _option(
         "--aux-loss",
+        0.01,
+        RealNumber(min=0),
+        "Coefficient of the balance loss.",
         "aux_loss_coefficient",
-        default=0.01,
-        show_default=True,
-        type=RealNumber(min=0),
-        help="Coefficient of the balance loss.",
     ),
 )
 """The options that say what is trained, and for how long."""
@@ -230,9 +238,7 @@ _run_options = in_order(
     _whole("--sequence", 64, "Bytes of a sample."),
     _whole("--batch", 8, "Samples of a step, on all ranks together."),
     _whole("--micro-batches", 1, "Parts in which a rank's samples go through the pipeline."),
-    click.option(
-        "--schedule", default="gpipe", show_default=True, type=click.Choice(["gpipe", "1f1b"]), help="Of the pipeline."
-    ),
+    _option("--schedule", "gpipe", click.Choice(["gpipe", "1f1b"]), "Of the pipeline."),
     click.option(
         "--overlap/--no-overlap",
         "overlap_gradients",
@@ -240,24 +246,11 @@ _run_options = in_order(
         show_default=True,
         help="Sum gradients beside the backward pass, or after it.",
     ),
-    click.option("--lr", default=3e-3, show_default=True, type=RealNumber(min=0), help="Learning rate."),
-    click.option(
-        "--optimizer",
-        default="adamw",
-        show_default=True,
-        type=click.Choice(["adamw", "sgd"]),
-        help="sgd: momentum 0.9.",
-    ),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and batches."),
-    click.option(
-        "--dispatch",
-        default="auto",
-        show_default=True,
-        type=click.Choice(["auto", "all_to_all", "all_gather", "two_level"]),
-    ),
-    click.option(
-        "--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8."
-    ),
+    _option("--lr", 3e-3, RealNumber(min=0), "Learning rate."),
+    _option("--optimizer", "adamw", click.Choice(["adamw", "sgd"]), "sgd: momentum 0.9."),
+    _option("--seed", 0, click.IntRange(min=0), "Of weights and batches."),
+    _option("--dispatch", "auto", click.Choice(["auto", "all_to_all", "all_gather", "two_level"])),
+    _option("--chunks", "auto", _Chunks(), "Slices of tokens: auto, 1, 2, 4, 8."),
     click.option(
         "--place-experts",
         metavar="EVERY",
@@ -276,22 +269,17 @@ _run_options = in_order(
         help="Where routing is uneven, weights of busy experts go along to idle ranks: where that is predicted to pay, or by "
         "LLEP's rule.  [they stay]",
     ),
-    click.option(
-        "--attention",
-        default="ulysses",
-        show_default=True,
-        type=click.Choice(["ulysses", "tensor"]),
-        help="What tp splits.",
-    ),
-    click.option(
+    _option("--attention", "ulysses", click.Choice(["ulysses", "tensor"]), "What tp splits."),
+    _option(
         "--backend",
-        default="commlayer",
-        show_default=True,
-        type=click.Choice(["commlayer", "gloo"]),
-        help="Of the default group. The mesh's are commlayer's anyway.",
+        "commlayer",
+        click.Choice(["commlayer", "gloo"]),
+        "Of the default group. The mesh's are commlayer's anyway.",
     ),
     click.option(
-        "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on this file.  [a grammar]"
+        "--text",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Train on this file.  [a grammar]",
     ),
 )
 """On what, and how."""
@@ -308,9 +296,11 @@ _run_options = in_order(
 @click.option("--traceback", is_flag=True, help="On an error, show where in the code it arose.")
 @json_option
 def main(backend: str, traceback: bool, as_json: bool, **options: Any) -> None:
-    """Train a small MoE language model on bytes of text, on any mapping of the ranks that torchrun started, or alone.
+    """Train a small MoE language model on bytes of text, on any mapping of the ranks that torchrun
+    started, or alone.
 
-    dp and edp are what the other degrees leave of the ranks. The losses do not depend on the mapping.
+    dp and edp are what the other degrees leave of the ranks. The losses do not depend on the
+    mapping.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with _said_once():

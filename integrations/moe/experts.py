@@ -1,6 +1,8 @@
-"""The experts of one rank: SwiGLU MLPs, run as one grouped matrix product each way where the device has it.
+"""The experts of one rank: SwiGLU MLPs, run as one grouped matrix product each way where the device
+has it.
 
-Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP ranks each hold F/ETP of every expert.
+Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP ranks each hold
+F/ETP of every expert.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ Product = Callable[[torch.Tensor, str, Sequence[int]], torch.Tensor]
 """Rows, the name of a weight, and how many rows each expert has → their products."""
 _WEIGHTS = ("w_gate", "w_up", "w_down")
 _BLOCK_BYTES = 1 << 18
-"""The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
+"""The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a
+core's cache."""
 
 
 def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
-    """Whether torch has a grouped kernel for rows ``x`` [R, in]: BF16 on CUDA, capability 8.0 or newer, lines of 16 bytes.
+    """Whether torch has a grouped kernel for rows ``x`` [R, in]: BF16 on CUDA, capability 8.0 or
+    newer, lines of 16 bytes.
 
     On the CPU torch's is a loop of its own, slower than ours by the offsets that it needs.
     """
@@ -48,11 +52,13 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
 
 
 class WeightGradients:
-    """The products for the gradients of weights that a backward pass has put off, until it makes them at once.
+    """The products for the gradients of weights that a backward pass has put off, until it makes
+    them at once.
 
-    What waits for the gradients of rows, such as their way back to other ranks, then waits for these products no longer, and may
-    run beside them. :meth:`put_off` takes weights before anything is computed with them; their gradients are made behind all of
-    that, in the order in which autograd would have added them up.
+    What waits for the gradients of rows, such as their way back to other ranks, then waits for
+    these products no longer, and may run beside them. :meth:`put_off` takes weights before anything
+    is computed with them; their gradients are made behind all of that, in the order in which
+    autograd would have added them up.
     """
 
     def __init__(self) -> None:
@@ -60,7 +66,8 @@ class WeightGradients:
         self._pass = -1  # autograd's number of the backward pass that has put them off
 
     def put_off(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return ``weights``, which all need a gradient, for :func:`grouped_linear`, which is to be told this and their place."""
+        """Return ``weights``, which all need a gradient, for :func:`grouped_linear`, which is to be
+        told this and their place."""
         return _put_off(self, *weights)
 
     def add(self, place: int, gradient: torch.Tensor, x: torch.Tensor, rows: Sequence[int]) -> None:
@@ -71,7 +78,8 @@ class WeightGradients:
         self._put_off.setdefault(place, []).append((gradient, x, rows))
 
     def added(self, place: int, dtype: torch.dtype, total: torch.Tensor | None) -> torch.Tensor | None:
-        """Add to ``total``, what was not put off of the gradient of this place's weight, what was; None: nothing is there."""
+        """Add to ``total``, what was not put off of the gradient of this place's weight, what was;
+        None: nothing is there."""
         for gradient, x, rows in self._put_off.pop(place, ()):
             made = _gradient_of_weight(gradient, x, rows, (len(rows), gradient.shape[1], x.shape[1])).to(dtype)
             total = made if total is None else total + made
@@ -79,7 +87,8 @@ class WeightGradients:
 
 
 class _PutOff(torch.autograd.Function):
-    """In the backward pass comes behind all that was computed with the weights, and makes what was put off there."""
+    """In the backward pass comes behind all that was computed with the weights, and makes what was
+    put off there."""
 
     @staticmethod
     def forward(ctx: Any, later: WeightGradients, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,10 +109,12 @@ _put_off: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", _PutOff.apply)
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int], later: tuple[WeightGradients, int] | None = None
 ) -> torch.Tensor:
-    """Multiply ``x`` [R, in] by each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each
-    expert has. ``later``: where the product for the gradient of ``weight`` is put off to, and its place there.
+    """Multiply ``x`` [R, in] by each expert's ``weight`` [L, out, in], transposed: [R, out].
+    ``rows``: how many each expert has. ``later``: where the product for the gradient of ``weight``
+    is put off to, and its place there.
 
-    Under autocast in its dtype. Raises TensorError for ``rows`` that are not those of ``x`` and ``weight``, and for two dtypes.
+    Under autocast in its dtype. Raises TensorError for ``rows`` that are not those of ``x`` and
+    ``weight``, and for two dtypes.
     """
     if len(rows) != weight.shape[0] or sum(rows) != x.shape[0]:
         raise TensorError(f"{weight.shape[0]} experts on {x.shape[0]} rows, got counts {list(rows)}")
@@ -124,8 +135,9 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One product after another, each into its place. Rejected: torch.cat of the products, and a gradient of each expert's
-    slice, which torch pads with zeros to all weights: both copy what is there already."""
+    """One product after another, each into its place. Rejected: torch.cat of the products, and a
+    gradient of each expert's slice, which torch pads with zeros to all weights: both copy what is
+    there already."""
 
     @staticmethod
     def forward(
@@ -169,7 +181,8 @@ class _GroupedLinear(torch.autograd.Function):
 def _gradient_of_weight(
     gradient: torch.Tensor, x: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
 ) -> torch.Tensor:
-    """Also of experts without rows: their weights get a gradient of zeros, as on every other rank."""
+    """Also of experts without rows: their weights get a gradient of zeros, as on every other
+    rank."""
     of_weight = x.new_empty(shape)
     for part, piece, place in zip(gradient.split(rows), x.split(rows), of_weight.unbind(), strict=True):
         torch.mm(part.t(), piece, out=place)
@@ -180,8 +193,8 @@ _loop: Callable[..., torch.Tensor] = cast("Any", _GroupedLinear.apply)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) ⊙ up``, of which nothing but the two is kept. Raises TensorError for another shape, dtype or
-    device of the two.
+    """Compute ``silu(gate) ⊙ up``, of which nothing but the two is kept. Raises TensorError for
+    another shape, dtype or device of the two.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device or gate.dim() == 0:
         raise TensorError(
@@ -217,7 +230,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Rows of all that stay in a core's cache between two steps; on a GPU, which has no such loop, all rows."""
+    """Rows of all that stay in a core's cache between two steps; on a GPU, which has no such loop,
+    all rows."""
     size = tensors[0].shape[0]
     if tensors[0].is_cpu:
         size = max(1, _BLOCK_BYTES // max(1, tensors[0][:1].numel() * tensors[0].element_size()))
@@ -228,16 +242,20 @@ _swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cast("Any", _Swi
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank: ``w_down · (silu(w_gate · x) ⊙ w_up · x)`` for each expert on its rows.
+    """The experts of one rank: ``w_down · (silu(w_gate · x) ⊙ w_up · x)`` for each expert on its
+    rows.
 
-    Weights are drawn expert by expert, each from a seed of its own, and cut: they are the same under every mapping.
+    Weights are drawn expert by expert, each from a seed of its own, and cut: they are the same
+    under every mapping.
 
     Args:
         hidden, width: H and F.
         first, count: which of the model's experts are here.
-        slots: the same where experts can be placed anew, in place of ``first`` and ``count``; an empty slot has weights of zero.
-            ``state_dict()`` then has an entry for each expert that is here, by its number (``w_gate.17``), wherever it lies.
-        etp_rank, etp_size: which shard of each; the outputs are partial sums then, which the dispatcher adds up.
+        slots: the same where experts can be placed anew, in place of ``first`` and ``count``; an
+            empty slot has weights of zero. ``state_dict()`` then has an entry for each expert that
+            is here, by its number (``w_gate.17``), wherever it lies.
+        etp_rank, etp_size: which shard of each; the outputs are partial sums then, which the
+            dispatcher adds up.
         seed: of the weights.
 
     Raises:
@@ -300,7 +318,8 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *found: list[str]
     ) -> None:
-        """Takes experts by their numbers too, whether they can be placed here or not; those of other ranks are left alone."""
+        """Takes experts by their numbers too, whether they can be placed here or not; those of
+        other ranks are left alone."""
         if self.slots is not None:
             self.slots.require_still()
         names = [name for name, _ in self.named_parameters(recurse=False)]
@@ -349,12 +368,12 @@ class GroupedExperts(nn.Module):
         return gate[self._shard].clone(), up[self._shard].clone(), down[:, self._shard].contiguous()
 
     def forward(self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the experts on ``x`` [R, H], of which each expert has its number of ``rows``. ``weights`` [R, 1]:
-        multiply each row by its gating weight between SwiGLU and ``w_down``, where MegaScale-MoE does (its section
-        4.1), so that no output need be kept for it.
+        """Run the experts on ``x`` [R, H], of which each expert has its number of ``rows``.
+        ``weights`` [R, 1]: multiply each row by its gating weight between SwiGLU and ``w_down``,
+        where MegaScale-MoE does (its section 4.1), so that no output need be kept for it.
 
-        In a block of :meth:`with_guests` the rows of guests come behind those of own experts, which are computed first.
-        Raises TensorError for another hidden size or number of experts.
+        In a block of :meth:`with_guests` the rows of guests come behind those of own experts, which
+        are computed first. Raises TensorError for another hidden size or number of experts.
         """
         lent = self._lent
         count = self.count if lent is None else self.count + lent.num_guests
@@ -364,30 +383,16 @@ class GroupedExperts(nn.Module):
             )
         self._calls += 1
         if lent is None:
-            return self._computed(x, rows, weights, self._product)
+            return _computed(x, rows, weights, self._product)
         sizes = [sum(rows[: self.count]), sum(rows[self.count :])]
         (own, of_guests), of_each = x.split(sizes), (None, None) if weights is None else weights.split(sizes)
-        computed = self._computed(own, rows[: self.count], of_each[0], self._product)
+        computed = _computed(own, rows[: self.count], of_each[0], self._product)
         guests = dict(zip(_WEIGHTS, lent.guests(), strict=True))
 
         def product(x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
             return grouped_linear(x, guests[name], rows)
 
-        return torch.cat([computed, self._computed(of_guests, rows[self.count :], of_each[1], product)])
-
-    def _computed(
-        self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None, product: Product
-    ) -> torch.Tensor:
-        gate, up = product(x, "w_gate", rows), product(x, "w_up", rows)
-        inner = swiglu(gate, up)
-        kept = gate.detach(), up.detach()
-        promise = recomputable(inner, lambda: swiglu(*kept), inputs=kept)  # before it is used, as everywhere
-        if weights is not None:
-            weights = weights.to(inner.dtype)
-            inner = inner * weights
-            kept_weights = weights.detach()
-            recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
-        return product(inner, "w_down", rows)
+        return torch.cat([computed, _computed(of_guests, rows[self.count :], of_each[1], product)])
 
     def _product(self, x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
         if name not in self._put_off:
@@ -406,7 +411,8 @@ class GroupedExperts(nn.Module):
 
     @contextmanager
     def with_guests(self, lent: LentExperts) -> Iterator[None]:
-        """Compute, in this block, the rows of ``lent``'s guests too, and with own weights that have gone through it."""
+        """Compute, in this block, the rows of ``lent``'s guests too, and with own weights that have
+        gone through it."""
         self._lent = lent
         try:
             yield
@@ -415,13 +421,15 @@ class GroupedExperts(nn.Module):
 
     @contextmanager
     def weight_gradients_last(self) -> Iterator[None]:
-        """Put off the products for the weights' gradients of the first two calls in this block, which are the last ones in the
-        backward pass, until those for the rows of all calls are made.
+        """Put off the products for the weights' gradients of the first two calls in this block,
+        which are the last ones in the backward pass, until those for the rows of all calls are
+        made.
 
-        The backward pass then makes them while the rows' gradients travel, and keeps the rows of two calls and their gradients
-        so long. Those of later calls are made at once, while the gradients that follow them arrive. Where activations are
-        rematerialised, to save memory, and where torch compiles, nothing is put off, nor are a GPU's grouped products.
-        Gradients have the same bits either way.
+        The backward pass then makes them while the rows' gradients travel, and keeps the rows of
+        two calls and their gradients so long. Those of later calls are made at once, while the
+        gradients that follow them arrive. Where activations are rematerialised, to save memory, and
+        where torch compiles, nothing is put off, nor are a GPU's grouped products. Gradients have
+        the same bits either way.
         """
         names = [name for name in _WEIGHTS if getattr(self, name).requires_grad]
         self._calls = 0
@@ -435,3 +443,17 @@ class GroupedExperts(nn.Module):
             yield
         finally:
             self._put_off = {}
+
+
+def _computed(x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None, product: Product) -> torch.Tensor:
+    """Run experts on their ``rows`` of ``x`` by ``product``."""
+    gate, up = product(x, "w_gate", rows), product(x, "w_up", rows)
+    inner = swiglu(gate, up)
+    source = gate.detach(), up.detach()
+    promise = recomputable(inner, lambda: swiglu(*source), inputs=source)  # before it is used, as everywhere
+    if weights is not None:
+        weights = weights.to(inner.dtype)
+        inner = inner * weights
+        kept_weights = weights.detach()
+        recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
+    return product(inner, "w_down", rows)
