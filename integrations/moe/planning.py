@@ -1,8 +1,8 @@
-"""The plan of a dispatch: whether tokens go to their experts by all_to_all, in two levels or by all_gather, and in how many
-chunks.
+"""The plan of a dispatch: whether tokens go to their experts by all_to_all, in two levels or by
+all_gather, and in how many chunks.
 
-Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own times, which are measured at
-the first call and agreed.
+Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own
+times, which are measured at the first call and agreed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from commlayer.scheduler.dispatch_price import (
     INDEX_BYTES,
     WEIGHT_BYTES,
     dispatch_us,
+    flat_us,
     is_worth_it,
     packed_index_bytes,
+    two_level_us,
 )
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import ExpertTimes, choose_slices
@@ -48,9 +50,9 @@ _MOST_KEPT = 256
 class DispatchDecision:
     """The choice that was made for one call, and its reason.
 
-    ``slices``: eighths of the tokens in each chunk. ``kinds_us``: what each kind is predicted to take, out and back, and where
-    there is a gradient its way too; ``slices_us``: what each is, with the experts, forward and backward. Empty where there was
-    nothing to choose or to predict from.
+    ``slices``: eighths of the tokens in each chunk. ``kinds_us``: what each kind is predicted to
+    take, out and back, and where there is a gradient its way too; ``slices_us``: what each is, with
+    the experts, forward and backward. Empty where there was nothing to choose or to predict from.
     """
 
     kind: str
@@ -75,14 +77,82 @@ class DispatchDecision:
         return self.slices_us.get(self.slices)
 
 
-class DispatchPlanner:
-    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user
-    fixed; None: auto.
+class _GroupTimes:
+    """The predicted times of the groups of a grid, on all of its ranks alike.
 
-    How each collective goes the group's own plans say; what they are predicted to take is asked of them
-    (:meth:`GroupCommunicator.predicted_us`). What is decided here is which collectives a call makes at
-    all, and of how many tokens each. Counts differ from step to step, so answers are kept under rounded
-    ones: a cache of exact sizes, such as the planner's, would not know them again.
+    Attributes:
+        neighbours: how many groups share a node with each rank's EP group, and with its ETP group.
+    """
+
+    def __init__(self, grid: ExpertGrid, ways: WireGroups) -> None:
+        self._grid, self._ways = grid, ways
+        self.neighbours: tuple[tuple[int, int], ...] = ((0, 0),) * grid.all.size
+        self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
+        # A group's prediction takes 2 µs here, and 30 µs where the planner has it: one simulation
+        # of slices asks for some sixty, of which six differ.
+        self._slowest = Kept[tuple[Any, ...], float | None](_MOST_KEPT)
+
+    def levels_us(self, on_levels: tuple[RowsOnLevel, RowsOnLevel], like: torch.Tensor) -> float | None:
+        """One way in two levels: over the rails, and inside the nodes, of rows that all ranks know
+        how many there are."""
+        grid, row_bytes = self._grid, _row_bytes(like)
+        times = _all_known(
+            grid.ep.predicted_us("all_to_all_v", _rounded(rows.whole * row_bytes, 6), over=span)
+            for rows, span in zip(on_levels, (Span.RAIL, Span.NODE), strict=True)
+        )
+        if times is None:
+            return None
+        wire = self.exchange_us(on_levels[0].whole * row_bytes, _rows_of(like))
+        is_encoded = self._ways.out.has_wire or self._ways.home.has_wire
+        return times[1] + (times[0] if wire is None or not is_encoded else min(times[0], wire))
+
+    def exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
+        """The mean of the ways out and home, which may differ in their wire formats."""
+        ways = dict.fromkeys((self._ways.out, self._ways.home))
+        times = _all_known(self.slowest_us(way, 0, "all_to_all_v", round(size), rows_of) for way in ways)
+        return None if times is None else sum(times) / len(times)
+
+    def slowest_us(
+        self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
+    ) -> float | None:
+        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently
+        on the nodes, and have other neighbours, and all ranks must find the same."""
+        if group.size == 1:
+            return 0.0
+        size = _rounded(num_bytes, 6)
+        key = (group, axis, collective, size, rows_of, self.neighbours)
+        if key in self._slowest:
+            return self._slowest[key]
+        siblings_of = [each[axis] for each in self.neighbours]
+        kinds = sorted(set(zip(self.everyones_shapes()[axis], siblings_of, strict=True)))
+        times = _all_known(
+            group.predicted_us(collective, size, shape, siblings=siblings, rows_of=rows_of) for shape, siblings in kinds
+        )
+        return self._slowest.add(key, None if times is None else max(times))
+
+    def everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """How the EP and ETP group of each rank of the grid lie on nodes; collective at the first
+        call."""
+        if self._shapes is not None:
+            return self._shapes
+        grid, shapes = self._grid, []
+        for group in (grid.ep, grid.etp):
+            own = torch.zeros(1, group.size, dtype=torch.int64)
+            own[0, : len(group.shape)] = torch.tensor(group.shape)
+            everyone = grid.all.all_gather(own).tolist()
+            shapes.append([tuple(count for count in shape if count) for shape in everyone])
+        self._shapes = shapes[0], shapes[1]
+        return self._shapes
+
+
+class DispatchPlanner:
+    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the
+    user fixed; None: auto.
+
+    How each collective goes the group's own plans say; what they are predicted to take is asked of
+    them (:meth:`GroupCommunicator.predicted_us`). What is decided here is which collectives a call
+    makes at all, and of how many tokens each. Counts differ from step to step, so answers are kept
+    under rounded ones: a cache of exact sizes, such as the planner's, would not know them again.
     """
 
     def __init__(
@@ -91,22 +161,21 @@ class DispatchPlanner:
         self._grid, self._kind, self._slices = grid, kind, slices
         self._ways = ways or WireGroups(grid.ep, grid.all, DispatchWire())
         self._measured = Measurements(grid)
-        self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
-        self._neighbours: tuple[tuple[int, int], ...] = ((0, 0),) * grid.all.size
-        # Each of these saves something that the next one does not. Times are of one core.
-        # A whole decision: it takes 10 µs to know it again. In two levels its key has more counts, so
-        # that of 150 steps of drifting routing it knew 87.
+        self._times = _GroupTimes(grid, self._ways)
+        # Each of these saves something that the next one, and those of groups' times, do not. Times
+        # are of one core. A whole decision: it takes 10 µs to know it again. In two levels its key
+        # has more counts, so that of 150 steps of drifting routing it knew 87.
         self._decided = Kept[tuple[Any, ...], DispatchDecision](_MOST_KEPT)
-        # Slices depend on fewer counts: of the other 63 steps it knew 54. Simulating them takes 1.3 ms.
+        # Slices depend on fewer counts: of the other 63 steps it knew 54. Simulating them takes 1.3
+        # ms.
         self._sliced = Kept[tuple[Any, ...], tuple[tuple[int, ...], dict[tuple[int, ...], float]]](_MOST_KEPT)
-        # A group's prediction takes 2 µs here, and 30 µs where the planner has it: one simulation asks
-        # for some sixty, of which six differ.
-        self._slowest = Kept[tuple[Any, ...], float | None](_MOST_KEPT)
 
     def decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
-        """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the tokens.
+        """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the
+        tokens.
 
-        Collective where something is to be measured: with the first call, and where there is more to do by far.
+        Collective where something is to be measured: with the first call, and where there is more
+        to do by far.
         """
         sizes = [sum(layout.tokens), layout.most_rows, layout.most_expert_rows]
         if layout.on_levels is not None:
@@ -120,11 +189,11 @@ class DispatchPlanner:
             is_sharded(experts),
             puts_off(experts, like),
         )
-        self._neighbours = layout.neighbours or ((0, 0),) * self._grid.all.size
-        told = tuple(group.siblings for group in (self._ways.all_out, self._ways.all_home))
-        key = (*map(_rounded, sizes), of_tokens, *of_call, self._neighbours, told)  # all of which ranks have agreed on
-        found = self._decided.get(key)
-        return self._decided.add(key, self._decide(layout, like, experts)) if found is None else found
+        self._times.neighbours = neighbours = layout.neighbours or ((0, 0),) * self._grid.all.size
+        siblings = tuple(group.siblings for group in (self._ways.all_out, self._ways.all_home))
+        key = (*map(_rounded, sizes), of_tokens, *of_call, neighbours, siblings)  # agreed on by all ranks
+        known = self._decided.get(key)
+        return self._decided.add(key, self._decide(layout, like, experts)) if known is None else known
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         kind, kinds_us, why = self._choose_kind(layout, like)
@@ -147,7 +216,8 @@ class DispatchPlanner:
     def _overlapped(
         self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None, kinds_us: dict[str, float]
     ) -> DispatchDecision | None:
-        """A flat dispatch in chunks, where its experts hide more of it than two levels save, whose tokens go at once; or None."""
+        """A flat dispatch in chunks, where its experts hide more of it than two levels save, whose
+        tokens go at once; or None."""
         if self._slices is not None or like is None or experts is None:
             return None
         if self._why_one_chunk(layout, like, experts) is not None:
@@ -166,9 +236,10 @@ class DispatchPlanner:
             return "nothing to overlap"
         if is_sharded(experts):
             return "each would gather the experts' shards anew"
-        if self._exchange_us(layout.most_rows * _row_bytes(like), _rows_of(like)) is None:
+        if self._times.exchange_us(layout.most_rows * _row_bytes(like), _rows_of(like)) is None:
             return "no profile of this group"
-        if _computes_on_cores(like) and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
+        computes_on_cores = like.is_cpu and device_time() is None
+        if computes_on_cores and all(len(shape) == 1 for shape in self._times.everyones_shapes()[0]):
             return "inside a node the cores that compute also copy"
         return None
 
@@ -177,9 +248,9 @@ class DispatchPlanner:
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
         times, delays = self._measured.experts(experts, layout.most_expert_rows, like), puts_off(experts, like)
         sizes = _rounded(layout.most_rows), _rounded(layout.most_expert_rows)
-        key = (*sizes, times, _rows_of(like), like.is_cpu, delays, self._neighbours)
-        found = self._sliced.get(key)
-        return self._sliced.add(key, self._simulated(layout, like, times, delays)) if found is None else found
+        key = (*sizes, times, _rows_of(like), like.is_cpu, delays, self._times.neighbours)
+        known = self._sliced.get(key)
+        return self._sliced.add(key, self._simulated(layout, like, times, delays)) if known is None else known
 
     def _simulated(
         self, layout: ChoiceCounts, like: torch.Tensor, times: ExpertTimes, delays: bool
@@ -187,12 +258,13 @@ class DispatchPlanner:
         size, ep_size = layout.most_rows * _row_bytes(like), self._grid.ep.size
         rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
-        # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
-        # latency is a large part of it, this errs towards fewer chunks. An emulated accelerator's host pays it too.
-        posting_us = 2 * (self._exchange_us(1, None) or 0.0) if like.is_cpu else 0.0
+        # On a CPU what a call takes that sends next to nothing is mostly work of the cores that
+        # compute. Where the wire's own latency is a large part of it, this errs towards fewer
+        # chunks. An emulated accelerator's host pays it too.
+        posting_us = 2 * (self._times.exchange_us(1, None) or 0.0) if like.is_cpu else 0.0
         return choose_slices(
             traffic,
-            lambda part: self._exchange_us(part, _rows_of(like)) or 0.0,
+            lambda part: self._times.exchange_us(part, _rows_of(like)) or 0.0,
             lambda part: times.at(part * rows_per_byte),
             posting_us=posting_us,
             puts_off=delays,
@@ -223,8 +295,8 @@ class DispatchPlanner:
         return kind, {}, why
 
     def _kinds_us(self, layout: ChoiceCounts, like: torch.Tensor) -> dict[str, float] | None:
-        """The price of each kind that these groups can run, µs (:mod:`commlayer.scheduler.dispatch_price`);
-        None without a profile."""
+        """The price of each kind that these groups can run, µs
+        (:mod:`commlayer.scheduler.dispatch_price`); None without a profile."""
         grid, ways = self._grid, self._ways
         rows_of, row_bytes, tokens = _rows_of(like), _row_bytes(like), sum(layout.tokens)
         most = max(layout.gathered_rows) * row_bytes
@@ -232,9 +304,9 @@ class DispatchPlanner:
             [
                 ways.all_out.predicted_us("all_gather", tokens * row_bytes, rows_of=rows_of),
                 ways.all_home.predicted_us("reduce_scatter", tokens * row_bytes, rows_of=rows_of),
-                self._exchange_us(layout.most_rows * row_bytes, rows_of),
-                self._slowest_us(grid.etp, 1, "all_gather", most),
-                self._slowest_us(grid.etp, 1, "reduce_scatter", most),
+                self._times.exchange_us(layout.most_rows * row_bytes, rows_of),
+                self._times.slowest_us(grid.etp, 1, "all_gather", most),
+                self._times.slowest_us(grid.etp, 1, "reduce_scatter", most),
             ]
         )
         if times is None:
@@ -248,11 +320,12 @@ class DispatchPlanner:
             return grid.all.predicted_us("all_gather", tokens * top_k * each_bytes) or 0.0
 
         each = {
-            "all_to_all": dispatch_us(
+            "all_to_all": flat_us(
                 passes,
                 out_us=exchange + gather_inside,
                 home_us=exchange + scatter_inside,
-                moves_us=layout.most_rows * moves.row_us,
+                rows=layout.most_rows,
+                row_us=moves.row_us,
             ),
             "all_gather": dispatch_us(
                 passes,
@@ -263,86 +336,29 @@ class DispatchPlanner:
                 moves_us=tokens * moves.token_us,
             ),
         }
-        levels_us = None if layout.on_levels is None else self._levels_us(layout.on_levels, like)
+        levels_us = None if layout.on_levels is None else self._times.levels_us(layout.on_levels, like)
         if levels_us is not None and layout.on_levels is not None:
             rails, inside = layout.on_levels
-            each["two_level"] = dispatch_us(
+            each["two_level"] = two_level_us(
                 passes,
-                out_us=levels_us,
-                home_us=levels_us,
+                way_us=levels_us,
+                rows=(rails.whole, inside.whole, layout.most_expert_rows),
+                row_us=moves.level_us,
                 weights_us=told_us(WEIGHT_BYTES),
                 choices_us=told_us(packed_index_bytes(grid.num_experts)),
-                moves_us=(rails.whole + inside.whole + layout.most_expert_rows) * moves.level_us,
             )
         return each
 
     def _least_flat_us(self, layout: ChoiceCounts, like: torch.Tensor, flat_us: float) -> float:
-        """The least that all_to_all may take, where it is predicted ``flat_us`` by the size of its fullest
-        rank: its ranks may share their node's link. No profile says whether they do, so two levels must
-        win either way."""
+        """The least that all_to_all may take, where it is predicted ``flat_us`` by the size of its
+        fullest rank: its ranks may share their node's link. No profile says whether they do, so two
+        levels must win either way."""
         if layout.on_levels is None:
             return flat_us
         sizes = (layout.most_rows, layout.most_rows_of_nodes)
-        times = _all_known(self._exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
+        times = _all_known(self._times.exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
         passes = 2 if layout.needs_gradient else 1
         return flat_us if times is None else flat_us - passes * 2 * max(0.0, times[0] - times[1])
-
-    def _levels_us(self, on_levels: tuple[RowsOnLevel, RowsOnLevel], like: torch.Tensor) -> float | None:
-        """One way in two levels: over the rails, and inside the nodes, of rows that all ranks know how many there are."""
-        grid, row_bytes = self._grid, _row_bytes(like)
-        found = [
-            grid.ep.predicted_us("all_to_all_v", _rounded(rows.whole * row_bytes, 6), over=span)
-            for rows, span in zip(on_levels, (Span.RAIL, Span.NODE), strict=True)
-        ]
-        times = _all_known(found)
-        if times is None:
-            return None
-        wire = self._exchange_us(on_levels[0].whole * row_bytes, _rows_of(like))
-        is_encoded = self._ways.out.has_wire or self._ways.home.has_wire
-        return times[1] + (times[0] if wire is None or not is_encoded else min(times[0], wire))
-
-    def _exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
-        """The mean of the ways out and home, which may differ in their wire formats."""
-        ways = dict.fromkeys((self._ways.out, self._ways.home))
-        times = _all_known(self._slowest_us(way, 0, "all_to_all_v", round(size), rows_of) for way in ways)
-        return None if times is None else sum(times) / len(times)
-
-    def _slowest_us(
-        self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
-    ) -> float | None:
-        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently on the nodes, and have
-        other neighbours, and all ranks must find the same."""
-        if group.size == 1:
-            return 0.0
-        size = _rounded(num_bytes, 6)
-        key = (group, axis, collective, size, rows_of, self._neighbours)
-        if key not in self._slowest:
-            self._slowest.add(key, self._asked_us(group, axis, collective, size, rows_of))
-        return self._slowest[key]
-
-    def _asked_us(
-        self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None
-    ) -> float | None:
-        told = [each[axis] for each in self._neighbours]
-        kinds = sorted(set(zip(self._everyones_shapes()[axis], told, strict=True)))
-        times = _all_known(
-            group.predicted_us(collective, num_bytes, shape, siblings=siblings, rows_of=rows_of)
-            for shape, siblings in kinds
-        )
-        return None if times is None else max(times)
-
-    def _everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """How the EP and ETP group of each rank of the grid lie on nodes; collective at the first call."""
-        if self._shapes is not None:
-            return self._shapes
-        grid, found = self._grid, []
-        for group in (grid.ep, grid.etp):
-            mine = torch.zeros(1, group.size, dtype=torch.int64)
-            mine[0, : len(group.shape)] = torch.tensor(group.shape)
-            everyone = grid.all.all_gather(mine).tolist()
-            found.append([tuple(count for count in shape if count) for shape in everyone])
-        self._shapes = found[0], found[1]
-        return self._shapes
 
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
@@ -360,33 +376,30 @@ def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
 
 
 def _rounded(count: int, leading_bits: int = 5) -> int:
-    """Up to so many leading bits: with five, counts that are rounded alike differ by less than a sixteenth."""
+    """Up to so many leading bits: with five, counts that are rounded alike differ by less than a
+    sixteenth."""
     bits = max(0, count.bit_length() - leading_bits)
     return -(-count >> bits) << bits
 
 
-def _computes_on_cores(like: torch.Tensor) -> bool:
-    """Whether what is computed with such tokens holds the cores that also copy what is sent inside a node."""
-    return like.is_cpu and device_time() is None
-
-
 def puts_off(experts: Experts | None, like: torch.Tensor | None) -> bool:
-    """Whether a backward pass makes the products for the weights of these experts behind those for tokens such as ``like``."""
+    """Whether a backward pass makes the products for the weights of these experts behind those for
+    tokens such as ``like``."""
     is_here = isinstance(experts, GroupedExperts) and not is_sharded(experts)
     return is_here and like is not None and like.is_cpu  # a GPU's grouped products make both
 
 
 def is_sharded(experts: Experts | None) -> bool:
-    """Tell whether FSDP2 shards the experts: then a call of them is a collective over EDP, whose ranks see other counts
-    than these.
+    """Tell whether FSDP2 shards the experts: then a call of them is a collective over EDP, whose
+    ranks see other counts than these.
     """
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 
 
 def _all_known(times: Iterable[float | None]) -> list[float] | None:
-    found = list(times)
-    known = [time_us for time_us in found if time_us is not None]
-    return known if len(known) == len(found) else None
+    listed = list(times)
+    known = [time_us for time_us in listed if time_us is not None]
+    return known if len(known) == len(listed) else None
 
 
 def _rows_of(like: torch.Tensor) -> RowsOf:

@@ -1,4 +1,5 @@
-"""Recorded loads, run again under a way of placing experts: what steps would have taken, migrations included, as predicted."""
+"""Recorded loads, run again under a way of placing experts: what steps would have taken, migrations
+included, as predicted."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _IN_ORDER = ("static", "llep")
 class LoadReplay:
     """The course of a replay.
 
-    ``step_us`` [steps]: all layers, one after the other. ``migration_us``: of all migrations, ``num_migrations`` of a layer each.
-    ``rank_rows`` [steps, layers, ranks]: choices that each rank would have computed."""
+    ``step_us`` [steps]: all layers, one after the other. ``migration_us``: of all migrations,
+    ``num_migrations`` of a layer each. ``rank_rows`` [steps, layers, ranks]: choices that each rank
+    would have computed."""
 
     way: ReplayWay
     step_us: Array
@@ -61,9 +63,10 @@ def replay_loads(
     Ways:
         static: experts stay in order.
         eplb: every so many steps EPLB's placement of the forecast, whatever it costs.
-        llep: experts stay in order, and in every step rows spill by LLEP's rule and its authors' thresholds, which sees the
-            step's own load (each of its micro-batches as an even part).
-        place: every so many steps the decision of :func:`~commlayer.scheduler.placement.placing.place` on the forecast.
+        llep: experts stay in order, and in every step rows spill by LLEP's rule and its authors'
+            thresholds, which sees the step's own load (each of its micro-batches as an even part).
+        place: every so many steps the decision of
+            :func:`~commlayer.scheduler.placement.placing.place` on the forecast.
         oracle: the same decision on what will really be until the next one.
 
     Args:
@@ -81,11 +84,11 @@ def replay_loads(
             f"expected one of {', '.join(REPLAY_WAYS)} and at least one step between decisions, got {way}, {every}"
         )
     room, horizon = room or PlacementRoom(), horizon or every
-    start = ExpertPlacement.in_order(loads.num_experts, prices.num_ranks, room.spare_slots(prices.work))
+    start = ExpertPlacement.in_order(loads.num_experts, prices.times.num_ranks, room.spare_slots(prices.work))
     placements = [start] * loads.num_layers
     spilled: list[Spilled] = [()] * loads.num_layers
     step_us = np.zeros(loads.num_steps)
-    rows = np.zeros((loads.num_steps, loads.num_layers, prices.num_ranks))
+    rows = np.zeros((loads.num_steps, loads.num_layers, prices.times.num_ranks))
     migration_us, migrations = 0.0, 0
     for step in range(loads.num_steps):
         if way not in _IN_ORDER and step and step % every == 0:
@@ -123,7 +126,7 @@ def _decided(
     room: PlacementRoom,
 ) -> tuple[ExpertPlacement, Spilled]:
     if way == "eplb":
-        nodes, groups = prices.num_nodes, room.num_groups
+        nodes, groups = prices.times.num_nodes, room.num_groups
         found = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=nodes, num_groups=groups)
         return found.owned_as(before), ()
     decision = place_layer(load, prices, before, horizon, room)

@@ -1,9 +1,11 @@
-"""Better placements than one that is given: exchanges of two experts, replicas, and weights that go along in each step.
+"""Better placements than one that is given: exchanges of two experts, replicas, and weights that go
+along in each step.
 
-Each searches by the price itself (:mod:`commlayer.scheduler.placement.placement_price`). Of an exchange only what it changes is
-computed, for all exchanges of the busiest rank's experts with those of light ranks at once, because a search over hundreds of
-experts has milliseconds. Its moves count with the bytes that they send, shared out over all ranks; what they take together is
-priced at the end.
+Each searches by the price itself (:mod:`commlayer.scheduler.placement.placement_price`). Of an
+exchange only what it changes is computed, for all exchanges of the busiest rank's experts with
+those of light ranks at once, because a search over hundreds of experts has milliseconds. Its moves
+count with the bytes that they send, shared out over all ranks; what they take together is priced at
+the end.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
-from commlayer.scheduler.placement.placement_price import LayerLoad, LayerPrice, PlacementPrices, Totals
+from commlayer.scheduler.placement.placement_price import (
+    LayerLoad,
+    LayerPrice,
+    PlacementPrices,
+    Totals,
+)
 from commlayer.scheduler.placement.spilled_rows import Spilled
 
 __all__ = ["LEAST_GAIN", "Placer", "relabelled"]
@@ -31,9 +38,11 @@ _State = TypeVar("_State")
 
 @dataclass(frozen=True)
 class Placer:
-    """The search for one layer: its load, where its experts lie, and over how many steps a migration pays back.
+    """The search for one layer: its load, where its experts lie, and over how many steps a
+    migration pays back.
 
-    What was priced once is known from then on, because searches begin and end with placements that are candidates, too.
+    What was priced once is known from then on, because searches begin and end with placements that
+    are candidates, too.
     """
 
     prices: PlacementPrices
@@ -61,7 +70,8 @@ class Placer:
         return self.horizon * self.step(placement, spilled).total_us + self.migration_us(placement)
 
     def exchanged(self, placement: ExpertPlacement, most: int = 12) -> ExpertPlacement:
-        """Exchange experts of the busiest rank, or give some to an empty slot, as long as that pays, ``most`` times at most."""
+        """Exchange experts of the busiest rank, or give some to an empty slot, as long as that
+        pays, ``most`` times at most."""
         slots = placement.slots.copy()
         layer = _Exchanges(self, placement, slots)
         for _ in range(most):
@@ -72,7 +82,8 @@ class Placer:
     def replicated(self, placement: ExpertPlacement) -> ExpertPlacement:
         """Fill empty slots with replicas of what the busiest rank has most of, as many as pay.
 
-        Which comes next follows from rows; how many there shall be, from the price after one, two, four and so on.
+        Which comes next follows from rows; how many there shall be, from the price after one, two,
+        four and so on.
         """
         best, best_us, misses = placement, self.total_us(placement), 0
         for slots in _sampled(self._with_replicas(placement)):
@@ -86,14 +97,15 @@ class Placer:
         return best
 
     def _with_replicas(self, placement: ExpertPlacement) -> Iterator[Array]:
-        """Slots with one more replica each time: on the lightest rank of the home's node, unless one elsewhere has much less to
-        do, because gradients go between nodes then."""
+        """Slots with one more replica each time: on the lightest rank of the home's node, unless
+        one elsewhere has much less to do, because gradients go between nodes then."""
         import numpy as np
 
         slots, counts, copies = placement.slots.copy(), self.load.counts, placement.logcnt.copy()
         rows_of = np.append(counts / copies, -1.0)  # of a copy; the last one: an empty slot's
         holds, rows = placement.copies > 0, rows_of[:-1] @ placement.copies
-        is_near = self.prices.node_of[None] == self.prices.node_of[placement.homes][:, None]
+        node_of = self.prices.times.node_of
+        is_near = node_of[None] == node_of[placement.homes][:, None]
         room = (slots < 0).sum(1)
         while True:
             busy = int(rows.argmax())
@@ -116,48 +128,53 @@ class Placer:
             yield slots.copy()
 
     def spilled(self, placement: ExpertPlacement) -> Spilled:
-        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay.
+        """Send parts of the busiest ranks' experts along with their weights, to be computed on
+        light ranks, as many as pay.
 
-        Looked for are parts that go to any rank; and, unless these even out the load beside the computation, parts that go to
-        ranks of the same node, where weights are cheap, and more from there to any rank.
+        Looked for are parts that go to any rank; and, unless these even out the load beside the
+        computation, parts that go to ranks of the same node, where weights are cheap, and more from
+        there to any rank.
         """
-        kept = self.step(placement)
-        most_us = (kept.exchange_us + kept.compute_us) * (1 - 1 / kept.busiest)  # fewer rows save their part at most
-        if most_us <= LEAST_GAIN * kept.total_us:
+        plain = self.step(placement)
+        # Fewer rows save their part at most.
+        most_us = (plain.exchange_us + plain.compute_us) * (1 - 1 / plain.busiest)
+        if most_us <= LEAST_GAIN * plain.total_us:
             return ()
         anywhere = self._spilled_from(placement)
         step = self.step(placement, anywhere)
         is_even = step.busiest < 1 + LEAST_GAIN and step.spill_us + step.risk_us < LEAST_GAIN * step.total_us
-        if is_even or self.prices.num_nodes == 1 or self.prices.per_node == 1:
+        if is_even or not self.prices.times.has_levels:
             return anywhere  # no other parts could gain more than is worth a search
         near = self._spilled_from(placement, stays_near=True)
-        found = {anywhere, near, self._spilled_from(placement, near)} if near else {anywhere}
-        return min(sorted(found), key=lambda each: self.step(placement, each).total_us)
+        parts = {anywhere, near, self._spilled_from(placement, near)} if near else {anywhere}
+        return min(sorted(parts), key=lambda each: self.step(placement, each).total_us)
 
     def _spilled_from(self, placement: ExpertPlacement, begin: Spilled = (), *, stays_near: bool = False) -> Spilled:
-        """The best of ever more parts beside what ``begin`` sends. ``stays_near``: to ranks of the same node only."""
+        """The best of ever more parts beside what ``begin`` sends. ``stays_near``: to ranks of the
+        same node only."""
         best = begin
         best_us, misses = self.step(placement, begin).total_us, 0
-        for found in _sampled(self._with_spilled(placement, begin, stays_near)):
-            us = self.step(placement, found).total_us
+        for spilled in _sampled(self._with_spilled(placement, begin, stays_near)):
+            us = self.step(placement, spilled).total_us
             misses += 1
             if us < best_us:
-                best, best_us, misses = found, us, 0
+                best, best_us, misses = spilled, us, 0
             if misses == _PATIENCE:
                 break
         return best
 
     def _with_spilled(self, placement: ExpertPlacement, begin: Spilled, stays_near: bool) -> Iterator[Spilled]:
-        """One more part each time, of the busiest rank's largest expert, until one of the two ranks has the mean, or this one the
-        mean of its node, which is as far as its neighbours take it."""
+        """One more part each time, of the busiest rank's largest expert, until one of the two ranks
+        has the mean, or this one the mean of its node, which is as far as its neighbours take
+        it."""
         import numpy as np
 
-        counts, shares, found = self.load.counts, placement.even_shares(), {}
+        counts, shares, parts = self.load.counts, placement.even_shares(), {}
         for expert, source, target, part in begin:
-            found[expert, source, target] = part
+            parts[expert, source, target] = part
             shares[expert, source] -= part
             shares[expert, target] += part
-        rows, node_of = counts @ shares, self.prices.node_of
+        rows, node_of = counts @ shares, self.prices.times.node_of
         means = np.full(len(rows), rows.mean())
         if stays_near:
             means = (np.bincount(node_of, rows) / np.bincount(node_of))[node_of]
@@ -167,7 +184,9 @@ class Placer:
             of_rank = counts * shares[:, source] * placement.copies[:, source]  # not what was sent there
             expert = int(of_rank.argmax())
             moved = min(
-                float(of_rank[expert]), float(rows[source] - means[source]), float(means[target] - rows[target])
+                float(of_rank[expert]),
+                float(rows[source] - means[source]),
+                float(means[target] - rows[target]),
             )
             if moved <= 0 or placement.copies[expert, target]:
                 return
@@ -176,12 +195,13 @@ class Placer:
             shares[expert, target] += part
             rows[source] -= moved
             rows[target] += moved
-            found[expert, source, target] = found.get((expert, source, target), 0.0) + part
-            yield tuple((*key, part) for key, part in found.items())
+            parts[expert, source, target] = parts.get((expert, source, target), 0.0) + part
+            yield tuple((*key, part) for key, part in parts.items())
 
 
 def _sampled(states: Iterator[_State]) -> Iterator[_State]:
-    """The first of ``states``, the second, the fourth and so on, in steps of at most eight; and the last one."""
+    """The first of ``states``, the second, the fourth and so on, in steps of at most eight; and the
+    last one."""
     wanted, last, number = 1, None, 0
     for number, state in enumerate(states, start=1):
         last = state
@@ -204,13 +224,16 @@ class _Exchanges:
         self.rows_of = np.append(self.load.counts / copies, 0.0)
         self.none_of = np.append(np.log1p(-self.load.chosen_by / copies), 0.0)
         self.holds = np.vstack([placement.copies > 0, np.zeros((1, placement.num_ranks), dtype=bool)])
-        work = self.prices.work
-        each_us = (work.weight_bytes + work.state_bytes) * self.prices.us_per_byte / self.prices.num_ranks
+        work, times = self.prices.work, self.prices.times
+        each_us = (work.weight_bytes + work.state_bytes) * times.us_per_byte / times.num_ranks
         away = np.where(placer.before.copies > 0, 0.0, each_us)
         self.move_us = np.vstack([away, np.zeros((1, placement.num_ranks))])
-        shape = (self.prices.num_nodes, -1)
+        shape = (times.num_nodes, -1)
         rows, none = self.rows_of[slots].sum(1), self.none_of[slots].sum(1)
-        self.ranks, self.nodes = Totals(rows, none), Totals(rows.reshape(shape).sum(1), none.reshape(shape).sum(1))
+        self.ranks, self.nodes = (
+            Totals(rows, none),
+            Totals(rows.reshape(shape).sum(1), none.reshape(shape).sum(1)),
+        )
 
     def exchange_best(self) -> bool:
         """Do the exchange of the busiest rank that gains most. Whether there was one."""
@@ -224,7 +247,10 @@ class _Exchanges:
         us += self.move_us[mine, light[None, :, None]] - self.move_us[mine, busy]
         us += self.move_us[theirs, busy] - self.move_us[theirs, light[None, :, None]]
         us[
-            np.broadcast_to((mine < 0) | self.holds[mine, light[None, :, None]] | self.holds[theirs, busy], us.shape)
+            np.broadcast_to(
+                (mine < 0) | self.holds[mine, light[None, :, None]] | self.holds[theirs, busy],
+                us.shape,
+            )
         ] = np.inf
         at, rank, slot = np.unravel_index(int(us.argmin()), us.shape)
         if not us[at, rank, slot] < self._now_us() * (1 - 1e-9):
@@ -234,14 +260,16 @@ class _Exchanges:
 
     def _now_us(self) -> float:
         most = self.ranks.rows.max()
-        reach = [self.prices.reached(self.load, totals).max() for totals in (self.ranks, self.nodes)]
+        reach = [totals.reached(self.load).max() for totals in (self.ranks, self.nodes)]
         return self.placer.horizon * float(self.prices.step_us(self.prices.exchanges(self.load, most, *reach), most))
 
     def _step_us(self, busy: int, light: Array, mine: Array, theirs: Array) -> Array:
-        """The price of all steps after each exchange, [slots of the busy rank, light ranks, their slots]."""
+        """The price of all steps after each exchange, [slots of the busy rank, light ranks, their
+        slots]."""
 
         rows, none = (of[theirs] - of[mine] for of in (self.rows_of, self.none_of))
-        here, there = self.prices.node_of[busy], self.prices.node_of[light]
+        node_of = self.prices.times.node_of
+        here, there = node_of[busy], node_of[light]
         crosses = (there != here)[None, :, None]
         ranks = self._largest(self.ranks, busy, light, rows, none)
         nodes = self._largest(self.nodes, here, there, rows * crosses, none * crosses)
@@ -249,36 +277,39 @@ class _Exchanges:
         return self.placer.horizon * self.prices.step_us(exchanges, ranks[0])
 
     def _largest(self, totals: Totals, busy: int, light: Array, rows: Array, none: Array) -> tuple[Array, Array]:
-        """The most rows, and the largest part of tokens, of any rank or node, where the busy one gets so much more, and a light
-        one so much less."""
+        """The most rows, and the largest part of tokens, of any rank or node, where the busy one
+        gets so much more, and a light one so much less."""
         import numpy as np
 
         index, shown = np.arange(len(totals.rows)), light[None, :, None]
         others = (index[None] != busy) & (index[None] != light[:, None])
-        reach = self.prices.reached(self.load, totals)
+        reach = totals.reached(self.load)
         most = [np.where(others, of[None], 0.0).max(1)[None, :, None] for of in (totals.rows, reach)]
         changed = (
             Totals(totals.rows[busy] + rows, totals.none[busy] + none),
             Totals(totals.rows[shown] - rows, totals.none[shown] - none),
         )
         largest = np.maximum(np.maximum(changed[0].rows, changed[1].rows), most[0])
-        reached = [self.prices.reached(self.load, each) for each in changed]
+        reached = [each.reached(self.load) for each in changed]
         return largest, np.maximum(np.maximum(*reached), most[1])
 
     def _exchange(self, busy: int, at: int, rank: int, slot: int) -> None:
-        mine, theirs = int(self.slots[busy, at]), int(self.slots[rank, slot])
-        self.slots[busy, at], self.slots[rank, slot] = theirs, mine
-        for expert, source, target in ((mine, busy, rank), (theirs, rank, busy)):
-            for totals, of in ((self.ranks, (source, target)), (self.nodes, self.prices.node_of[[source, target]])):
+        node_of = self.prices.times.node_of
+        busy_one, light_one = int(self.slots[busy, at]), int(self.slots[rank, slot])
+        self.slots[busy, at], self.slots[rank, slot] = light_one, busy_one
+        for expert, source, target in ((busy_one, busy, rank), (light_one, rank, busy)):
+            ends = (source, target), node_of[[source, target]]
+            for totals, (begin, end) in zip((self.ranks, self.nodes), ends, strict=True):
                 for sums, each in zip(totals, (self.rows_of, self.none_of), strict=True):
-                    sums[of[0]] -= each[expert]
-                    sums[of[1]] += each[expert]
+                    sums[begin] -= each[expert]
+                    sums[end] += each[expert]
             if expert >= 0:
                 self.holds[expert, source], self.holds[expert, target] = False, True
 
 
 def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Array) -> ExpertPlacement:
-    """Give each rank's experts to the rank that has most of them already: as good a placement, and fewer moves.
+    """Give each rank's experts to the rank that has most of them already: as good a placement, and
+    fewer moves.
 
     Nodes are matched first, so that experts that share a node still do.
     """
@@ -300,7 +331,8 @@ def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Arr
 
 
 def _matched(common: Array) -> Iterator[tuple[int, int]]:
-    """Pairs of rows and columns, each once, the largest entry that is left first; of equal ones the first."""
+    """Pairs of rows and columns, each once, the largest entry that is left first; of equal ones the
+    first."""
     import numpy as np
 
     rows, columns = set(range(common.shape[0])), set(range(common.shape[1]))

@@ -1,11 +1,13 @@
-"""The choice of a placement: keep what is, migrate experts, replicate some, send weights along, or several of these; and why.
+"""The choice of a placement: keep what is, migrate experts, replicate some, send weights along, or
+several of these; and why.
 
-Five *forms* are compared on one price: keeping, a placement without copies, one with copies, a placement on top of which weights
-are sent along in every step, and that alone.
+Five *forms* are compared on one price: keeping, a placement without copies, one with copies, a
+placement on top of which weights are sent along in every step, and that alone.
 
-Nothing is chosen that is not predicted faster than keeping, by more than the error of the curves in what differs and by more
-than one in a hundred: loads are forecasts, and a migration that returns little is a risk. A decision depends on the load and the
-profile alone, so ranks that agree on these agree on it.
+Nothing is chosen that is not predicted faster than keeping, by more than the error of the curves in
+what differs and by more than one in a hundred: loads are forecasts, and a migration that returns
+little is a risk. A decision depends on the load and the profile alone, so ranks that agree on these
+agree on it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.eplb import balanced_packs, eplb_placement
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.placement.expert_placement import Array, ExpertMove, ExpertPlacement
-from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, LayerPrice, PlacementPrices
+from commlayer.scheduler.placement.placement_price import (
+    ExpertWork,
+    LayerLoad,
+    LayerPrice,
+    PlacementPrices,
+)
 from commlayer.scheduler.placement.placement_search import LEAST_GAIN, Placer, relabelled
 from commlayer.scheduler.placement.spilled_rows import Spilled
 
@@ -41,8 +48,8 @@ _MANY, _FEW = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class PlacementCandidate:
-    """A placement that was priced. ``form``: what it does. ``migration_us``: once. ``total_us``: of all steps of the horizon and
-    the migration."""
+    """A placement that was priced. ``form``: what it does. ``migration_us``: once. ``total_us``: of
+    all steps of the horizon and the migration."""
 
     kind: PlacementKind
     form: PlacementForm
@@ -57,8 +64,9 @@ class PlacementCandidate:
 class PlacementDecision:
     """The decision for one layer.
 
-    ``moves``: which expert goes from which rank to which. ``spilled``: whose weights go along in each step. ``candidates``:
-    all that were priced, keeping first. ``error``: of the curves, as a fraction.
+    ``moves``: which expert goes from which rank to which. ``spilled``: whose weights go along in
+    each step. ``candidates``: all that were priced, keeping first. ``error``: of the curves, as a
+    fraction.
     """
 
     chosen: PlacementCandidate
@@ -82,15 +90,17 @@ class PlacementDecision:
 
     @property
     def best(self) -> dict[PlacementForm, PlacementCandidate]:
-        """The fastest candidate of each form, the fastest form first. Of keeping there is one; of what was not found, none."""
-        found: dict[PlacementForm, PlacementCandidate] = {}
-        for each in sorted(self.candidates, key=lambda each: each.total_us):
-            found.setdefault(each.form, each)
-        return found
+        """The fastest candidate of each form, the fastest form first. Of keeping there is one; of
+        what was not found, none."""
+        best: dict[PlacementForm, PlacementCandidate] = {}
+        for each in sorted(self.candidates, key=_total_us):
+            best.setdefault(each.form, each)
+        return best
 
     @property
     def gain(self) -> float:
-        """The part of the time of all steps that is predicted to be saved, migration included; 0.0 where all is kept."""
+        """The part of the time of all steps that is predicted to be saved, migration included; 0.0
+        where all is kept."""
         return 1 - self.chosen.total_us / self.kept.total_us if self.kept.total_us else 0.0
 
     def reason(self) -> str:
@@ -98,7 +108,7 @@ class PlacementDecision:
         kept, chosen = self.kept.step, self.chosen.step
         before = f"the busiest rank has {kept.busiest:.2f} times the mean, a step takes {_ms(kept.total_us)}"
         if self.chosen.kind == "keep":
-            best = min(self.candidates, key=lambda each: each.total_us)
+            best = min(self.candidates, key=_total_us)
             if best.kind == "keep":
                 return f"keep: {before}, and no placement is predicted to save anything over {self.horizon} steps"
             gain = 1 - best.total_us / self.kept.total_us
@@ -108,7 +118,10 @@ class PlacementDecision:
             "computation": kept.compute_us - chosen.compute_us,
             "exchanges": kept.exchange_us - chosen.exchange_us,
         }
-        costs = {"replicas' gradients": chosen.gradient_us, "weights that go along": chosen.spill_us}
+        costs = {
+            "replicas' gradients": chosen.gradient_us,
+            "weights that go along": chosen.spill_us,
+        }
         hidden_us = chosen.sent_us - chosen.spill_us
         saves = ", ".join(f"{_ms(us)} of {name}" for name, us in parts.items() if us > 0) or "nothing"
         spends = ", ".join(f"{_ms(us)} of {name}" for name, us in costs.items() if us > 0)
@@ -119,8 +132,9 @@ class PlacementDecision:
         if self.moves:
             pays = self.chosen.migration_us / max(kept.total_us - chosen.total_us, 1e-9)
             words += (
-                f"; {counted(len(self.moves), 'copy moves', 'copies move')}, {_gb(self.moved_bytes)}, "
-                f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of {counted(self.horizon, 'step')}"
+                f"; {counted(len(self.moves), 'copy moves', 'copies move')}, {self.moved_bytes / 1e9:.3g} GB, "
+                f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of "
+                f"{counted(self.horizon, 'step')}"
             )
         others = ", ".join(
             f"{form} {_ms(each.total_us / self.horizon)}"
@@ -132,9 +146,10 @@ class PlacementDecision:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRoom:
-    """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of experts to which routing is
-    limited (EPLB's hierarchy). ``may_copy``: whether an expert may lie on several ranks. ``may_spill``: whether weights may go
-    along in a step; ``decision_us``: what deciding on that takes in each micro-batch, on the ranks themselves."""
+    """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of
+    experts to which routing is limited (EPLB's hierarchy). ``may_copy``: whether an expert may lie
+    on several ranks. ``may_spill``: whether weights may go along in a step; ``decision_us``: what
+    deciding on that takes in each micro-batch, on the ranks themselves."""
 
     spare_bytes: int = 0
     num_groups: int = 1
@@ -143,7 +158,8 @@ class PlacementRoom:
     decision_us: float = 0.0
 
     def spare_slots(self, work: ExpertWork) -> int:
-        """Count the replicas that fit on a rank, with their gradients and their optimizer's state."""
+        """Count the replicas that fit on a rank, with their gradients and their optimizer's
+        state."""
         return self.spare_bytes // work.copy_bytes if work.copy_bytes else 0
 
 
@@ -161,14 +177,16 @@ def place(
     """Decide for every layer where its experts shall lie in the next ``horizon`` steps.
 
     Args:
-        loads: recorded, of which the forecast counts; or the expected counts of a step, [layers, experts], with ``top_k``.
+        loads: recorded, of which the forecast counts; or the expected counts of a step, [layers,
+            experts], with ``top_k``.
         profile: of the expert group: its ranks on its nodes are those of the profile's topology.
         before: where experts lie now, for each layer; unless given, in order.
         room: for replicas; unless given, none.
         prices: of the same profile and work, made before: their tables take some milliseconds.
 
     Raises:
-        UsageError: a horizon below one, loads without choices of a token, placements of other layers, experts or ranks.
+        UsageError: a horizon below one, loads without choices of a token, placements of other
+            layers, experts or ranks.
         PlanError: a profile without curves for such exchanges.
     """
     if horizon < 1:
@@ -182,7 +200,7 @@ def place(
         raise UsageError("expected counts [layers, experts] and top_k, or recorded loads, which have both")
     spare = room.spare_slots(work)
     experts = expected.shape[1]
-    before = before or (ExpertPlacement.in_order(experts, prices.num_ranks, spare),) * len(expected)
+    before = before or (ExpertPlacement.in_order(experts, prices.times.num_ranks, spare),) * len(expected)
     if len(before) != len(expected):
         raise UsageError(f"expected a placement for each of {len(expected)} layers, got {len(before)}")
     return tuple(
@@ -192,63 +210,75 @@ def place(
 
 
 def place_layer(
-    load: LayerLoad, prices: PlacementPrices, before: ExpertPlacement, horizon: int, room: PlacementRoom
+    load: LayerLoad,
+    prices: PlacementPrices,
+    before: ExpertPlacement,
+    horizon: int,
+    room: PlacementRoom,
 ) -> PlacementDecision:
     """Decide for one layer; see :func:`place`."""
     placer = Placer(prices, load, before, horizon)
-    kept = _priced(placer, "keep", before)
-    found = [kept]
-    if kept.step.busiest > 1 + LEAST_GAIN:  # else there is nothing to even out
-        found += _candidates(placer, room)
-    error = prices.profile.error
-    sound = [each for each in found[1:] if _is_sure(each, kept, horizon, error)]
-    chosen = min(sound, key=lambda each: each.total_us, default=kept)
-    moves = chosen.placement.moves_from(before, prices.node_of)
-    work = prices.work
-    moved = len(moves) * (work.weight_bytes + work.state_bytes)
-    return PlacementDecision(chosen, tuple(found), moves, moved, horizon, error)
+    keep = _priced(placer, "keep", before)
+    has_busy = keep.step.busiest > 1 + LEAST_GAIN  # else there is nothing to even out
+    others = _candidates(placer, room) if has_busy else []
+    error = prices.times.profile.error
+
+    def is_sure(each: PlacementCandidate) -> bool:
+        """Whether the gain is left where every curve errs against it by the profile's error, in
+        what differs."""
+        doubt_us = horizon * each.step.doubt_us(keep.step, error) + error * each.migration_us
+        return keep.total_us - each.total_us > max(doubt_us, LEAST_GAIN * keep.total_us)
+
+    chosen = min(filter(is_sure, others), key=_total_us, default=keep)
+    moves = chosen.placement.moves_from(before, prices.times.node_of)
+    moved_bytes = len(moves) * (prices.work.weight_bytes + prices.work.state_bytes)
+    return PlacementDecision(chosen, (keep, *others), moves, moved_bytes, horizon, error)
 
 
 def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]:
     prices, before = placer.prices, placer.before
-    found = []
+    node_of = prices.times.node_of
+    candidates = []
     slots = before.slots.size
     packed = None
     if slots <= before.num_experts * before.num_ranks and not before.num_experts % room.num_groups:
         eplb = eplb_placement(
-            placer.load.counts, slots, before.num_ranks, num_nodes=prices.num_nodes, num_groups=room.num_groups
+            placer.load.counts,
+            slots,
+            before.num_ranks,
+            num_nodes=prices.times.num_nodes,
+            num_groups=room.num_groups,
         )
-        packed = relabelled(eplb, before, prices.node_of)
-        found.append(_priced(placer, "eplb", packed))
+        packed = relabelled(eplb, before, node_of)
+        candidates.append(_priced(placer, "eplb", packed))
     if slots > before.num_experts and not before.num_experts % before.num_ranks:
-        packed = relabelled(_packed(placer), before, prices.node_of)
+        packed = relabelled(_packed(placer), before, node_of)
     has_room = slots > int(before.logcnt.sum())  # then replicas do what exchanges would
-    starts: list[tuple[PlacementKind, ExpertPlacement]] = [
-        ("local", placer.exchanged(before, _FEW if has_room else _MANY))
-    ]
+    moved = [_priced(placer, "local", placer.exchanged(before, _FEW if has_room else _MANY))]
     if packed is not None:
-        starts.append(("greedy", packed if has_room else placer.exchanged(packed, _FEW)))
-    priced = [_priced(placer, kind, start) for kind, start in starts]
-    best = min(priced, key=lambda each: each.total_us)
-    found += priced
+        moved.append(_priced(placer, "greedy", packed if has_room else placer.exchanged(packed, _FEW)))
+    candidates += moved
+    best = min(moved, key=_total_us)
     if room.may_copy and (best.placement.slots < 0).any():
-        found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
+        candidates.append(_priced(placer, best.kind, placer.replicated(best.placement)))
     if not room.may_copy:
-        found = [each for each in found if not each.placement.has_replicas]
-    if room.may_spill:
-        found += _spilling(placer, found, room.decision_us)
-    return found
-
-
-def _spilling(placer: Placer, found: list[PlacementCandidate], decision_us: float) -> list[PlacementCandidate]:
-    """What may be sent along on top of where experts lie, and of the best placements without and with copies."""
-    bases = {placer.before: None}
+        candidates = [each for each in candidates if not each.placement.has_replicas]
+    if not room.may_spill:
+        return candidates
+    # What may be sent along on top of where experts lie, and of the best placements without and
+    # with copies.
+    bases = {before: None}
     for form in ("without copies", "with copies"):
-        of_form = [each for each in found if each.form == form]
+        of_form = [each for each in candidates if each.form == form]
         if of_form:
-            bases[min(of_form, key=lambda each: each.total_us).placement] = None
+            bases[min(of_form, key=_total_us).placement] = None
     parts = [(base, spilled) for base in bases if (spilled := placer.spilled(base))]
-    return [_priced(placer, "spill", base, spilled, decision_us) for base, spilled in parts]
+    spilling = [_priced(placer, "spill", base, spilled, room.decision_us) for base, spilled in parts]
+    return [*candidates, *spilling]
+
+
+def _total_us(candidate: PlacementCandidate) -> float:
+    return candidate.total_us
 
 
 def _packed(placer: Placer) -> ExpertPlacement:
@@ -264,33 +294,32 @@ def _packed(placer: Placer) -> ExpertPlacement:
 
 
 def _priced(
-    placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = (), decision_us: float = 0.0
+    placer: Placer,
+    kind: PlacementKind,
+    placement: ExpertPlacement,
+    spilled: Spilled = (),
+    decision_us: float = 0.0,
 ) -> PlacementCandidate:
-    step, way_us = placer.step(placement, spilled), placer.migration_us(placement)
-    decisions_us = decision_us * placer.prices.work.micro_batches
-    step = replace(step, spill_us=step.spill_us + decisions_us)
-    form, total_us = _form(placer, placement, spilled), placer.total_us(placement, spilled)
-    return PlacementCandidate(kind, form, placement, step, way_us, total_us + placer.horizon * decisions_us, spilled)
-
-
-def _form(placer: Placer, placement: ExpertPlacement, spilled: Spilled) -> PlacementForm:
     is_as_before = (placement.copies == placer.before.copies).all()
+    form: PlacementForm
     if spilled:
-        return "spilling alone" if is_as_before else "with spilling"
-    if is_as_before:
-        return "keep"
-    return "with copies" if placement.has_replicas else "without copies"
-
-
-def _is_sure(each: PlacementCandidate, kept: PlacementCandidate, horizon: int, error: float) -> bool:
-    """Whether the gain is left where every curve errs against it by the profile's error, in what differs."""
-    doubt_us = horizon * each.step.doubt_us(kept.step, error) + error * each.migration_us
-    return kept.total_us - each.total_us > max(doubt_us, LEAST_GAIN * kept.total_us)
+        form = "spilling alone" if is_as_before else "with spilling"
+    elif is_as_before:
+        form = "keep"
+    else:
+        form = "with copies" if placement.has_replicas else "without copies"
+    step, migration_us = placer.step(placement, spilled), placer.migration_us(placement)
+    decisions_us = decision_us * placer.prices.work.micro_batches
+    return PlacementCandidate(
+        kind,
+        form,
+        placement,
+        replace(step, spill_us=step.spill_us + decisions_us),
+        migration_us,
+        placer.total_us(placement, spilled) + placer.horizon * decisions_us,
+        spilled,
+    )
 
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:.4g} ms"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

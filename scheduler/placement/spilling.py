@@ -1,19 +1,22 @@
-"""Spilling, decided for every micro-batch: rows of busy ranks are computed on idle ones, to which the experts' weights travel.
+"""Spilling, decided for every micro-batch: rows of busy ranks are computed on idle ones, to which
+the experts' weights travel.
 
-Every rank knows how many rows of each rank go to each expert, because ranks tell each other before tokens travel. What is
-decided here follows from these counts, a rule and, for ours, measured curves: so all ranks find the same.
-Two rules: LLEP's (:mod:`commlayer.scheduler.placement.llep`), which knows no network; and ours, which spills only where weights,
-and gradients on their way back, are predicted to take less than the queue that they spare, by more than the curves may err.
+Every rank knows how many rows of each rank go to each expert, because ranks tell each other before
+tokens travel. What is decided here follows from these counts, a rule and, for ours, measured
+curves: so all ranks find the same. Two rules: LLEP's (:mod:`commlayer.scheduler.placement.llep`),
+which knows no network; and ours, which spills only where weights, and gradients on their way back,
+are predicted to take less than the queue that they spare, by more than the curves may err.
 
-Which rows a helper takes is decided here too: those that its own rank sends, then those of its node, then others', in each case
-from all sources, and all parts of their tokens, in proportion.
+Which rows a helper takes is decided here too: those that its own rank sends, then those of its
+node, then others', in each case from all sources, and all parts of their tokens, in proportion.
 
-Shapes: S sources (EP × ETP ranks), F parts of the tokens of each, P places of experts, one after another and rank after rank.
+Shapes: S sources (EP × ETP ranks), F parts of the tokens of each, P places of experts, one after
+another and rank after rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -30,8 +33,8 @@ __all__ = ["SpillDecision", "SpillRule", "SpilledRows", "Spilling", "decide_spil
 
 SpillRule = Literal["priced", "llep"]
 _EVEN = 1.05
-"""The busiest rank's rows over the mean, below which nothing is priced: less than that could be gained, and to compare what ranks
-decided takes something too."""
+"""The busiest rank's rows over the mean, below which nothing is priced: less than that could be
+gained, and to compare what ranks decided takes something too."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Spilling:
             raise UsageError("spilling: LLEP's rule knows no prices: leave profile and work out")
 
     def is_for(self, rows_of_ranks: Sequence[int]) -> bool:
-        """Tell whether ranks with so many rows are uneven enough for a decision at all: by whole numbers and the rule alone,
-        so that ranks on any machines find the same."""
+        """Tell whether ranks with so many rows are uneven enough for a decision at all: by whole
+        numbers and the rule alone, so that ranks on any machines find the same."""
         total, least = sum(rows_of_ranks), _EVEN
         if self.rule == "llep":
             least = (self.thresholds or LlepRule()).imbalance
@@ -90,9 +93,9 @@ class SpilledRows(NamedTuple):
 class SpillDecision:
     """The decision for one call.
 
-    ``parts``: what spills, each expert once to a rank; empty: nothing. ``busiest``: the busiest rank's rows over the mean, before
-    and after. ``step_us``: what the layer's step is predicted to take without, and with, the best that was found; None: nothing
-    was priced.
+    ``parts``: what spills, each expert once to a rank; empty: nothing. ``busiest``: the busiest
+    rank's rows over the mean, before and after. ``step_us``: what the layer's step is predicted to
+    take without, and with, the best that was found; None: nothing was priced.
     """
 
     rule: SpillRule
@@ -134,10 +137,12 @@ def decide_spill(
         rows: that each expert's copy on each rank has, whole numbers [experts, ranks].
         placement: where experts lie.
         top_k: choices of a token.
-        prices: of the profile and an expert's work, with one micro-batch to a step; needed where the rule is ``priced``.
+        prices: of the profile and an expert's work, with one micro-batch to a step; needed where
+            the rule is ``priced``.
 
     Raises:
-        UsageError: LLEP's rule for experts that have copies; prices that are missing, or of another number of ranks.
+        UsageError: LLEP's rule for experts that have copies; prices that are missing, or of another
+            number of ranks.
     """
     import numpy as np
 
@@ -149,36 +154,30 @@ def decide_spill(
         raise UsageError("spilling by prices: a profile and an expert's work are needed")
     else:
         spilled, step_us = _priced(load, placement, prices)
-    parts = tuple(_in_rows(spilled, rows))
-    after = of_ranks.copy()
-    for part in parts:
-        after[part.source] -= part.rows
-        after[part.target] += part.rows
+    parts, rest, after = [], rows.copy(), of_ranks.copy()
+    for expert, source, target, part in spilled:  # in whole rows, no more than a copy has
+        moved = min(round(part * int(rows[expert].sum())), int(rest[expert, source]))
+        if moved > 0:
+            rest[expert, source] -= moved
+            after[source] -= moved
+            after[target] += moved
+            parts.append(SpilledRows(expert, source, target, moved))
     mean = max(float(of_ranks.mean()), 1e-300)
     busiest = float(np.max(of_ranks)) / mean, float(np.max(after)) / mean
-    return SpillDecision(spilling.rule, parts, busiest, step_us)
+    return SpillDecision(spilling.rule, tuple(parts), busiest, step_us)
 
 
 def _priced(
     load: LayerLoad, placement: ExpertPlacement, prices: PlacementPrices
 ) -> tuple[Spilled, tuple[float, float]]:
-    """Find what spills where that surely saves something, and the prices of a step without and with it."""
+    """Find what spills where that surely saves something, and the prices of a step without and with
+    it."""
     placer = Placer(prices, load, placement, horizon=1)
     kept, best = placer.step(placement), placer.spilled(placement)
     step = placer.step(placement, best)
-    doubt_us = max(step.doubt_us(kept, prices.profile.error), LEAST_GAIN * kept.total_us)
+    doubt_us = max(step.doubt_us(kept, prices.times.profile.error), LEAST_GAIN * kept.total_us)
     is_sure = kept.total_us - step.total_us > doubt_us
     return best if is_sure else (), (kept.total_us, step.total_us)
-
-
-def _in_rows(spilled: Spilled, rows: Array) -> Iterator[SpilledRows]:
-    """Parts of experts as whole rows: no more than a copy has."""
-    left = rows.copy()
-    for expert, source, target, part in spilled:
-        moved = min(round(part * int(rows[expert].sum())), int(left[expert, source]))
-        if moved > 0:
-            left[expert, source] -= moved
-            yield SpilledRows(expert, source, target, moved)
 
 
 def spilled_cells(counts: Array, parts: Sequence[tuple[int, int, int]], node_of: Sequence[int]) -> Array:
@@ -189,7 +188,8 @@ def spilled_cells(counts: Array, parts: Sequence[tuple[int, int, int]], node_of:
         parts: (place, target rank, rows): no place has more than it has rows.
         node_of: of each rank.
 
-    Returns the rows of each part from each source and each part of its tokens, [parts, ranks, more, F].
+    Returns the rows of each part from each source and each part of its tokens, [parts, ranks, more,
+    F].
     """
     import numpy as np
 

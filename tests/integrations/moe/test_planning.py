@@ -484,7 +484,7 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
 
     group = Uneven(4, {})
     found = layout(group, top_k=2)
-    exchange_us = DispatchPlanner(found.grid, "auto", WHOLE)._exchange_us(100, None)
+    exchange_us = DispatchPlanner(found.grid, "auto", WHOLE)._times.exchange_us(100, None)
     assert exchange_us == 300.0
 
 

@@ -505,7 +505,7 @@ def test_chunks_that_experts_hide_may_win() -> None:
         planner = DispatchPlanner(found.grid, "auto", None)
         times = ExpertTimes((1, 1000), (us_per_row, 1000 * us_per_row))
         planner._measured.experts = lambda *_, times=times: times  # type: ignore[method-assign]
-        planner._exchange_us = lambda size, rows_of: float(size > 1) * size  # type: ignore[method-assign]
+        planner._times.exchange_us = lambda size, rows_of: float(size > 1) * size  # type: ignore[method-assign]
         decisions.append(planner.decide(found, like, slow))
     assert [each.kind for each in decisions] == ["two_level", "all_to_all"]
     assert decisions[1].chunks > 1

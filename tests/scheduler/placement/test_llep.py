@@ -115,7 +115,7 @@ def test_the_weights_of_a_decision_are_priced() -> None:
     assert after.busiest == pytest.approx(1.1)
     assert after.compute_us == pytest.approx(before.compute_us * 4.4 / 10)
     sources, targets = np.array([part[1] for part in spilled]), np.array([part[2] for part in spilled])
-    there_us = prices.sent_us(sources, targets, np.full(len(spilled), prices.work.weight_bytes))
+    there_us = prices.times.messages_us(sources, targets, np.full(len(spilled), prices.work.weight_bytes))
     assert after.sent_us == pytest.approx(2 * there_us)
     assert 0 < after.spill_us < after.sent_us
 

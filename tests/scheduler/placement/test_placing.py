@@ -69,7 +69,7 @@ def test_rows_that_are_moved_in_memory_count_and_decide_between_one_and_two_leve
     plain, flat, levels = (PlacementPrices(profile, work).layer(load, placement) for work in works)
     assert (plain.levels, flat.levels, levels.levels) == (True, False, True)
     tokens = 4096 * 64 / 8
-    moved = tokens / 4 + tokens * PlacementPrices(profile, WORK).reached(load, _totals(profile, load, placement)).max()
+    moved = tokens / 4 + tokens * _totals(profile, load, placement).reached(load).max()
     assert levels.exchange_us == pytest.approx(plain.exchange_us + (moved + rows) * 0.5, rel=1e-3)
     dear = PlacementPrices(profile, replace(WORK, move_us=1.0, level_move_us=1e3)).layer(load, placement)
     assert dear.exchange_us == pytest.approx(flat.exchange_us + rows * 1.0)
@@ -85,13 +85,13 @@ def test_tokens_that_reach_a_node_are_about_as_many_as_with_independent_choices(
         ranks, nodes = prices.totals(load, ExpertPlacement.in_order(64, 8))
         for totals, count in ((ranks, 8), (nodes, 2)):
             expected = distinct_nodes(64, count, top_k) / count
-            assert prices.reached(load, totals) == pytest.approx(expected, rel=0.05)
+            assert totals.reached(load) == pytest.approx(expected, rel=0.05)
 
 
 def test_an_expert_that_all_tokens_choose_brings_them_all_to_its_node(prices: PlacementPrices) -> None:
     load = LayerLoad(np.array([700.0] + [100.0] * 7), 2)
     _, nodes = prices.totals(load, ExpertPlacement.in_order(8, 8))
-    assert prices.reached(load, nodes)[0] == pytest.approx(1.0)
+    assert nodes.reached(load)[0] == pytest.approx(1.0)
 
 
 def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> None:
@@ -102,7 +102,7 @@ def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> 
     twice = prices.layer(load, ExpertPlacement(slots, 8))
     assert twice.compute_us == pytest.approx(alone.compute_us * 5 / 8)
     size = WORK.gradient_bytes * 8 / 7
-    curve = prices.profile.curve("all_to_all_v", Resource.INTER, 8)
+    curve = prices.times.profile.curve("all_to_all_v", Resource.INTER, 8)
     assert twice.gradient_us == pytest.approx(curve.at(size), rel=0.02)
     spilled = prices.layer(load, ExpertPlacement.in_order(8, 8), ((0, 0, 4, 0.5),))
     assert spilled.compute_us == pytest.approx(alone.compute_us * 5 / 8)
@@ -124,7 +124,7 @@ def test_gradients_go_from_every_copy_to_all_others(prices: PlacementPrices, see
         for source, target in permutations(np.flatnonzero(placement.copies[expert]), 2)
     ]
     sources, targets = np.array(pairs).T
-    messages_us = prices.sent_us(sources, targets, np.full(len(pairs), WORK.gradient_bytes))
+    messages_us = prices.times.messages_us(sources, targets, np.full(len(pairs), WORK.gradient_bytes))
     assert prices.gradients_us(placement) == messages_us > 0
 
 
@@ -136,7 +136,7 @@ def test_migration_sends_weights_and_state_of_every_new_copy(prices: PlacementPr
     replica_us, home_us = (
         prices.migration_us(before, ExpertPlacement(slots, 8, before.homes)) for slots in (replica, home)
     )
-    curve = prices.profile.curve("all_to_all_v", Resource.INTER, 8)
+    curve = prices.times.profile.curve("all_to_all_v", Resource.INTER, 8)
     assert prices.migration_us(before, before) == 0.0
     assert replica_us == home_us == pytest.approx(curve.at((WORK.weight_bytes + WORK.state_bytes) * 8 / 7), rel=0.02)
 
@@ -217,7 +217,7 @@ def test_what_exchanges_change_is_the_price(prices: PlacementPrices, spare: int)
 
 def test_relabelling_keeps_who_is_together(prices: PlacementPrices) -> None:
     before = ExpertPlacement.in_order(32, 8)
-    again = relabelled(ExpertPlacement(before.slots[[6, 7, 5, 4, 1, 0, 2, 3]], 32), before, prices.node_of)
+    again = relabelled(ExpertPlacement(before.slots[[6, 7, 5, 4, 1, 0, 2, 3]], 32), before, prices.times.node_of)
     assert again.moves_from(before) == ()
 
 
@@ -333,7 +333,7 @@ def test_no_decision_is_predicted_worse_than_keeping(
     decision = placed(load, profile, prices, horizon, before=(before,), room=room)
     assert decision.chosen.total_us <= decision.kept.total_us
     assert decision.placement.slots.shape == before.slots.shape
-    assert decision.moves == decision.placement.moves_from(before, prices.node_of)
+    assert decision.moves == decision.placement.moves_from(before, prices.times.node_of)
     assert decision.reason().startswith(decision.chosen.kind)
     again = placed(load, profile, prices, horizon, before=(before,), room=room)
     assert (again.placement.slots == decision.placement.slots).all()
@@ -364,16 +364,16 @@ def test_a_part_of_the_cluster_is_priced_as_a_profile_of_that_part() -> None:
     of_part = PlacementPrices(whole, WORK, (2, 2))
     assert of_part.layer(load, placement) == PlacementPrices(group_profile(whole, (2, 2)), WORK).layer(load, placement)
     of_node = PlacementPrices(whole, WORK, (4,))
-    assert (of_node.num_nodes, of_node.num_ranks, of_node.has_levels) == (1, 4, False)
+    assert (of_node.times.num_nodes, of_node.times.num_ranks, of_node.times.has_levels) == (1, 4, False)
     assert of_node.layer(load, placement).exchange_us > 0
 
 
 def test_on_nodes_of_different_sizes_every_rank_is_a_node_of_its_own() -> None:
     profile = clusters.load("h100-eos").profile_of((4, 2))
     prices = PlacementPrices(profile, replace(WORK, row_us=1e4))
-    assert (prices.num_nodes, prices.per_node, prices.has_levels) == (6, 1, False)
-    assert prices.node_of.tolist() == list(range(6))
-    near, far = (prices.sent_us(np.array([0]), np.array([to]), np.array([1 << 20])) for to in (1, 5))
+    assert (prices.times.num_nodes, prices.times.per_node, prices.times.has_levels) == (6, 1, False)
+    assert prices.times.node_of.tolist() == list(range(6))
+    near, far = (prices.times.messages_us(np.array([0]), np.array([to]), np.array([1 << 20])) for to in (1, 5))
     assert near == far > 0
     decision = place_layer(
         LayerLoad(np.arange(1.0, 13.0), 2), prices, ExpertPlacement.in_order(12, 6, 1), 10_000, PlacementRoom()

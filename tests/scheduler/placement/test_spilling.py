@@ -57,7 +57,7 @@ def test_nothing_spills_at_an_even_load_nor_where_weights_are_dear(prices: Place
     assert even.parts == ()
     assert "nothing spills" in even.reason()
     work = ExpertWork(row_bytes=4096, row_us=0.01, weight_bytes=1 << 30, gradient_bytes=1 << 30, state_bytes=0)
-    dear = PlacementPrices(prices.profile, work)
+    dear = PlacementPrices(prices.times.profile, work)
     assert decide_spill(in_order([9000] + [1000] * 7), EIGHT, 1, PRICED, dear).parts == ()
 
 
