@@ -46,7 +46,7 @@ from commlayer.integrations import (
     sum_replica_gradients,
 )
 from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.moe.expert_work import measured_work
+from commlayer.integrations.moe.placement_rounds import measured_work
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.profile import read_profile
 from commlayer.scheduler.placement.eplb import eplb_placement
@@ -165,7 +165,7 @@ class _Layers:
         before = static.dispatcher.slots.placement
         work = measured_work(static, tokens=tokens * dist.get_world_size())
         self.prices = prices = PlacementPrices(read_profile(profile), work)
-        by_price = Spilling("priced", profile=prices.profile, work=work)
+        by_price = Spilling("priced", profile=prices.times.profile, work=work)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x, self.gradient = (torch.randn(tokens, shape.hidden, generator=generator) for _ in range(2))
         priced = placed_layer(shape, mesh, router, before, by_price)
@@ -177,7 +177,7 @@ class _Layers:
             PlacementRoom(may_spill=False),
             PlacementRoom(decision_us=slowest(priced.dispatcher.spiller.decision_us)),
         )
-        eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.num_nodes)
+        eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=prices.times.num_nodes)
         decision, chosen = (place_layer(load, prices, before, _HORIZON, room) for room in rooms)
         ours = decision.placement
         placements = {"static": before, "eplb": eplb.owned_as(before), "ours": ours}

@@ -1,4 +1,5 @@
-"""Layers of MoE models, and hooks for trainers. Names are loaded on first use (PEP 562); they load torch."""
+"""Layers of MoE models, and hooks for trainers. Names are loaded on first use (PEP 562); they load
+torch."""
 
 from __future__ import annotations
 

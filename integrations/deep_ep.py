@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from commlayer.integrations.first_words import planned_from, say_first
-from commlayer.integrations.groups import expert_communicator
+from commlayer.integrations.groups import expert_communicator, planned_from, say_first
 from commlayer.integrations.moe.agreement import weights_error
 from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS
 from commlayer.integrations.moe.dispatcher import TokenDispatcher

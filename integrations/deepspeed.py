@@ -31,8 +31,7 @@ from commlayer.backend import world
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.deepspeed_tokens import dispatching_forward, sends_places
-from commlayer.integrations.first_words import planned_from, say_first
-from commlayer.integrations.groups import expert_communicator
+from commlayer.integrations.groups import expert_communicator, planned_from, say_first
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.groups import planned_from, say_first
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 
 __all__ = ["dispatching_forward", "sends_places"]

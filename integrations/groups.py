@@ -1,15 +1,29 @@
-"""A planned process group beside one that the user already has."""
+"""The groups of a trainer's hook: a planned one beside one that the user already has, and the one
+line that a hook says when it first plans: what, how, and from which profile."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
+from commlayer.backend import world
 from commlayer.collectives import GroupCommunicator
 from commlayer.profiles.errors import DisagreementError, GroupError
+from commlayer.profiles.printable import say
 from commlayer.settings import Settings
 
-__all__ = ["check_same_ranks", "expert_communicator", "planned_gradient_group", "planned_group"]
+__all__ = [
+    "check_same_ranks",
+    "expert_communicator",
+    "planned_from",
+    "planned_gradient_group",
+    "planned_group",
+    "say_first",
+]
+
+_said: set[str] = set()
 
 
 class _Ranks(ControlMessage, frozen=True):
@@ -96,3 +110,22 @@ def check_same_ranks(wanted: dist.ProcessGroup, planned: dist.ProcessGroup, whos
             f"rank {dist.get_rank()}: the planned group has ranks {got}, but {whose} communicates among ranks {expected}; "
             "make the planned group with planned_group() of that very group"
         )
+
+
+def planned_from(group: GroupCommunicator) -> str:
+    """Name the profile that ``group`` plans from, in words for a line's end: the job's, or the
+    group's own, where the default group is another backend's."""
+    job = world.current()
+    if job is not None and job.planner is not None:
+        return f"from profile {job.planner.profile.name}"
+    return "without a profile" if group.profile is None else f"from profile {group.profile.name}"
+
+
+def say_first(whose: str, text: Callable[[], str]) -> None:
+    """Print what ``text`` returns on stderr, the first time that ``whose`` planning is spoken of;
+    on the job's rank 0 alone."""
+    if whose in _said:
+        return
+    _said.add(whose)
+    if dist.get_rank() == 0:
+        say(text())

@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from commlayer.integrations.first_words import planned_from, say_first
-from commlayer.integrations.groups import expert_communicator
+from commlayer.integrations.groups import expert_communicator, planned_from, say_first
 from commlayer.integrations.megatron_chunks import ChunkedExperts, compute_in_chunks, why_in_one_chunk
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlayer.integrations.first_words import planned_from, say_first
-from commlayer.integrations.groups import expert_communicator
+from commlayer.integrations.groups import expert_communicator, planned_from, say_first
 from commlayer.integrations.moe.choice_rows import moves_choices, return_choices, send_choices
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.first_words import planned_from, say_first
-from commlayer.integrations.groups import expert_communicator
+from commlayer.integrations.groups import expert_communicator, planned_from, say_first
 from commlayer.integrations.moe.choice_rows import experts_of_rows, moves_choices, return_choices, send_choices
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.shares import gather_shares, take_share

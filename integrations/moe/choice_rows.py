@@ -1,9 +1,9 @@
-"""Rows of choices through a dispatcher, for trainers that sort the tokens and sum the experts' outputs
-themselves.
+"""Rows of choices through a dispatcher, for trainers that sort the tokens and sum the experts'
+outputs themselves.
 
 Where tokens go by all_to_all in one chunk, a trainer's own sort and weighted sum stand around the
-exchanges, and its losses stay what they were, bit for bit. The other kinds sum a node's, or a rank's,
-outputs before they send them, and so take the weights.
+exchanges, and its losses stay what they were, bit for bit. The other kinds sum a node's, or a
+rank's, outputs before they send them, and so take the weights.
 
 Shapes: T tokens of this rank, K choices of each, N = T·K rows of choices, R rows that this rank's
 experts receive, H hidden.
@@ -20,15 +20,15 @@ __all__ = ["experts_of_rows", "moves_choices", "return_choices", "send_choices"]
 
 
 def moves_choices(handle: DispatchHandle) -> bool:
-    """Tell whether each choice is a row of its own, which goes out and comes back: all_to_all, in one
-    chunk. The same on all ranks."""
+    """Tell whether each choice is a row of its own, which goes out and comes back: all_to_all, in
+    one chunk. The same on all ranks."""
     return handle.kind == "all_to_all" and len(handle.chunks) == 1
 
 
 def send_choices(rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True) -> torch.Tensor:
-    """Send rows [N, H], one for each choice, sorted by expert, to their experts: [R, H], sorted by expert,
-    then by rank; or, not ``by_expert``, as they arrive: by rank, then by expert. Collective, and
-    differentiable."""
+    """Send rows [N, H], one for each choice, sorted by expert, to their experts: [R, H], sorted by
+    expert, then by rank; or, not ``by_expert``, as they arrive: by rank, then by expert.
+    Collective, and differentiable."""
     chunk = _only(handle)
     if handle.needs_gradient and not rows.requires_grad and torch.is_grad_enabled():
         rows = rows.detach().requires_grad_()  # its gradient is a collective too
@@ -44,8 +44,8 @@ def experts_of_rows(handle: DispatchHandle) -> torch.Tensor:
 
 
 def return_choices(rows: torch.Tensor, handle: DispatchHandle, *, by_expert: bool = True) -> torch.Tensor:
-    """Bring the experts' outputs [R, H], in the order of :func:`send_choices`, back to the places of what
-    that sent: [N, H]. Collective, and differentiable."""
+    """Bring the experts' outputs [R, H], in the order of :func:`send_choices`, back to the places
+    of what that sent: [N, H]. Collective, and differentiable."""
     chunk = _only(handle)
     if by_expert:
         rows = chunk.combine_preprocess(rows, None)

@@ -188,7 +188,10 @@ class TokenDispatcher:
         """
         try:
             if needs_gradient is None:
-                needs_gradient = torch.is_grad_enabled() and any(map(_needs_gradient, (like, weights, experts)))
+                tensors = [like, weights, *(experts.parameters() if isinstance(experts, torch.nn.Module) else ())]
+                needs_gradient = torch.is_grad_enabled() and any(
+                    isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+                )
             offer = self._offer(indices, capacity, like, weights, experts, needs_gradient)
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)
@@ -449,12 +452,6 @@ def _trained(experts: Experts | None, capacity: int | None) -> tuple[bool, ...]:
             "out, or spilling"
         )
     return tuple(weight.requires_grad for weight in experts.weights)
-
-
-def _needs_gradient(given: object) -> bool:
-    if isinstance(given, torch.nn.Module):
-        return any(parameter.requires_grad for parameter in given.parameters())
-    return isinstance(given, torch.Tensor) and given.requires_grad
 
 
 def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:

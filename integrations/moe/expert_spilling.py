@@ -157,7 +157,7 @@ class ExpertSpiller:
             self._grid.all.all_gather(message.unsqueeze(0))
             raise
         everyone = self._grid.all.all_gather(message.unsqueeze(0))
-        self._require_one(everyone[:, 0].tolist(), decision)
+        _require_one(self._grid, everyone[:, 0].tolist(), decision)
         self.decision = decision
         self._count(decision, experts)
         if not decision.parts:
@@ -186,37 +186,22 @@ class ExpertSpiller:
             self._work, self._prices = replace(work, micro_batches=1), None
 
     def _decide(self, layout: ChoiceCounts) -> SpillDecision:
-        placement = self._placement
+        if self._slots is None:
+            placement = ExpertPlacement.in_order(self._grid.num_experts, self._grid.ep.size)
+        else:
+            placement = self._slots.placement
         counts, (experts, ranks) = layout.counts.sum((0, 1, 2)).numpy(), placement.held
         rows = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
         rows[experts, ranks] = counts[self._places(experts, ranks)]
         return decide_spill(rows, placement, layout.indices.shape[1], self.spilling, self._prices)
 
-    @property
-    def _placement(self) -> ExpertPlacement:
-        if self._slots is not None:
-            return self._slots.placement
-        return ExpertPlacement.in_order(self._grid.num_experts, self._grid.ep.size)
-
     def _places(self, experts: Array, ranks: Array) -> Array:
         """The place of each expert's copy on a rank, among those of all ranks."""
         if self._slots is None:
             return experts
-        at = (self._placement.slots[ranks] == np.asarray(experts)[:, None]).argmax(1)
-        return ranks * self._placement.slots.shape[1] + at
-
-    def _require_one(self, digests: Sequence[int], decision: SpillDecision) -> None:
-        grid, mine = self._grid, digests[self._grid.all.rank]
-        other = next((place for place, digest in enumerate(digests) if digest != mine), None)
-        if other is None:
-            return
-        who = f"rank {grid.all.ranks[grid.all.rank]}: rank {grid.all.ranks[other]}"
-        if digests[other] == _REFUSED:
-            raise DisagreementError(f"{who} could not decide which experts spill, so nothing was sent: look at its log")
-        raise DisagreementError(
-            f"{who} decided otherwise which experts spill, so nothing was sent. Here: {decision.reason()}. Other processors or "
-            "versions may price differently: take spilling='llep', which knows no prices"
-        )
+        slots = self._slots.placement.slots
+        at = (slots[ranks] == np.asarray(experts)[:, None]).argmax(1)
+        return ranks * slots.shape[1] + at
 
     # What a decision means for a call
 
@@ -271,6 +256,21 @@ class ExpertSpiller:
             "to agree on the prices by which experts spill",
         )
         return parse_profile(told.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), told.nodes
+
+
+def _require_one(grid: ExpertGrid, digests: Sequence[int], decision: SpillDecision) -> None:
+    """Raise DisagreementError where the ranks' decisions have different digests."""
+    own = digests[grid.all.rank]
+    other = next((place for place, digest in enumerate(digests) if digest != own), None)
+    if other is None:
+        return
+    ranks = f"rank {grid.all.ranks[grid.all.rank]}: rank {grid.all.ranks[other]}"
+    if digests[other] == _REFUSED:
+        raise DisagreementError(f"{ranks} could not decide which experts spill, so nothing was sent: look at its log")
+    raise DisagreementError(
+        f"{ranks} decided otherwise which experts spill, so nothing was sent. Here: {decision.reason()}. "
+        "Other processors or versions may price differently: take spilling='llep', which knows no prices"
+    )
 
 
 def require_prices(profile: Profile | None, nodes: Sequence[int], what: str, instead: str) -> None:

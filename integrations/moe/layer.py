@@ -35,7 +35,8 @@ __all__ = ["MoELayer", "SharedExperts"]
 class SharedExperts(nn.Module):
     """A SwiGLU MLP that every token goes through, computed while the first chunk of tokens travels.
 
-    Its weights are whole on every rank, like the router's: tokens are sharded, and so are their gradients' sums.
+    Its weights are whole on every rank, like the router's: tokens are sharded, and so are their
+    gradients' sums.
     """
 
     def __init__(self, hidden: int, width: int, *, seed: int = 0) -> None:
@@ -53,8 +54,8 @@ class SharedExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """A mixture-of-experts layer, ``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a mesh; plus the shared
-    experts.
+    """A mixture-of-experts layer, ``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a
+    mesh; plus the shared experts.
 
     Weights are the same
     under every mapping for one seed.
@@ -64,31 +65,40 @@ class MoELayer(nn.Module):
         router: how tokens choose.
         mesh: the groups; None: all experts are here.
         shared_width: inner width of the shared experts; 0: there are none.
-        dispatch: ``all_to_all``, ``all_gather``, ``two_level`` (over nodes), or ``auto``: whichever the profile predicts to be
-            fastest for each call.
-        chunks: in how many chunks tokens go through the experts: 1, 2, 4, 8, the eighths of the tokens in each, such as
-            (1, 3, 3, 1), or ``auto``: by the profile and the experts' own measured times.
-        weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are summed; ``experts``: before
-            each expert's last product, as MegaScale-MoE does. Their values differ by rounding.
-        tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp all bring the same ones
-            (tensor parallelism without sequence parallelism) and get the same outputs; see
-            :mod:`commlayer.integrations.moe.replicated_tokens`.
-        wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
-        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans, and goes with no
-            option that a dispatcher looks at. Without it each rank takes its share of the tokens.
-        spare_slots: places for copies of experts on each rank, beside those that experts in order take. Given, 0 too, experts
-            can be placed anew while the model trains (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
-        spilling: where routing is uneven, rows of busy ranks may be computed on idle ones, to which the experts' weights go
-            along: ``priced``, where that is predicted to pay; ``llep``, by LLEP's rule; or a
-            :class:`~commlayer.scheduler.placement.spilling.Spilling`. Decided in every forward pass; None: rows stay.
-        sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
+        dispatch: ``all_to_all``, ``all_gather``, ``two_level`` (over nodes), or ``auto``: whichever
+            the profile predicts to be fastest for each call.
+        chunks: in how many chunks tokens go through the experts: 1, 2, 4, 8, the eighths of the
+            tokens in each, such as (1, 3, 3, 1), or ``auto``: by the profile and the experts' own
+            measured times.
+        weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are
+            summed; ``experts``: before each expert's last product, as MegaScale-MoE does. Their
+            values differ by rounding.
+        tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp
+            all bring the same ones (tensor parallelism without sequence parallelism) and get the
+            same outputs; see :mod:`commlayer.integrations.moe.replicated_tokens`.
+        wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see
+            :class:`TokenDispatcher`.
+        communicator: over the ep and etp groups; moves tokens that are replicated and padded by
+            MoNTA's plans, and goes with no option that a dispatcher looks at. Without it each rank
+            takes its share of the tokens.
+        spare_slots: places for copies of experts on each rank, beside those that experts in order
+            take. Given, 0 too, experts can be placed anew while the model trains
+            (:mod:`commlayer.integrations.moe.expert_placer`); None: they stay in order.
+        spilling: where routing is uneven, rows of busy ranks may be computed on idle ones, to which
+            the experts' weights go along: ``priced``, where that is predicted to pay; ``llep``, by
+            LLEP's rule; or a :class:`~commlayer.scheduler.placement.spilling.Spilling`. Decided in
+            every forward pass; None: rows stay.
+        sequence, balance: the ranks that share a sequence, and those whose tokens are balanced
+            together, for the router.
         seed: of all weights.
 
     Attributes:
-        routing: what the router decided in the latest forward pass, and its losses, for logs: without gradients.
+        routing: what the router decided in the latest forward pass, and its losses, for logs:
+            without gradients.
 
     Raises:
-        UsageError: options that are none, or do not go together; ``priced`` without a profile that can price this expert group.
+        UsageError: options that are none, or do not go together; ``priced`` without a profile that
+            can price this expert group.
         GroupError: ``two_level`` over an expert group that has not two levels.
     """
 
@@ -112,39 +122,28 @@ class MoELayer(nn.Module):
         balance: GroupCommunicator | None = None,
         seed: int = 0,
     ) -> None:
+        options = {name: option for name, option in locals().items() if name not in ("self", "__class__")}
+        check_layer_options(**options)
         super().__init__()
-        check_layer_options(
-            hidden=hidden,
-            width=width,
-            router=router,
-            mesh=mesh,
-            shared_width=shared_width,
-            dispatch=dispatch,
-            chunks=chunks,
-            weights_at=weights_at,
-            tokens=tokens,
-            wire=wire,
-            communicator=communicator,
-            spare_slots=spare_slots,
-            spilling=spilling,
-            sequence=sequence,
-            balance=balance,
-            seed=seed,
-        )
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
+        slots = None
+        if spare_slots is not None:
+            ep_size, rank = (1, 0) if mesh is None else (mesh.size("ep"), mesh.rank("ep"))
+            placement = ExpertPlacement.in_order(router.num_experts, ep_size, spare_slots)
+            slots = ExpertSlots(placement, rank, 0 if mesh is None else mesh.rank("etp_ep"))
         self.dispatcher = TokenDispatcher(
             router.num_experts,
             kind=dispatch,
             chunks=chunks,
             weights_travel=weights_at == "experts",
             wire=wire,
-            slots=None if spare_slots is None else _slots_in_order(router.num_experts, mesh, spare_slots),
+            slots=slots,
             spilling=spilling,
             **_groups(mesh),  # type: ignore[arg-type]
         )
-        grid, slots = self.dispatcher.grid, self.dispatcher.slots
+        grid = self.dispatcher.grid
         self.experts = GroupedExperts(
             hidden,
             width,
@@ -168,7 +167,8 @@ class MoELayer(nn.Module):
             )
         self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
-        # Whole on every tp rank: each of which has tokens of its own, or all of which have the same.
+        # Whole on every tp rank: each of which has tokens of its own, or all of which have the
+        # same.
         over = ("tp",) if tokens == "sharded" else ()
         mark_replicated(self.router, over=over)
         if self.shared is not None:
@@ -177,16 +177,18 @@ class MoELayer(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP, also where this
-        rank has no tokens, or no valid ones.
+        """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP,
+        also where this rank has no tokens, or no valid ones.
 
         Args:
-            positions: [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
-            valid: bool, as many as tokens, True where a token is no padding; None: all are valid. Padding is neither routed nor
-                sent nor computed: its output is zero, and so is its gradient. Where tokens are replicated, the ranks that hold
-                them pass the same.
+            positions: [tokens] int64: for the router, where it drops from a sequence of which ranks
+                hold no consecutive slices.
+            valid: bool, as many as tokens, True where a token is no padding; None: all are valid.
+                Padding is neither routed nor sent nor computed: its output is zero, and so is its
+                gradient. Where tokens are replicated, the ranks that hold them pass the same.
 
-        Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.
+        Raises TensorError for another hidden size, dtype or device, PeerError and
+        CollectiveTimeoutError as collectives do.
         """
         tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
@@ -199,7 +201,8 @@ class MoELayer(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
     ) -> Parts[torch.Tensor]:
         """The parts of the layer's forward pass, with what it returns, for passes that go in turns
-        (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one. Hooks of the module do not run.
+        (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one.
+        Hooks of the module do not run.
         """
         tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:
@@ -227,20 +230,11 @@ class MoELayer(nn.Module):
     def _routed(
         self, x: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, Routing, ValidTokens]:
-        """The valid tokens [V, H] of ``x`` [..., H], their routing, and where they lie among all."""
+        """The valid tokens [V, H] of ``x`` [..., H], their routing, and where they lie among
+        all."""
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
         if valid is not None and valid.shape == x.shape[:-1]:  # of another shape the router refuses it
             valid = valid.flatten()
-        routing = self._route(tokens, positions, valid)
-        losses = {name: loss.detach() for name, loss in routing.losses.items()}
-        self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
-        found = routing.valid_tokens
-        if found.places is None:
-            return tokens, routing, found
-        of_taken = replace(routing, indices=found.take(routing.indices), weights=found.take(routing.weights))
-        return found.take_tokens(tokens), of_taken, found
-
-    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None) -> Routing:
         try:
             routing: Routing = self.router(tokens, positions, valid)
         except (PeerError, CollectiveTimeoutError):  # nothing more can be sent
@@ -249,27 +243,25 @@ class MoELayer(nn.Module):
             if self._goes_by_plans:  # whose ranks exchange no counts
                 raise
             self.dispatcher.refuse(error)
-        return routing
+        losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
+        padding = routing.valid_tokens
+        if padding.places is None:
+            return tokens, routing, padding
+        indices, weights = padding.take(routing.indices), padding.take(routing.weights)
+        return padding.take_tokens(tokens), replace(routing, indices=indices, weights=weights), padding
 
     @property
     def _goes_by_plans(self) -> bool:
         return self.replicated is not None and self.holders.size > 1 and self.router.config.pad_to_capacity
 
     def _mix_shared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        out = self._mix_replicated(tokens, routing)
-        return out if self.shared is None else out + self.shared(tokens)
-
-    def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights
         if self._goes_by_plans and self.replicated is not None and routing.padded_rows is not None:
-            return self.replicated.run(tokens, indices, weights, routing.padded_rows, self.experts)
-        return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
-
-
-def _slots_in_order(num_experts: int, mesh: FoldedMesh | None, spare: int) -> ExpertSlots:
-    ep_size, rank = (1, 0) if mesh is None else (mesh.size("ep"), mesh.rank("ep"))
-    source = 0 if mesh is None else mesh.rank("etp_ep")
-    return ExpertSlots(ExpertPlacement.in_order(num_experts, ep_size, spare), rank, source)
+            out = self.replicated.run(tokens, indices, weights, routing.padded_rows, self.experts)
+        else:
+            out = run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
+        return out if self.shared is None else out + self.shared(tokens)
 
 
 def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:

@@ -1,7 +1,9 @@
-"""Measurements of the work on one rank at the first call: the experts, and rows that are moved in memory.
+"""Measurements of the work on one rank at the first call: the experts, and rows that are moved in
+memory.
 
-All ranks measure at the same time, as they will work, so that what they share (cores, memory) is shared here too. These
-times are prices that no profile has; what doubts a price is :mod:`commlayer.scheduler.experience`.
+All ranks measure at the same time, as they will work, so that what they share (cores, memory) is
+shared here too. These times are prices that no profile has; what doubts a price is
+:mod:`commlayer.scheduler.experience`.
 """
 
 from __future__ import annotations
@@ -32,18 +34,21 @@ __all__ = ["Measurements", "MoveShape", "MoveTimes", "measure_experts", "measure
 _FEWEST_TOKENS, _MOST_BYTES = 512, 64 << 20
 _REPEATS = 5
 _FEWEST_ROWS, _TRUST = 64, 2
-"""Experts are measured on as many rows at least; and all anew where a call has this many times more than were measured."""
+"""Experts are measured on as many rows at least; and all anew where a call has this many times more
+than were measured."""
 _PARTS = (8, 2, 1)
 """The divisors of a call's rows: the fractions 1/8, 1/2 and all are timed."""
 _PRICED_ROWS = 1024
-"""The most rows on which experts are measured for prices: as many as their times grow in proportion from, on most devices."""
+"""The most rows on which experts are measured for prices: as many as their times grow in proportion
+from, on most devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """The parameters on which the time of moving a row depends: ``top_k`` choices of ``num_experts``, of which each of
-    ``ranks`` has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes
-    back through all. ``nodes``: the ranks on each, where tokens may go in two levels.
+    """The parameters on which the time of moving a row depends: ``top_k`` choices of
+    ``num_experts``, of which each of ``ranks`` has ``num_local``. ``is_sorted``: what arrives has
+    to be sorted by expert. ``needs_gradient``: it goes back through all. ``nodes``: the ranks on
+    each, where tokens may go in two levels.
     """
 
     ranks: int
@@ -64,8 +69,9 @@ class MoveShape:
 
 @dataclass(frozen=True, slots=True)
 class MoveTimes:
-    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank, two_level
-    for a row on a rail, inside a node, or of an expert; measured with ``tokens`` of all ranks."""
+    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a
+    token of any rank, two_level for a row on a rail, inside a node, or of an expert; measured with
+    ``tokens`` of all ranks."""
 
     row_us: float
     token_us: float
@@ -74,8 +80,9 @@ class MoveTimes:
 
 
 class Measurements:
-    """The measurements on which all ranks of a grid agree. Each method is collective where something is to be measured:
-    all ranks ask with the same numbers, and so find alike whether it is.
+    """The measurements on which all ranks of a grid agree. Each method is collective where
+    something is to be measured: all ranks ask with the same numbers, and so find alike whether it
+    is.
     """
 
     def __init__(self, grid: ExpertGrid) -> None:
@@ -84,17 +91,21 @@ class Measurements:
 
     @property
     def num_local_experts(self) -> float:
-        """How many experts a rank has: the median, of which the measured times are. Not this rank's, as others may have one
-        more, and all must find the same."""
+        """How many experts a rank has: the median, of which the measured times are. Not this
+        rank's, as others may have one more, and all must find the same."""
         return median(self._grid.experts)
 
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
-        """Return the times of moving rows, for ``tokens`` of all ranks such as ``like``; shared by all layers on the
-        same group, and measured anew for calls of more than twice as many tokens. Raises as :meth:`experts`.
+        """Return the times of moving rows, for ``tokens`` of all ranks such as ``like``; shared by
+        all layers on the same group, and measured anew for calls of more than twice as many tokens.
+        Raises as :meth:`experts`.
         """
         owner: object = self._grid.all.group or self._grid.all
         shared = _moves_of_group.setdefault(owner, {})
-        key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
+        key = (shape, *_kind_of(like))
+        # Few tokens would make a row look dear; more than 64 MiB add nothing.
+        most = max(_MOST_BYTES // max(1, like.shape[1] * like.element_size()), 1)
+        wanted = min(max(tokens, _FEWEST_TOKENS), most)
         if key not in shared or wanted > _TRUST * shared[key].tokens:
             count = 3 if shape.nodes else 2
             times = self._agreed("rows cost in memory", count, lambda: measure_moves(like, wanted, shape))
@@ -106,7 +117,8 @@ class Measurements:
         return self.moves(like, tokens, MoveShape.of(self._grid, top_k, needs_gradient=True))
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
-        """Return the times of experts, for up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
+        """Return the times of experts, for up to ``most_rows`` rows on a rank; measured anew for
+        more than twice as many.
 
         Raises what measuring raises on this rank; DisagreementError where it failed on another.
         """
@@ -147,10 +159,12 @@ def work_of_experts(
     state_bytes: int = 0,
     micro_batches: int = 1,
 ) -> ExpertWork:
-    """Find what one of a rank's experts costs, for prices of placements. Collective: see :meth:`Measurements.experts`.
+    """Find what one of a rank's experts costs, for prices of placements. Collective: see
+    :meth:`Measurements.experts`.
 
-    ``tokens``: of all ranks in a call, each with ``top_k`` choices, by which rows are moved in memory to be timed; 0: as many as
-    were before. ``state_bytes``: of an optimizer, which go with an expert.
+    ``tokens``: of all ranks in a call, each with ``top_k`` choices, by which rows are moved in
+    memory to be timed; 0: as many as were before. ``state_bytes``: of an optimizer, which go with
+    an expert.
     """
     like = experts.w_gate.new_empty(0, experts.hidden)
     times = measured.experts(experts, _PRICED_ROWS, like)
@@ -178,18 +192,13 @@ def _kind_of(like: torch.Tensor) -> tuple[Any, ...]:
     return like.shape[1], like.dtype, like.device.type
 
 
-def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
-    """How many tokens of all ranks stand for ``tokens``: few would make a row look dear; more than 64 MiB add nothing."""
-    most = _MOST_BYTES // max(1, like.shape[1] * like.element_size())
-    return min(max(tokens, _FEWEST_TOKENS), max(most, 1))
-
-
 def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, ...]:
-    """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
-    choices are spread evenly: µs for a row that is exchanged, for a token that is gathered, and, where there are two levels,
-    for a row of any; medians.
+    """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks
+    such as ``like`` [T, H], whose choices are spread evenly: µs for a row that is exchanged, for a
+    token that is gathered, and, where there are two levels, for a row of any; medians.
 
-    Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
+    Buffers are made as the call makes them: pages of new memory may cost more than what is written
+    there.
     """
     own = max(1, tokens // shape.ranks)
     choices = torch.arange(own * shape.ranks * shape.top_k, device=like.device) % shape.num_experts
@@ -205,7 +214,8 @@ def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[fl
 
 
 def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:
-    """µs that two levels take for a row, of ``own`` tokens of each rank. Choices are drawn: neighbouring experts share a rank."""
+    """µs that two levels take for a row, of ``own`` tokens of each rank. Choices are drawn:
+    neighbouring experts share a rank."""
     levels = Levels(shape.nodes, 0, even_rows(shape.num_experts, shape.ranks))
     drawn = torch.rand(own * shape.ranks, shape.num_experts, generator=torch.Generator().manual_seed(0))
     choices = drawn.topk(shape.top_k).indices.to(like.device)
@@ -287,7 +297,8 @@ def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> tor
 
 
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
-    """Time a forward pass, in µs, of ``experts`` on each number of rows, spread evenly over them; the median of five."""
+    """Time a forward pass, in µs, of ``experts`` on each number of rows, spread evenly over them;
+    the median of five."""
     times = []
     # Dropout in the experts must draw, in a recomputation of the forward pass, what it drew there.
     with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.moe.expert_migration import Optimizer
-from commlayer.integrations.moe.expert_work import measured_work
+from commlayer.integrations.moe.expert_migration import Optimizer, moved_bytes
 from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.measuring import Measurements, work_of_experts
 from commlayer.integrations.moe.migration_times import PlacementPromise
 from commlayer.integrations.moe.observed_loads import ObservedLoads
 from commlayer.integrations.moe.replica_gradients import slots_of
@@ -37,6 +37,7 @@ __all__ = [
     "PlacementSearch",
     "SearchUnderWay",
     "is_spilling",
+    "measured_work",
     "profile_of",
     "spills_by_llep",
 ]
@@ -199,6 +200,22 @@ class PlacementSearch:
         if (profile, work) not in self._prices:
             self._prices[profile, work] = PlacementPrices(profile, work, layer.dispatcher.grid.ep.shape)
         return self._prices[profile, work]
+
+
+def measured_work(
+    layer: MoELayer, optimizers: Sequence[Optimizer] = (), micro_batches: int = 1, *, tokens: int = 0
+) -> ExpertWork:
+    """Find what an expert of ``layer`` costs: its time is measured, its bytes are counted.
+    Collective over EP and ETP: all ranks measure at once, and agree on the medians.
+
+    ``optimizers``: whose state goes with an expert. ``tokens``: of all ranks in a call; 0: as many
+    as were measured before, by the layer's calls. Raises what measuring raises here;
+    DisagreementError where it failed on another rank.
+    """
+    weight_bytes = sum(parameter.nbytes for parameter in layer.experts.parameters()) // layer.experts.count
+    state_bytes = max(0, moved_bytes(layer, optimizers) - weight_bytes)
+    measured, top_k = Measurements(layer.dispatcher.grid), layer.router.config.top_k
+    return work_of_experts(layer.experts, measured, top_k, tokens, state_bytes=state_bytes, micro_batches=micro_batches)
 
 
 def profile_of(layer: MoELayer, profile: Profile | None) -> Profile | None:

@@ -1,16 +1,21 @@
-"""The router: which experts each token goes to, with what weight, and what training adds to keep them evenly used.
+"""The router: which experts each token goes to, with what weight, and what training adds to keep
+them evenly used.
 
-A fixed seed gives the same routing under every mapping, bit for bit, because nothing that is decided for a token depends on
-which tokens lie beside it:
+A fixed seed gives the same routing under every mapping, bit for bit, because nothing that is
+decided for a token depends on which tokens lie beside it:
 
-- A matrix product's last bits may change with the number of rows (MKL's do: 1, 3 or 31 rows differ from 1024), and a row's
-  with its place where the experts do not fill the kernel's tiles (MKL's do with 5, 7 or 8). So logits are computed in blocks
-  of one fixed shape. Rejected: FP64 sums rounded to FP32, which are only nearly independent, and a broadcast product and
-  sum, which needs T·E·H elements.
-- Among equal scores the expert of the lowest index wins. torch.topk promises no order; argmax promises the first.
-- Dropping depends on the other tokens by its nature; ``drop_scope="sequence"`` makes it independent of the mapping.
+- A matrix product's last bits may change with the number of rows (MKL's do: 1, 3 or 31 rows differ
+  from 1024), and a row's with its place where the experts do not fill the kernel's tiles (MKL's do
+  with 5, 7 or 8). So logits are computed in blocks of one fixed shape. Rejected: FP64 sums rounded
+  to FP32, which are only nearly independent, and a broadcast product and sum, which needs T·E·H
+  elements.
+- Among equal scores the expert of the lowest index wins. torch.topk promises no order; argmax
+  promises the first.
+- Dropping depends on the other tokens by its nature; ``drop_scope="sequence"`` makes it independent
+  of the mapping.
 
-Shapes: T tokens, V of them valid (no padding), H hidden, E experts, K choices per token, G groups of experts, D devices.
+Shapes: T tokens, V of them valid (no padding), H hidden, E experts, K choices per token, G groups
+of experts, D devices.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from commlayer.integrations.moe.balance import (
 from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices
 from commlayer.integrations.moe.routing import Routing, ValidTokens, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
-from commlayer.integrations.moe.scoring import first_highest, fixed_shape_logits, limit_to_groups, score, weigh
+from commlayer.integrations.moe.scoring import choose, fixed_shape_logits, score, weigh
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 
 __all__ = ["Router", "RouterConfig", "Routing"]
@@ -40,24 +45,29 @@ __all__ = ["Router", "RouterConfig", "Routing"]
 class Router(torch.nn.Module):
     """Scores tokens against experts and chooses.
 
-    ``weight`` [E, H] is the only parameter; ``expert_bias`` [E] a buffer, with loss-free balancing, which stays FP32 when the
-    model is cast. Scores are computed in FP32 (FP64 for float64 tokens) whatever the tokens' dtype, also under autocast.
+    ``weight`` [E, H] is the only parameter; ``expert_bias`` [E] a buffer, with loss-free balancing,
+    which stays FP32 when the model is cast. Scores are computed in FP32 (FP64 for float64 tokens)
+    whatever the tokens' dtype, also under autocast.
 
     Args:
         config: what is chosen, and how.
         hidden_size: H.
-        sequence: the ranks that share a sequence, for ``drop_scope="sequence"``. None: this rank has whole sequences.
-        balance: the ranks whose tokens are balanced together: by the losses, and in :meth:`update_bias`. None: this one. All
-            ranks add the same loss; averaging gradients over them, as data parallelism does, counts it once.
-        generator: draws the weight, on its own device: the same on every rank and device. None: torch's global one.
+        sequence: the ranks that share a sequence, for ``drop_scope="sequence"``. None: this rank
+            has whole sequences.
+        balance: the ranks whose tokens are balanced together: by the losses, and in
+            :meth:`update_bias`. None: this one. All ranks add the same loss; averaging gradients
+            over them, as data parallelism does, counts it once.
+        generator: draws the weight, on its own device: the same on every rank and device. None:
+            torch's global one.
         device: of the parameter.
         dtype: of the parameter.
 
     Attributes:
-        loss_scale: what attached losses are multiplied with in the backward pass: set it where the main loss is scaled (FP16).
-        step_tokens: how many valid tokens all micro-batches of a step have together, those of the ranks of ``balance`` too. Set,
-            the attached losses of a call count by its share of them, so that all calls of a step add up to one mean. None: they
-            count whole.
+        loss_scale: what attached losses are multiplied with in the backward pass: set it where the
+            main loss is scaled (FP16).
+        step_tokens: how many valid tokens all micro-batches of a step have together, those of the
+            ranks of ``balance`` too. Set, the attached losses of a call count by its share of them,
+            so that all calls of a step add up to one mean. None: they count whole.
     """
 
     def __init__(
@@ -100,20 +110,22 @@ class Router(torch.nn.Module):
         """Route tokens ``x`` [T, H].
 
         Args:
-            positions: [T] int64: of the tokens in their sequence, where a capacity drops choices and ranks do not hold
-                consecutive slices in rank order (context parallelism in zigzag).
-            valid: [T] bool, True where a token is no padding; None: all are valid. Padding chooses no experts (its indices are
-                −1, its weights 0), takes none of their capacity, counts in no loss, and its values are not looked at. Only the
-                rows that ``pad_to_capacity`` fills up are those of all tokens: their number must not depend on the data.
+            positions: [T] int64: of the tokens in their sequence, where a capacity drops choices
+                and ranks do not hold consecutive slices in rank order (context parallelism in
+                zigzag).
+            valid: [T] bool, True where a token is no padding; None: all are valid. Padding chooses
+                no experts (its indices are −1, its weights 0), takes none of their capacity, counts
+                in no loss, and its values are not looked at. Only the rows that ``pad_to_capacity``
+                fills up are those of all tokens: their number must not depend on the data.
 
-        Collective over ``sequence`` where it is dropped from the sequence, and over ``balance`` where a loss is on and the
-        module trains: also with no tokens.
+        Collective over ``sequence`` where it is dropped from the sequence, and over ``balance``
+        where a loss is on and the module trains: also with no tokens.
 
         Raises:
-            TensorError: ``x``, ``positions`` or ``valid`` has another shape, dtype or device; logits are NaN or infinite. (Not
-                looked for while a CUDA graph is captured.)
-            DisagreementError: only some ranks of the sequence pass positions; another rank of ``sequence`` or ``balance``
-                refused its tokens.
+            TensorError: ``x``, ``positions`` or ``valid`` has another shape, dtype or device;
+                logits are NaN or infinite. (Not looked for while a CUDA graph is captured.)
+            DisagreementError: only some ranks of the sequence pass positions; another rank of
+                ``sequence`` or ``balance`` refused its tokens.
         """
         config = self.config
         found, logits, positions, refused = self._logits(x, positions, valid)
@@ -121,7 +133,7 @@ class Router(torch.nn.Module):
         try:
             with torch.autocast(logits.device.type, enabled=False):
                 scores, probabilities = score(logits, config)
-                indices = self._choose(scores.detach())
+                indices = choose(scores.detach(), self.expert_bias, config)
                 weights = weigh(scores.gather(1, indices), config)
                 chosen = count_choices(indices, config.num_experts)
                 losses, scale = self._losses(logits, probabilities, chosen, is_refused)
@@ -139,10 +151,11 @@ class Router(torch.nn.Module):
         return Routing(indices, weights, counts, chosen, *limits, losses, found)
 
     def update_bias(self, counts: torch.Tensor) -> None:
-        """Update the balancing bias after an optimizer step: raise the bias of experts with less than the mean of
-        ``counts`` [E], lower the others'.
+        """Update the balancing bias after an optimizer step: raise the bias of experts with less
+        than the mean of ``counts`` [E], lower the others'.
 
-        ``counts``: the sum of ``Routing.chosen`` since the last update; the ranks of ``balance`` are summed here. Collective.
+        ``counts``: the sum of ``Routing.chosen`` since the last update; the ranks of ``balance``
+        are summed here. Collective.
         """
         rate = self.config.bias_update_rate
         if self.expert_bias is None or rate is None:
@@ -160,8 +173,8 @@ class Router(torch.nn.Module):
     def _logits(
         self, x: torch.Tensor, positions: torch.Tensor | None, valid: torch.Tensor | None
     ) -> tuple[ValidTokens, torch.Tensor, torch.Tensor | None, TensorError | None]:
-        """The valid tokens, their logits [V, E] and positions; or of other tokens, which are zero, and why this rank refuses its
-        own."""
+        """The valid tokens, their logits [V, E] and positions; or of other tokens, which are zero,
+        and why this rank refuses its own."""
         try:
             self._check(x, positions)
             found = ValidTokens() if valid is None else ValidTokens.of(valid, x)
@@ -193,14 +206,6 @@ class Router(torch.nn.Module):
                 f"{who()}expected int64 positions [{len(x)}], got {positions.dtype} of shape {list(positions.shape)}"
             )
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
-        config, bias = self.config, self.expert_bias
-        if bias is not None:
-            scores = scores + bias
-        if config.num_groups is not None and config.top_groups is not None:
-            scores = limit_to_groups(scores, config.num_groups, config.top_groups, 1 if bias is None else 2)
-        return first_highest(scores, config.top_k)
-
     def _drop(
         self,
         indices: torch.Tensor,
@@ -209,7 +214,8 @@ class Router(torch.nn.Module):
         num_padding: int,
         is_refused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int | None, int | None, int | None]]:
-        """Indices and weights of what is kept; and the capacity of an expert, of a device, and the rows to fill up to."""
+        """Indices and weights of what is kept; and the capacity of an expert, of a device, and the
+        rows to fill up to."""
         config = self.config
         if config.is_dropless:
             return indices, weights, (None, None, None)
@@ -221,7 +227,8 @@ class Router(torch.nn.Module):
             choices, mine = gather_choices(choices, self.sequence, is_refused=is_refused)
         keep = config.limits.keep(choices)[mine]
         per_expert, per_device = config.limits.capacities(choices.indices.numel())
-        # Ranks have other numbers of valid tokens, and must send equally many rows: so these are of all tokens.
+        # Ranks have other numbers of valid tokens, and must send equally many rows: so these are of
+        # all tokens.
         of_all, _ = config.limits.capacities(choices.indices.numel() + choices.num_padding * config.top_k)
         limits = per_expert, per_device, of_all if config.pad_to_capacity else None
         return indices.masked_fill(~keep, -1), weights.masked_fill(~keep, 0.0), limits

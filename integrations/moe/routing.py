@@ -1,4 +1,5 @@
-"""The decisions of a router, which experts each token goes to, and checks of those that another router made.
+"""The decisions of a router, which experts each token goes to, and checks of those that another
+router made.
 
 Shapes: T tokens, V of them valid (no padding), E experts, K choices per token.
 """
@@ -20,9 +21,10 @@ __all__ = ["Routing", "ValidTokens", "count_choices", "refuse_any", "who"]
 class ValidTokens:
     """The valid tokens among T, the others being padding.
 
-    Padding is taken out before tokens are routed, and zeros are put in its place afterwards. So an MoE layer computes the same
-    with padding as without, and padding is neither sent nor computed. Rejected: padding as tokens whose choices are dropped,
-    which an all_gather would send, and shared experts would compute.
+    Padding is taken out before tokens are routed, and zeros are put in its place afterwards. So an
+    MoE layer computes the same with padding as without, and padding is neither sent nor computed.
+    Rejected: padding as tokens whose choices are dropped, which an all_gather would send, and
+    shared experts would compute.
 
     ``places`` [V] int64: where the valid tokens lie; None: all are valid. ``num_padding``: T − V.
     """
@@ -33,8 +35,8 @@ class ValidTokens:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many there are depends on the data
     def of(cls, valid: torch.Tensor, x: torch.Tensor) -> ValidTokens:
-        """Find the valid ones of tokens ``x`` [T, H] by the mask ``valid`` [T] of bool, True where a token is no padding. Waits
-        for the device where the mask is on one.
+        """Find the valid ones of tokens ``x`` [T, H] by the mask ``valid`` [T] of bool, True where
+        a token is no padding. Waits for the device where the mask is on one.
 
         Raises TensorError for a mask of another shape, dtype or device.
         """
@@ -51,15 +53,16 @@ class ValidTokens:
         return x if self.places is None else x.index_select(0, self.places)
 
     def take_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Take valid tokens [V, H] of ``x`` [T, H]; under :class:`~commlayer.integrations.remat.Rematerialise` they are not kept,
-        but taken again."""
+        """Take valid tokens [V, H] of ``x`` [T, H]; under
+        :class:`~commlayer.integrations.remat.Rematerialise` they are not kept, but taken again."""
         taken = self.take(x)
         if taken is not x:
             recomputable_from(x, taken, self.take)
         return taken
 
     def put_back(self, y: torch.Tensor, padding: float = 0) -> torch.Tensor:
-        """Put rows back where :meth:`take` took them, and ``padding`` in all others: [V, …] → [T, …]."""
+        """Put rows back where :meth:`take` took them, and ``padding`` in all others: [V, …] → [T,
+        …]."""
         if self.places is None:
             return y
         whole = y.new_full((len(y) + self.num_padding, *y.shape[1:]), padding)
@@ -70,12 +73,14 @@ class ValidTokens:
 class Routing:
     """The routing of tokens: the experts that they go to, with weights.
 
-    ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped, and for padding. ``weights`` [T, K]
-    float32 (float64 for float64 tokens): differentiable; 0 where the index is −1. ``counts`` [E] int64: kept choices per expert;
-    ``chosen`` [E]: before dropping. ``capacity``, ``device_capacity``: what an expert, a device takes of one drop scope (of all
-    ranks that share the sequence, under ``drop_scope="sequence"``); None: everything. ``padded_rows``: how many rows the
-    dispatcher is to send to each expert, filled up with zeros; None: as many as choose it. ``losses``: ``aux``, ``device_aux``,
-    ``z``, scalars with their coefficients, as far as they are on. ``valid_tokens``: which tokens are no padding.
+    ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped, and
+    for padding. ``weights`` [T, K] float32 (float64 for float64 tokens): differentiable; 0 where
+    the index is −1. ``counts`` [E] int64: kept choices per expert; ``chosen`` [E]: before dropping.
+    ``capacity``, ``device_capacity``: what an expert, a device takes of one drop scope (of all
+    ranks that share the sequence, under ``drop_scope="sequence"``); None: everything.
+    ``padded_rows``: how many rows the dispatcher is to send to each expert, filled up with zeros;
+    None: as many as choose it. ``losses``: ``aux``, ``device_aux``, ``z``, scalars with their
+    coefficients, as far as they are on. ``valid_tokens``: which tokens are no padding.
     """
 
     indices: torch.Tensor
@@ -94,19 +99,29 @@ class Routing:
 
     @property
     def dropped(self) -> int:
-        """The number of choices that were dropped, padding's not among them. (Waits for the device.)"""
+        """The number of choices that were dropped, padding's not among them. (Waits for the
+        device.)"""
         return int((self.valid_tokens.take(self.indices) < 0).sum())
 
     @classmethod
     def of(cls, indices: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
-        """Make a routing of what another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating
-        ``weights`` [T, K].
+        """Make a routing of what another router decided: ``indices`` [T, K], −1 where a choice is
+        dropped, and floating ``weights`` [T, K].
 
         Raises:
-            TensorError: shapes or types that do not fit, indices out of range, a token that chooses an expert twice, weights
-                that are NaN or infinite.
+            TensorError: shapes or types that do not fit, indices out of range, a token that chooses
+                an expert twice, weights that are NaN or infinite.
         """
-        _check_shapes(indices, weights)
+        if indices.dim() != 2 or indices.shape != weights.shape:
+            raise TensorError(
+                f"{who()}expected indices and weights of one shape [tokens, choices], got "
+                f"{list(indices.shape)} and {list(weights.shape)}"
+            )
+        if indices.dtype not in (torch.int64, torch.int32) or not weights.is_floating_point():
+            raise TensorError(
+                f"{who()}expected integer indices and floating weights, got {indices.dtype} and "
+                f"{weights.dtype}: convert them"
+            )
         out_of_range = (indices < -1) | (indices >= num_experts)
         refuse_any(
             out_of_range, indices, f"experts out of range: expected 0 to {num_experts - 1}, or -1 for a dropped one"
@@ -122,20 +137,9 @@ class Routing:
         return cls(indices.long(), weights if weights.dtype == torch.float64 else weights.float(), counts, counts)
 
 
-def _check_shapes(indices: torch.Tensor, weights: torch.Tensor) -> None:
-    if indices.dim() != 2 or indices.shape != weights.shape:
-        raise TensorError(
-            f"{who()}expected indices and weights of one shape [tokens, choices], got {list(indices.shape)} and "
-            f"{list(weights.shape)}"
-        )
-    if indices.dtype not in (torch.int64, torch.int32) or not weights.is_floating_point():
-        raise TensorError(
-            f"{who()}expected integer indices and floating weights, got {indices.dtype} and {weights.dtype}: convert them"
-        )
-
-
 def refuse_any(bad: torch.Tensor, values: torch.Tensor, message: str) -> None:
-    """Raise TensorError where ``bad`` [T, ·] has a True; names the first. Waits for the device, so not during capture."""
+    """Raise TensorError where ``bad`` [T, ·] has a True; names the first. Waits for the device, so
+    not during capture."""
     if bad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if bool(bad.any()):

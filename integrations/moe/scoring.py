@@ -1,4 +1,5 @@
-"""Scores of tokens, and the choices that follow from them: pure functions of tensors, whose rows do not depend on each other.
+"""Scores of tokens, and the choices that follow from them: pure functions of tensors, whose rows do
+not depend on each other.
 
 Shapes: T tokens, H hidden, E experts, K choices per token, G groups of experts.
 """
@@ -12,17 +13,19 @@ from torch.nn.functional import pad
 
 from commlayer.integrations.moe.routing_config import RouterConfig
 
-__all__ = ["first_highest", "fixed_shape_logits", "limit_to_groups", "score", "weigh"]
+__all__ = ["choose", "first_highest", "fixed_shape_logits", "limit_to_groups", "score", "weigh"]
 
 _TINY = 1e-20
 """Keeps a sum of scores from being 0, as in DeepSeek-V3 and Megatron-Core."""
 _TILE_EXPERTS = 16
 _BLOCK_TOKENS_CPU, _BLOCK_TOKENS = 128, 1024
-"""The fixed shape of a block of logits. 128 rows cost the CPU no time; an accelerator wants fewer, larger products."""
+"""The fixed shape of a block of logits. 128 rows cost the CPU no time; an accelerator wants fewer,
+larger products."""
 
 
 def fixed_shape_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply ``x`` [T, H] by ``weight`` [E, H]: logits [T, E] in FP32 or FP64, whose rows depend on nothing but the token."""
+    """Multiply ``x`` [T, H] by ``weight`` [E, H]: logits [T, E] in FP32 or FP64, whose rows depend
+    on nothing but the token."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     num_experts = weight.shape[0]
     columns = pad(weight.to(dtype), (0, 0, 0, -num_experts % _TILE_EXPERTS)).t()
@@ -37,11 +40,12 @@ def fixed_shape_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def score(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute scores [T, E], by which experts are chosen and weighed, and probabilities [T, E], which sum to 1, for the
-    losses.
+    """Compute scores [T, E], by which experts are chosen and weighed, and probabilities [T, E],
+    which sum to 1, for the losses.
     """
     if config.score == "sigmoid":
-        # In FP64: the FP32 one's last bit depends on where an element lies on the CPU (vector body or scalar tail).
+        # In FP64: the FP32 one's last bit depends on where an element lies on the CPU (vector body
+        # or scalar tail).
         scores = logits.double().sigmoid().to(logits.dtype)
         return scores, scores / (scores.sum(-1, keepdim=True) + _TINY)
     probabilities = logits.softmax(-1)
@@ -57,8 +61,20 @@ def weigh(scores: torch.Tensor, config: RouterConfig) -> torch.Tensor:
     return scores * config.scaling_factor
 
 
+def choose(scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig) -> torch.Tensor:
+    """Choose the experts of each token by its ``scores`` [T, E], plus ``bias`` [E] where there is
+    one: [T, K] int64."""
+    if bias is not None:
+        scores = scores + bias
+    if config.num_groups is not None and config.top_groups is not None:
+        num_summed = 1 if bias is None else 2
+        scores = limit_to_groups(scores, config.num_groups, config.top_groups, num_summed)
+    return first_highest(scores, config.top_k)
+
+
 def first_highest(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """The indices of the ``number`` highest scores of each row, highest first, among equal ones the lowest index first."""
+    """The indices of the ``number`` highest scores of each row, highest first, among equal ones the
+    lowest index first."""
     scores, chosen = scores.clone(), []
     for _ in range(number):
         highest = scores.argmax(-1, keepdim=True)
@@ -68,8 +84,8 @@ def first_highest(scores: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def limit_to_groups(scores: torch.Tensor, num_groups: int, top_groups: int, num_summed: int) -> torch.Tensor:
-    """Return ``scores`` [T, E] with −inf outside of the best groups: those with the highest sum of ``num_summed`` best
-    scores.
+    """Return ``scores`` [T, E] with −inf outside of the best groups: those with the highest sum of
+    ``num_summed`` best scores.
     """
     grouped = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
     of_group = grouped.topk(min(num_summed, grouped.shape[2])).values.sum(-1)
