@@ -142,12 +142,12 @@ class GradientBuckets:
         for line in self._lines:
             for bucket in line.buckets:
                 groups.setdefault(bucket.group, []).append(bucket)
-        found = ", ".join(
+        words = ", ".join(
             f"{len(buckets)} over {1 if group is None else group.size()} ranks, {sum(b.nbytes for b in buckets)} bytes"
             f"{'' if buckets[0].is_free else ', started in finish()'}"
             for group, buckets in groups.items()
         )
-        return f"GradientBuckets({found or 'nobody to sum with'})"
+        return f"GradientBuckets({words or 'nobody to sum with'})"
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -76,23 +76,23 @@ def _squares(module: nn.Module, trained: list[OwnedParameter], mesh: FoldedMesh 
         first += layer.router.config.num_experts
     device = next((owned.parameter.device for owned in trained), torch.device("cpu"))
     # By the groups that shards lie on: plain parameters have none. All ranks of a group see the same ones in the same order.
-    found: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
     for owned in trained:
         gradient = None if owned.parameter.grad is None else summed(owned.parameter.grad)
         groups = shard_groups(owned.parameter if gradient is None else gradient)
-        if groups not in found:
-            found[groups] = torch.zeros(first, dtype=torch.float64, device=device)
+        if groups not in by_groups:
+            by_groups[groups] = torch.zeros(first, dtype=torch.float64, device=device)
         if gradient is None:
             continue
         if id(owned.parameter) in numbered:
-            _add_by_number(found[groups], gradient, *numbered[id(owned.parameter)])
+            _add_by_number(by_groups[groups], gradient, *numbered[id(owned.parameter)])
             continue
         place = _OF_EXPERTS if owned.is_expert else _SPLIT if owned.is_split else _WHOLE
         # Experts are summed over etp and ep at once: what all ranks of etp hold whole counts on the first of them.
         if place != _OF_EXPERTS or owned.is_split or mesh is None or mesh.rank("etp") == 0:
-            found[groups][place] += local_part(gradient).double().square().sum().to(device)
+            by_groups[groups][place] += local_part(gradient).double().square().sum().to(device)
     total = torch.zeros(first, dtype=torch.float64, device=device)
-    for groups, squares in found.items():
+    for groups, squares in by_groups.items():
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares

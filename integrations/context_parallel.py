@@ -213,10 +213,10 @@ def context_parallel_attention(
         return _attend(q, keys, values, uses, causal, visible)
     chunks = _chunks(seq_len, cp.size)
     ends = tuple(accumulate(chunks))
-    mine = (cp.rank, 2 * cp.size - 1 - cp.rank)
-    sizes = [chunks[c] for c in mine]
+    own_chunks = (cp.rank, 2 * cp.size - 1 - cp.rank)
+    sizes = [chunks[c] for c in own_chunks]
     masks = [None] * len(sizes) if visible is None else visible.split(sizes, dim=2)
-    pieces = zip(q.split(sizes), masks, (ends[c] for c in mine), strict=True)
+    pieces = zip(q.split(sizes), masks, (ends[c] for c in own_chunks), strict=True)
     return torch.cat(
         [
             _attend(piece, keys[:end], values[:end], uses, True, None if mask is None else mask[..., :end])

@@ -234,8 +234,8 @@ class DeepEPBuffer:
                 f"{who()}deep_ep: topk_idx must be [T, K] int64, got {list(topk_idx.shape)} {topk_idx.dtype}"
             )
         if topk_idx.is_cpu and topk_idx.numel() and int(topk_idx.max()) >= num_experts:
-            found = f"{who()}deep_ep: a token chose expert {int(topk_idx.max())}, there are {num_experts}"
-            self._tokens.refuse(TensorError(found))  # the others wait in their dispatch
+            message = f"{who()}deep_ep: a token chose expert {int(topk_idx.max())}, there are {num_experts}"
+            self._tokens.refuse(TensorError(message))  # the others wait in their dispatch
         per_rank = num_experts // self.group_size
         # One column more, for choices of no expert.
         hit = topk_idx.new_zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool)

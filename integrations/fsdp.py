@@ -203,9 +203,9 @@ def plan_fsdp(
     for module in own:
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)
-    left = [module for module in modules if _has_several_meshes(module)]
-    if left:
-        _say_left(left, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
+    others = [module for module in modules if _has_several_meshes(module)]
+    if others:
+        _say_left(others, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
     return group
 
 

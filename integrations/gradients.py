@@ -152,10 +152,10 @@ def _sum_compressed(group: GroupCommunicator, flat: torch.Tensor) -> torch.Tenso
 
 def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> GroupCommunicator | None:
     """The group of ``axis`` under ``policy``, None where that is native; one for all steps. Collective over it at first."""
-    kept = _COMPRESSED.setdefault(mesh, {})
-    if (axis, policy) not in kept:
+    governors = _COMPRESSED.setdefault(mesh, {})
+    if (axis, policy) not in governors:
         group, what = mesh.group(axis), f"gradients over {axis}"
         made = compressed_group(group, policy or "native", "dp", what)
         require_same_wire(group, what, made)
-        kept[axis, policy] = made
-    return kept[axis, policy]
+        governors[axis, policy] = made
+    return governors[axis, policy]

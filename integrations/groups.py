@@ -62,10 +62,10 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     # Which groups the others are in. Rejected: new_group(use_local_synchronization=True), which
     # makes a group's name from the number of groups that a rank is in; ranks in different numbers
     # of groups then wait for each other for ever.
-    mine = tuple(dist.get_process_group_ranks(group))
+    own = tuple(dist.get_process_group_ranks(group))
     timeout_s = Settings.from_environment().timeout_s
-    told = gather_messages(_Ranks(mine), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
-    everyones = [each.ranks for each in told]
+    messages = gather_messages(_Ranks(own), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
+    everyones = [each.ranks for each in messages]
     for rank, ranks in enumerate(everyones):  # every rank would make a group that cannot be
         if rank not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(len(everyones))):
             raise DisagreementError(
@@ -78,7 +78,7 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         ranks: dist.new_group(list(ranks), backend="commlayer", group_desc="commlayer")
         for ranks in sorted(set(everyones))
     }
-    return made[mine]
+    return made[own]
 
 
 def planned_gradient_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

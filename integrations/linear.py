@@ -91,15 +91,15 @@ class _Linear(nn.Module):
         device = torch.get_default_device() if device is None else torch.device(device)
         shape = (out_features, in_features)
         if device.type == "meta":
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            full = torch.empty(shape, dtype=dtype, device=device)
         else:
             # Drawn in float32 (or 64) on the generator's device: the same values for every dtype
             # and device of the weight.
             source = torch.device("cpu") if generator is None else generator.device
-            whole = torch.empty(shape, dtype=dtype if dtype is torch.float64 else torch.float32, device=source)
+            full = torch.empty(shape, dtype=dtype if dtype is torch.float64 else torch.float32, device=source)
             bound = 1 / math.sqrt(in_features)
-            whole.uniform_(-bound, bound, generator=generator)
-        self.weight = nn.Parameter(self.shard(whole).to(device, dtype, copy=True))
+            full.uniform_(-bound, bound, generator=generator)
+        self.weight = nn.Parameter(self.shard(full).to(device, dtype, copy=True))
         num_biases = out_features // tp.size if dim == 0 else out_features
         self.bias = nn.Parameter(torch.zeros(num_biases, dtype=dtype, device=device)) if bias else None
         if dim is not None:

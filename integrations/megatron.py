@@ -67,21 +67,21 @@ def tell_megatron_neighbours(groups: object | None = None) -> dict[str, int]:
         raise GroupError(
             'tell_megatron_neighbours() needs init_process_group("commlayer"): nobody else knows which ranks share a node'
         )
-    mine = _groups_of(_of_parallel_state() if groups is None else groups)
-    everyones = _everyones(mine)
-    told: dict[str, int] = {}
+    own = _groups_of(_of_parallel_state() if groups is None else groups)
+    everyones = _everyones(own)
+    siblings: dict[str, int] = {}
     for (
         axis,
         group,
-    ) in mine.items():  # in the order of _GETTERS on every rank: of two groups nobody waits in another order
+    ) in own.items():  # in the order of _GETTERS on every rank: of two groups nobody waits in another order
         use_neighbours(group, everyones[axis])
-        told[axis] = group.siblings
-    return told
+        siblings[axis] = group.siblings
+    return siblings
 
 
 def _groups_of(groups: object) -> dict[str, Any]:
     """The groups of this rank that can be told, by axis."""
-    found: dict[str, Any] = {}
+    by_axis: dict[str, Any] = {}
     for axis in _GETTERS:
         group = groups.get(axis) if isinstance(groups, Mapping) else getattr(groups, axis, None)
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -89,8 +89,8 @@ def _groups_of(groups: object) -> dict[str, Any]:
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"rank {dist.get_rank()}: expected a process group as {axis} of {groups!r}, got {group!r}")
         if group.size() > 1 and is_planned(group):
-            found[axis] = group
-    return found
+            by_axis[axis] = group
+    return by_axis
 
 
 def _everyones(mine: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
@@ -102,16 +102,16 @@ def _everyones(mine: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
         {axis: ranks[0] for axis, ranks in members.items() if ranks[0] != rank},
     )
     timeout_s, purpose = Settings.from_environment().timeout_s, "to tell Megatron's groups of each other"
-    told = gather_by_tree(said, _Memberships, Peers.of(None), timeout_s, purpose)
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for place, each in enumerate(told):
+    messages = gather_by_tree(said, _Memberships, Peers.of(None), timeout_s, purpose)
+    by_axis: dict[str, list[tuple[int, ...]]] = {}
+    for place, each in enumerate(messages):
         for axis, ranks in each.first_of.items():
-            _check_members(told, axis, place, ranks)
-            found.setdefault(axis, []).append(ranks)
+            _check_members(messages, axis, place, ranks)
+            by_axis.setdefault(axis, []).append(ranks)
         for axis, first in each.member_of.items():
-            if not 0 <= first < len(told) or place not in told[first].first_of.get(axis, ()):
+            if not 0 <= first < len(messages) or place not in messages[first].first_of.get(axis, ()):
                 _disagree(axis, place, f"a group of which rank {first} is the first", first, "nothing of it")
-    return found
+    return by_axis
 
 
 def _check_members(told: Sequence[_Memberships], axis: str, first: int, ranks: Sequence[int]) -> None:
@@ -140,13 +140,13 @@ def _of_parallel_state() -> dict[str, Any]:
             f"rank {dist.get_rank()}: megatron.core.parallel_state cannot be imported ({error}): install megatron-core, or pass "
             "the groups, such as a ProcessGroupCollection"
         ) from error
-    found = {axis: _got(state, name, options) for axis, (name, options) in _GETTERS.items()}
-    if not any(found.values()):
+    by_axis = {axis: _got(state, name, options) for axis, (name, options) in _GETTERS.items()}
+    if not any(by_axis.values()):
         raise UsageError(
             f"rank {dist.get_rank()}: Megatron-Core has made no groups: call initialize_model_parallel() before "
             "tell_megatron_neighbours(), or pass the groups"
         )
-    return found
+    return by_axis
 
 
 def _got(state: ModuleType, name: str, options: Mapping[str, bool]) -> Any:

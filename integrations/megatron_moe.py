@@ -210,8 +210,8 @@ class MegatronDispatcher:
             return int(self.config.moe_router_topk)
         # An expert is filled up with tokens that did not choose it: a token may be in any number of
         # them.
-        mine = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
-        return int(self.folded.grid.all.all_gather(mine.long()).max())
+        own = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
+        return int(self.folded.grid.all.all_gather(own.long()).max())
 
     def _under_way(self) -> DispatchHandle:
         if self._handle is None:
@@ -224,10 +224,10 @@ class MegatronDispatcher:
         decision, grid = self.folded.decision, self.folded.grid
         assert decision is not None  # of the call that was just prepared
         sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
-        whole = f"; always in one chunk: {self._why_whole}" if self._why_whole else ""
+        why_one_chunk = f"; always in one chunk: {self._why_whole}" if self._why_whole else ""
         return (
             f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from(grid.ep)}; the first {decision.name} by "
-            f"{decision.reason}{whole}"
+            f"{decision.reason}{why_one_chunk}"
         )
 
 

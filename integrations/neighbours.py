@@ -39,7 +39,7 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
             "use_neighbours() needs a group of backend commlayer in a job whose default group is one too: "
             'init_process_group("commlayer"), or say the number itself with group.use_siblings()'
         )
-    mine = dist.get_process_group_ranks(group)
+    own = dist.get_process_group_ranks(group)
     try:
         listed = [[operator.index(rank) for rank in members] for members in groups]
     except TypeError as error:
@@ -48,11 +48,11 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
         ) from error
     ranks = [rank for members in listed for rank in members]
     is_sound = len(set(ranks)) == len(ranks) and all(listed) and set(ranks) <= set(job.ranks)
-    if not is_sound or sorted(mine) not in [sorted(members) for members in listed]:
+    if not is_sound or sorted(own) not in [sorted(members) for members in listed]:
         raise UsageError(
-            f"rank {dist.get_rank()}: expected groups of the job's ranks without common ones, {mine} among them, got {listed}"
+            f"rank {dist.get_rank()}: expected groups of the job's ranks without common ones, {own} among them, got {listed}"
         )
-    planned.use_siblings(_siblings(job, mine, listed))
+    planned.use_siblings(_siblings(job, own, listed))
 
 
 def tell_neighbours(mesh: DeviceMesh) -> None:

@@ -32,8 +32,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``x`` […, H]; the result has its dtype."""
         y = _normalise(x, self.weight, self.eps)
-        kept = x.detach()
-        recomputable(y, lambda: _forward(kept, self.weight, self.eps)[0], inputs=(kept,))
+        source = x.detach()
+        recomputable(y, lambda: _forward(source, self.weight, self.eps)[0], inputs=(source,))
         return y
 
     def extra_repr(self) -> str:

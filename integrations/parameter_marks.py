@@ -96,7 +96,7 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
 
     Raises UsageError where two modules share a parameter and mark it differently.
     """
-    found: dict[int, ParameterMarks] = {}
+    by_parameter: dict[int, ParameterMarks] = {}
     experts = {id(each) for part in module.modules() if holds_experts(part) for each in part.parameters()}
     for prefix, part in module.named_modules():
         sums, split = getattr(part, "reduce_over", {}), getattr(part, "split_parameters", ())
@@ -104,10 +104,10 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
             name = f"{prefix}.{own_name}" if prefix else own_name
             is_split = own_name in split if own_name in split or own_name in sums else _said_by(parameter)
             over = sums.get(own_name, getattr(parameter, "reduce_over", ()))
-            marks = found.get(id(parameter))
+            marks = by_parameter.get(id(parameter))
             if marks is None:
                 of_expert = id(parameter) in experts or is_expert(parameter)
-                found[id(parameter)] = ParameterMarks(name, parameter, of_expert, is_split, over)
+                by_parameter[id(parameter)] = ParameterMarks(name, parameter, of_expert, is_split, over)
             elif marks.is_split is None:
                 marks.is_split, marks.reduce_over = is_split, over
             elif is_split is not None and (is_split, over) != (marks.is_split, marks.reduce_over):
@@ -116,7 +116,7 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
                     f"(mark_split, or mark_replicated with its groups): {_words(marks.is_split, marks.reduce_over)}, "
                     f"and {_words(is_split, over)}; give both the same mark"
                 )
-    return list(found.values())
+    return list(by_parameter.values())
 
 
 def _said_by(parameter: nn.Parameter) -> bool | None:

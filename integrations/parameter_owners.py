@@ -46,7 +46,7 @@ def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedPa
     Raises UsageError, by the parameter's name: where nothing says whether the ranks of tp, or of etp, hold parts or copies; where
     an expert's mark speaks of tp; and where a DTensor lies over ranks that hold different parameters.
     """
-    found: list[OwnedParameter] = []
+    owned_ones: list[OwnedParameter] = []
     unknown: list[tuple[str, str]] = []
     for marks in parameter_marks(module):
         axis = "etp" if marks.is_expert else "tp"
@@ -72,7 +72,9 @@ def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedPa
             )
         if is_split is None:
             unknown.append((marks.name, axis))
-        found.append(OwnedParameter(marks.name, marks.parameter, marks.is_expert, bool(is_split), marks.reduce_over))
+        owned_ones.append(
+            OwnedParameter(marks.name, marks.parameter, marks.is_expert, bool(is_split), marks.reduce_over)
+        )
     if unknown:
         name, axis = unknown[0]
         more = "" if len(unknown) == 1 else f" (and {counted(len(unknown) - 1, 'more parameter')})"
@@ -83,15 +85,15 @@ def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedPa
             f"mark_split(module) for its module where each holds a part{on_own_rows}, or mark_replicated(module, over=()) "
             "where all hold it whole and use it on the same rows"
         )
-    return found
+    return owned_ones
 
 
 def _require_one_parameter(name: str, ranks: tuple[int, ...], mesh: FoldedMesh, *, is_expert: bool) -> None:
     """Raise UsageError where a DTensor lies over ranks of another pipeline stage or, of an expert, of another expert."""
     holders = set(mesh.ranks("stage"))
     if is_expert:
-        mine = mesh.rank("ep")
-        holders = {rank for rank in holders if mesh.mapping.group_of("ep", rank).index(rank) == mine}
+        own = mesh.rank("ep")
+        holders = {rank for rank in holders if mesh.mapping.group_of("ep", rank).index(rank) == own}
     others = sorted(set(ranks) - holders)
     if others:
         whose = "other experts" if is_expert else "other layers"

@@ -45,9 +45,9 @@ def carrying(parts: Parts[_Result], *own: torch.Tensor) -> Parts[tuple[_Result, 
     try:
         crossing = next(parts)
         while True:
-            given = yield (*crossing, *own)
-            own = tuple(given[len(crossing) :])
-            crossing = parts.send(given[: len(crossing)])
+            tensors = yield (*crossing, *own)
+            own = tuple(tensors[len(crossing) :])
+            crossing = parts.send(tensors[: len(crossing)])
     except StopIteration as end:
         return end.value, own
 
@@ -95,9 +95,9 @@ class CutPass:
         roots: list[tuple[torch.Tensor, torch.Tensor | None]] = [(self.result, gradient)]
         self._result = None
         while True:
-            given = [(x, of_x) for x, of_x in roots if x.requires_grad]
-            if given:  # not behind a first stage that is frozen
-                tensors, gradients = zip(*given, strict=True)
+            trained = [(x, of_x) for x, of_x in roots if x.requires_grad]
+            if trained:  # not behind a first stage that is frozen
+                tensors, gradients = zip(*trained, strict=True)
                 torch.autograd.backward(tensors, gradients)
             if not self._cuts:
                 return

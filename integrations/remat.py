@@ -60,7 +60,7 @@ class Promise:
         self, tensor: torch.Tensor, make: Make, source: Promise | None, inputs: Sequence[torch.Tensor], forget: Any
     ) -> None:
         self._make, self._source = make, source
-        self._inputs = [(given.detach(), given._version) for given in inputs]
+        self._inputs = [(tensor_read.detach(), tensor_read._version) for tensor_read in inputs]
         self._original = weakref.ref(tensor, forget)
         self._version, self._shape, self.offset = tensor._version, tensor.shape, tensor.storage_offset()
         self._made: torch.Tensor | Later | None = None
@@ -84,7 +84,7 @@ class Promise:
 
     def start(self) -> None:
         """Make the tensor anew: for a recomputation that communicates, once in each backward pass, on all ranks."""
-        if any(given._version != version for given, version in self._inputs):
+        if any(tensor._version != version for tensor, version in self._inputs):
             raise UsageError(
                 "a tensor that a recomputation needs was changed in place after the forward pass: add out of place there, or "
                 "leave Rematerialise out"
@@ -194,19 +194,19 @@ class Rematerialise:
 
         def forget(_: object) -> None:  # its memory is somebody else's now
             owner = promises()
-            if owner is not None and owner._promises.get(key) is found():
+            if owner is not None and owner._promises.get(key) is own():
                 owner._promises.pop(key, None)
 
         promise = Promise(tensor, make, source, inputs, forget)
-        found = weakref.ref(promise)
+        own = weakref.ref(promise)
         if tensor.numel():  # what is empty has no memory to be known by
             self._promises[key] = promise
         return promise
 
     def find(self, tensor: torch.Tensor) -> Promise | None:
         """The promise of the memory in which ``tensor`` lies."""
-        found = self._promises.get(_key(tensor)) if tensor.numel() else None
-        return found if found is not None and found.covers(tensor) else None
+        promise = self._promises.get(_key(tensor)) if tensor.numel() else None
+        return promise if promise is not None and promise.covers(tensor) else None
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         key, size = _key(tensor), tensor.untyped_storage().nbytes()
@@ -246,8 +246,8 @@ def recomputable_from(
     source = promise_of(x)
     if source is not None:
         return recomputable(tensor, make, source)
-    kept = x.detach()
-    return recomputable(tensor, lambda: make(kept), inputs=(kept,))
+    detached = x.detach()
+    return recomputable(tensor, lambda: make(detached), inputs=(detached,))
 
 
 def start_before(result: torch.Tensor, promise: Promise | None) -> None:
@@ -263,8 +263,8 @@ def is_rematerialising() -> bool:
 
 def promise_of(tensor: torch.Tensor) -> Promise | None:
     """The promise of which ``tensor`` is all, in another shape perhaps."""
-    found = _entered.stack[-1].find(tensor) if _entered.stack else None
-    return found if found is not None and found.is_of(tensor) else None
+    promise = _entered.stack[-1].find(tensor) if _entered.stack else None
+    return promise if promise is not None and promise.is_of(tensor) else None
 
 
 def _key(tensor: torch.Tensor) -> int:

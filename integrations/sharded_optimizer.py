@@ -224,7 +224,7 @@ class ShardedOptimizer:
         inner optimizer keeps, in the parameter's shape; numbers of all elements alike, such as
         ``step``, as they are. Collective. It takes the memory of all ranks' shards on each of them;
         ``load_whole`` takes it on any number of ranks."""
-        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for buffer in self._buffers:
             for name, flat in self._kept(buffer).items():
                 if flat.shape == buffer.main.shape:
@@ -234,8 +234,8 @@ class ShardedOptimizer:
                 else:
                     places = [flat] * len(buffer.parameters)
                 for parameter, place in zip(buffer.parameters, places, strict=True):
-                    found.setdefault(parameter, {})[name] = place
-        return found
+                    state.setdefault(parameter, {})[name] = place
+        return state
 
     @torch.no_grad()
     def load_whole(self, state: dict[nn.Parameter, dict[str, torch.Tensor]]) -> None:
@@ -252,10 +252,10 @@ class ShardedOptimizer:
                 if flat.shape != buffer.main.shape:
                     flat.copy_(state[buffer.parameters[0]][name])
                     continue
-                whole = flat.new_zeros(self._size * flat.numel())
-                for parameter, place in zip(buffer.parameters, views_in(whole, buffer.parameters), strict=True):
+                full = flat.new_zeros(self._size * flat.numel())
+                for parameter, place in zip(buffer.parameters, views_in(full, buffer.parameters), strict=True):
                     place.copy_(state[parameter][name])
-                flat.copy_(whole.view(self._size, -1)[self._rank])
+                flat.copy_(full.view(self._size, -1)[self._rank])
         self.gather_parameters()
 
     def _kept(self, buffer: _Buffer) -> dict[str, torch.Tensor]:
@@ -297,24 +297,24 @@ class ShardedOptimizer:
 def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Dicts with "params", a list of those that need gradients. Raises UsageError for none, or one
     that comes twice."""
-    given: list[Any] = list(parameters)
-    if not given or not isinstance(given[0], dict):
-        given = [{"params": given}]
+    options_of_groups: list[Any] = list(parameters)
+    if not options_of_groups or not isinstance(options_of_groups[0], dict):
+        options_of_groups = [{"params": options_of_groups}]
     groups = []
     seen: set[int] = set()
-    for options in given:
-        mine = [parameter for parameter in options["params"] if parameter.requires_grad]
+    for options in options_of_groups:
+        trained = [parameter for parameter in options["params"] if parameter.requires_grad]
         refuse_spread(
-            ((f"the parameter {place} of its group, {list(each.shape)},", each) for place, each in enumerate(mine)),
+            ((f"the parameter {place} of its group, {list(each.shape)},", each) for place, each in enumerate(trained)),
             "ShardedOptimizer",
             "each of its ranks holds a shard already; give it to the optimizer itself, and ShardedOptimizer the others",
         )
-        ids = {id(parameter) for parameter in mine}
-        if ids & seen or len(ids) < len(mine):
+        ids = {id(parameter) for parameter in trained}
+        if ids & seen or len(ids) < len(trained):
             raise UsageError("a parameter comes twice: name each once, in one group")
         seen |= ids
-        if mine:
-            groups.append({**options, "params": mine})
+        if trained:
+            groups.append({**options, "params": trained})
     if not groups:
         raise UsageError("ShardedOptimizer has nothing to step: no parameter needs a gradient")
     return groups
@@ -323,12 +323,12 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """In the order of their first. Raises TensorError for a dtype that no FP32 main parameter
     stands for."""
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.dtype not in _DTYPES:
             raise TensorError(f"expected parameters of float32, bfloat16 or float16, got {parameter.dtype}")
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    return list(by_dtype.values())
 
 
 def _make_buffer(parameters: list[nn.Parameter], rank: int, size: int) -> _Buffer:

@@ -50,8 +50,8 @@ def reshard(module: nn.Module) -> None:
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, which shares its memory; any other tensor as it is. Call it without gradients."""
-    given: Any = x
-    part: torch.Tensor = given.to_local() if is_dtensor(x) else x
+    tensor: Any = x
+    part: torch.Tensor = tensor.to_local() if is_dtensor(x) else x
     return part
 
 
@@ -81,9 +81,9 @@ def summed(x: torch.Tensor) -> torch.Tensor:
         return x
     from torch.distributed.tensor import Replicate
 
-    given: Any = x
-    total: torch.Tensor = given.redistribute(
-        placements=[Replicate() if each.is_partial() else each for each in given.placements]
+    tensor: Any = x
+    total: torch.Tensor = tensor.redistribute(
+        placements=[Replicate() if each.is_partial() else each for each in tensor.placements]
     )
     return total
 
@@ -97,16 +97,16 @@ def _local_slices(x: torch.Tensor) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the whole, in each dim."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    given: Any = x
-    sizes, starts = compute_local_shape_and_global_offset(given.shape, given.device_mesh, given.placements)
+    tensor: Any = x
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def whole_part(x: torch.Tensor) -> torch.Tensor:
     """Return the whole of a DTensor, gathered over its mesh; any other tensor as it is. Without gradient."""
-    given: Any = x.detach()
-    whole: torch.Tensor = given.full_tensor() if is_dtensor(x) else given
-    return whole
+    tensor: Any = x.detach()
+    full: torch.Tensor = tensor.full_tensor() if is_dtensor(x) else tensor
+    return full
 
 
 @torch.no_grad()
@@ -124,10 +124,10 @@ def refuse_spread(named: Iterable[tuple[str, torch.Tensor]], what: str, instead:
     refuse_fsdp1(named, what)
     for name, parameter in named:
         if is_dtensor(parameter):
-            given: Any = parameter
+            tensor: Any = parameter
             raise UsageError(
                 f"{who()}{what} takes plain parameters, but {name} is a DTensor, spread over ranks "
-                f"{list(mesh_ranks(parameter))} as {tuple(given.placements)}: {instead}"
+                f"{list(mesh_ranks(parameter))} as {tuple(tensor.placements)}: {instead}"
             )
 
 

@@ -83,14 +83,14 @@ class TrainingState:
         reshard(self._model)
         for optimizer in self._optimizers:
             _begin(optimizer)
-        found = dict(self._buffers())
-        for _, names, kept in self._entries():
+        entries = dict(self._buffers())
+        for _, names, tensors in self._entries():
             for place, name in names.items():
-                for key, tensor in kept.items():
-                    of_expert = tensor if place is None or tensor.shape != kept[""].shape else tensor[place]
+                for key, tensor in tensors.items():
+                    of_expert = tensor if place is None or tensor.shape != tensors[""].shape else tensor[place]
                     label = name if of_expert is not tensor or place is None else _without_number(name)
-                    found[_key(label, key)] = of_expert.detach()
-        return found
+                    entries[_key(label, key)] = of_expert.detach()
+        return entries
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -101,18 +101,18 @@ class TrainingState:
         changed anywhere.
         """
         self._together(self._prepare)
-        mine = self.state_dict()
-        self._together(lambda: _require_fit(mine, state))
-        for name, tensor in mine.items():
-            given = state[name]
-            if is_dtensor(given):
-                if local_part(given).data_ptr() != local_part(tensor).data_ptr():
-                    tensor.copy_(given)
-            elif is_dtensor(tensor) or given.data_ptr() != tensor.data_ptr():
-                fill_whole(tensor, given)
+        own = self.state_dict()
+        self._together(lambda: _require_fit(own, state))
+        for name, tensor in own.items():
+            loaded = state[name]
+            if is_dtensor(loaded):
+                if local_part(loaded).data_ptr() != local_part(tensor).data_ptr():
+                    tensor.copy_(loaded)
+            elif is_dtensor(tensor) or loaded.data_ptr() != tensor.data_ptr():
+                fill_whole(tensor, loaded)
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedOptimizer):
-                optimizer.load_whole(self._wholes(optimizer, mine))
+                optimizer.load_whole(self._wholes(optimizer, own))
 
     def _prepare(self) -> None:
         """Let optimizers begin. Raises UsageError where what is loaded would not stay, or has no place or no name."""
@@ -129,13 +129,13 @@ class TrainingState:
         failure: Exception | None = None
         try:
             task()
-        except Exception as error:  # noqa: BLE001  told to the others, and raised
+        except Exception as error:  # noqa: BLE001  answers to the others, and raised
             failure = error
         if self._mesh is not None and self._mesh.size("world") > 1:
-            mine = _CanLoad(None if failure is None else Reason.of(failure))
+            answer = _CanLoad(None if failure is None else Reason.of(failure))
             peers, timeout_s = Peers.of(self._mesh.group("world")), Settings.from_environment().timeout_s
-            told = gather_messages(mine, _CanLoad, peers, timeout_s, "to load a training state")
-            wrong = [(rank, each.trouble) for rank, each in zip(peers.ranks, told, strict=True) if each.trouble]
+            answers = gather_messages(answer, _CanLoad, peers, timeout_s, "to load a training state")
+            wrong = [(rank, each.trouble) for rank, each in zip(peers.ranks, answers, strict=True) if each.trouble]
             if wrong and failure is None:
                 more = f", and {counted(len(wrong) - 1, 'more rank')} cannot" if len(wrong) > 1 else ""
                 raise UsageError(
@@ -148,24 +148,24 @@ class TrainingState:
         self, optimizer: ShardedOptimizer, state: Mapping[str, torch.Tensor]
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Return what ``state`` says of the parameters of a ShardedOptimizer, with experts in their places."""
-        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        for parameter, names, kept in self._entries():
+        by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for parameter, names, tensors in self._entries():
             if optimizer_of(parameter, self._optimizers) is not optimizer:
                 continue
-            found[parameter] = {}
-            for key, tensor in kept.items():
+            by_parameter[parameter] = {}
+            for key, tensor in tensors.items():
                 if key == "":
                     continue
-                whole = torch.zeros_like(tensor)
+                full = torch.zeros_like(tensor)
                 for place, name in names.items():
                     if place is None:
-                        whole = state[_key(name, key)]
-                    elif tensor.shape == kept[""].shape:
-                        whole[place] = state[_key(name, key)]
+                        full = state[_key(name, key)]
+                    elif tensor.shape == tensors[""].shape:
+                        full[place] = state[_key(name, key)]
                     else:
-                        whole = state[_key(_without_number(name), key)]
-                found[parameter][key] = whole
-        return found
+                        full = state[_key(_without_number(name), key)]
+                by_parameter[parameter][key] = full
+        return by_parameter
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every buffer by its name, with a cut where its module holds other parameters than that of another rank."""
@@ -186,21 +186,21 @@ class TrainingState:
             if isinstance(holder, GroupedExperts)
             for name, parameter in holder.named_parameters(recurse=False)
         }
-        whole = {
-            parameter: kept
+        gathered = {
+            parameter: tensors
             for optimizer in self._optimizers
             if isinstance(optimizer, ShardedOptimizer)
-            for parameter, kept in optimizer.whole().items()
+            for parameter, tensors in optimizer.whole().items()
         }
         for owned in owned_parameters(self._model, self._mesh):
             parameter = owned.parameter
-            kept = {"": parameter.data}
+            tensors = {"": parameter.data}
             optimizer = optimizer_of(parameter, self._optimizers)
-            if parameter in whole:
-                kept |= whole[parameter]
+            if parameter in gathered:
+                tensors |= gathered[parameter]
             elif isinstance(optimizer, torch.optim.Optimizer):
                 state = optimizer.state.get(parameter, {})
-                kept |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                tensors |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             names: dict[int | None, str]
             if id(parameter) in experts:
                 label, holder = experts[id(parameter)]
@@ -211,13 +211,13 @@ class TrainingState:
                     for place, row in enumerate(rows)
                     if holder.numbers[row] >= 0
                 }
-                kept = {key: local_part(tensor) for key, tensor in kept.items()}
+                tensors = {key: local_part(tensor) for key, tensor in tensors.items()}
             else:
                 # Each rank of ep has an expert of its own, whose number nobody knows.
                 cuts = self._cut("ep") if owned.is_expert else ""
                 cuts += self._cut("etp" if owned.is_expert else "tp") if owned.is_split else ""
                 names = {None: owned.name + cuts}
-            yield parameter, names, kept
+            yield parameter, names, tensors
 
     def _cut(self, axis: str) -> str:
         if self._mesh is None or self._mesh.size(axis) == 1:
@@ -294,6 +294,6 @@ def _begin(optimizer: Optimizer) -> None:
         group["lr"] = rate
     for parameter in parameters:
         parameter.grad = None
-        for kept in inner.state[parameter].values():
-            if isinstance(kept, torch.Tensor):
-                kept.zero_()  # the number of steps too: there was none
+        for tensor in inner.state[parameter].values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()  # the number of steps too: there was none

@@ -131,9 +131,9 @@ def require_same_wire(group: dist.ProcessGroup, what: str, *ways: GroupCommunica
     """
     if group.size() == 1 or dist.get_backend(group) != "commlayer":
         return
-    mine = "; ".join("native" if way is None else str(way.wire) for way in ways)
+    formats = "; ".join("native" if way is None else str(way.wire) for way in ways)
     require_alike(
-        {f"the wire formats of {what} (given to it, or by COMMLAYER_WIRE)": mine},
+        {f"the wire formats of {what} (given to it, or by COMMLAYER_WIRE)": formats},
         group,
         f"to compare the formats of {what}",
     )

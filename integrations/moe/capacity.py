@@ -99,8 +99,8 @@ def gather_choices(
     """
     positions = choices.positions
     device = choices.indices.device
-    mine = [choices.indices.shape[0], positions is not None, is_refused, choices.num_padding]
-    everyone = sequence.all_gather(torch.tensor([mine], dtype=torch.int64, device=device))
+    own = [choices.indices.shape[0], positions is not None, is_refused, choices.num_padding]
+    everyone = sequence.all_gather(torch.tensor([own], dtype=torch.int64, device=device))
     rows, has_positions, refused, num_padding = everyone.t().tolist()
     if any(refused):
         raise DisagreementError(
@@ -113,10 +113,10 @@ def gather_choices(
             "pass positions on all of them, or on none"
         )
     start = sum(rows[: sequence.rank])
-    whole = RoutedChoices(
+    everyones = RoutedChoices(
         sequence.all_gather(choices.indices, rows),
         sequence.all_gather(choices.priority.detach().double(), rows),  # in one dtype, whatever the weights' is here
         None if positions is None else sequence.all_gather(positions, rows),
         sum(num_padding),
     )
-    return whole, slice(start, start + rows[sequence.rank])
+    return everyones, slice(start, start + rows[sequence.rank])

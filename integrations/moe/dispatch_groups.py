@@ -43,8 +43,8 @@ class ExpertGrid:
 
     def with_guests(self, guests: Sequence[int]) -> ExpertGrid:
         """The same grid, with so many guests on each EP rank, of this call alone."""
-        found = replace(self, num_experts=self.num_experts + sum(guests), guests=tuple(guests))
-        return found if self.levels is None else replace(found, levels=replace(self.levels, experts=found.experts))
+        grid = replace(self, num_experts=self.num_experts + sum(guests), guests=tuple(guests))
+        return grid if self.levels is None else replace(grid, levels=replace(self.levels, experts=grid.experts))
 
     @property
     def num_local_experts(self) -> int:

@@ -61,11 +61,11 @@ class ExpertMessages:
 
     def received(self, peer: int) -> Sequence[torch.Tensor]:
         """Return what came from ``peer``, in the order in which it was named: views of the message."""
-        found, at = [], 0
+        tensors, at = [], 0
         for place in self._wanted.get(peer, ()):
-            found.append(self._arriving[peer][at : at + place.nbytes].view(place.dtype).view(place.shape))
+            tensors.append(self._arriving[peer][at : at + place.nbytes].view(place.dtype).view(place.shape))
             at += _room(place)
-        return found
+        return tensors
 
     def store(self) -> None:
         """Write all that came to its place."""
@@ -75,9 +75,9 @@ class ExpertMessages:
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.new_zeros(_room(tensor), dtype=torch.uint8)
-    found[: tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-    return found
+    padded = tensor.new_zeros(_room(tensor), dtype=torch.uint8)
+    padded[: tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return padded
 
 
 def _room(tensor: torch.Tensor) -> int:

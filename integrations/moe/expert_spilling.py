@@ -226,10 +226,10 @@ class ExpertSpiller:
 
     def _lent(self, parts: Sequence[SpilledRows]) -> LentExperts | None:
         rank = self._grid.ep.rank
-        mine = [part for part in parts if part.source == rank]
-        places = self._places(np.array([part.expert for part in mine], dtype=np.int64), np.full(len(mine), rank))
+        own = [part for part in parts if part.source == rank]
+        places = self._places(np.array([part.expert for part in own], dtype=np.int64), np.full(len(own), rank))
         here = (places - self._grid.first_local_expert).tolist()
-        lent = [(place, part.target) for place, part in zip(here, mine, strict=True)]
+        lent = [(place, part.target) for place, part in zip(here, own, strict=True)]
         guests = [part.source for part in parts if part.target == rank]
         return LentExperts(self._grid.ep, lent, guests) if lent or guests else None
 
@@ -244,18 +244,18 @@ class ExpertSpiller:
         """
         grid = self._grid
         assert self._profile is not None  # required when this was made
-        mine = zlib.crc32(repr((self._profile.fingerprint, grid.ep.shape)).encode())
-        if len(set(grid.all.all_gather(torch.tensor([mine])).tolist())) == 1:
+        digest = zlib.crc32(repr((self._profile.fingerprint, grid.ep.shape)).encode())
+        if len(set(grid.all.all_gather(torch.tensor([digest])).tolist())) == 1:
             return self._profile, grid.ep.shape
-        told = _Curves(self._profile.to_json(), grid.ep.shape)
-        told = from_first(
-            told,
+        curves = _Curves(self._profile.to_json(), grid.ep.shape)
+        curves = from_first(
+            curves,
             _Curves,
             Peers.of(grid.all.group),
             None,
             "to agree on the prices by which experts spill",
         )
-        return parse_profile(told.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), told.nodes
+        return parse_profile(curves.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), curves.nodes
 
 
 def _require_one(grid: ExpertGrid, digests: Sequence[int], decision: SpillDecision) -> None:
@@ -318,7 +318,7 @@ def _renumbered(
     on their device, once each.
     """
     device = indices.device
-    found = torch.from_numpy(np.append(own, -1)).to(device)[indices].reshape(-1)
+    numbers_of_choices = torch.from_numpy(np.append(own, -1)).to(device)[indices].reshape(-1)
     of_places = counts.sum(0)
     ends = of_places.cumsum() + (indices.numel() - of_places.sum())  # dropped choices are the first when sorted
     order = torch.sort(indices.reshape(-1), stable=True).indices
@@ -331,5 +331,5 @@ def _renumbered(
         sequences.append(np.tile(numbers, FINEST).repeat(repeats.reshape(-1)))
         positions.append(np.arange(ends[place] - len(sequences[-1]), ends[place]))
     at, numbers_there = (torch.from_numpy(np.concatenate(each)).to(device) for each in (positions, sequences))
-    found[order[at]] = numbers_there
-    return found.view(indices.shape)
+    numbers_of_choices[order[at]] = numbers_there
+    return numbers_of_choices.view(indices.shape)

@@ -100,7 +100,7 @@ class _PutOff(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         places = enumerate(zip(ctx.dtypes, gradients, strict=True))
-        return None, *(ctx.later.added(place, dtype, given) for place, (dtype, given) in places)
+        return None, *(ctx.later.added(place, dtype, gradient) for place, (dtype, gradient) in places)
 
 
 _put_off: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", _PutOff.apply)
@@ -324,7 +324,7 @@ class GroupedExperts(nn.Module):
             self.slots.require_still()
         names = [name for name, _ in self.named_parameters(recurse=False)]
         of_experts = [key for name in names for key in state_dict if key.startswith(f"{prefix}{name}.")]
-        given = {key: value for key, value in state_dict.items() if key not in set(of_experts)}
+        entries = {key: value for key, value in state_dict.items() if key not in set(of_experts)}
         by_number = bool(of_experts) or self.slots is not None
         if by_number:
             self._refuse_spread(prefix)
@@ -332,14 +332,14 @@ class GroupedExperts(nn.Module):
             keys = [f"{prefix}{name}.{expert}" if expert >= 0 else None for expert in self.numbers]
             missing = [key for key in keys if key is not None and key not in state_dict]
             found[0].extend(missing)  # as torch's own: missing, unexpected, errors
-            given.pop(prefix + name, None)
-            given[prefix + name] = torch.stack(
+            entries.pop(prefix + name, None)
+            entries[prefix + name] = torch.stack(
                 [
                     state_dict.get(key, parameter[place]).to(parameter) if key else torch.zeros_like(parameter[place])
                     for place, key in enumerate(keys)
                 ]
             ).detach()
-        cast("Any", super())._load_from_state_dict(given, prefix, local_metadata, strict, *found)
+        cast("Any", super())._load_from_state_dict(entries, prefix, local_metadata, strict, *found)
 
     def _refuse_spread(self, prefix: str) -> None:
         refuse_spread(

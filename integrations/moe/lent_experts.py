@@ -50,7 +50,7 @@ class LentExperts:
         trained = [weight.requires_grad for weight in weights]
         self._ties, *own = _lend(self._way, *weights)
         self._own = tuple(
-            mine if is_trained else weight for mine, weight, is_trained in zip(own, weights, trained, strict=True)
+            lent if is_trained else weight for lent, weight, is_trained in zip(own, weights, trained, strict=True)
         )
 
     @property
@@ -64,11 +64,11 @@ class LentExperts:
         assert self._ties is not None  # since start()
         return *self._own, self._ties
 
-    def cut(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def cut(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Take others for :attr:`crossing`, where a graph is cut there; return what was given beside them."""
-        *own, self._ties = given[: len(self._own) + 1]
-        given, self._own = given[len(self._own) + 1 :], tuple(own)
-        return given
+        *own, self._ties = tensors[: len(self._own) + 1]
+        tensors, self._own = tensors[len(self._own) + 1 :], tuple(own)
+        return tensors
 
     def guests(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of guests, each [G, …]; the first time they are waited for. Raises PeerError and
@@ -118,16 +118,16 @@ class _Way:
     def add_returned(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Wait for what helpers send back, and add it to the gradients of the own weights, in place: they have just been made."""
         self._wait()
-        found, self._sent = list(gradients), []
+        totals, self._sent = list(gradients), []
         for (number, at), came in self._returning.items():
-            total = found[at]
+            total = totals[at]
             if total is None:  # nothing was computed with the own ones
-                total = found[at] = came.new_zeros(self._shapes[at])
+                total = totals[at] = came.new_zeros(self._shapes[at])
             place = total[self._lent[number][0]]
             dtype = torch.promote_types(place.dtype, torch.float32)
             place.copy_(place.to(dtype) + came.to(dtype))
         self._returning = {}
-        return tuple(found)
+        return tuple(totals)
 
     def _wait(self) -> None:
         if self._under_way is not None:

@@ -109,10 +109,10 @@ class RowsOnLevel:
         """Count rows on rails, and inside nodes. ``reached`` [EP, nodes + EP]: :meth:`Levels.reached` of each rank, which all
         ranks know: so they find the same here."""
         m, width = len(levels.nodes), levels.width
-        told, ranks = reached.numpy(), np.array(levels.nodes)  # [node, place]
-        rails = told[:, :m][ranks] * ~np.eye(m, dtype=bool)[:, None]  # [node, place, to node]
+        counts, ranks = reached.numpy(), np.array(levels.nodes)  # [node, place]
+        rails = counts[:, :m][ranks] * ~np.eye(m, dtype=bool)[:, None]  # [node, place, to node]
         # The rank of a place passes on what its whole rail has for each rank of its node: [node, from place, to place]
-        inside = told[:, m:][ranks].sum(0)[:, ranks].swapaxes(0, 1) * ~np.eye(width, dtype=bool)
+        inside = counts[:, m:][ranks].sum(0)[:, ranks].swapaxes(0, 1) * ~np.eye(width, dtype=bool)
         most = [
             max(int(rows.sum(2).max()), int(rows.sum(sent).max())) for rows, sent in ((rails, 0), (inside, 1))
         ]  # what each sends, and what each receives
@@ -237,7 +237,7 @@ def _row_map(hits: torch.Tensor) -> RowMap:
 
 def _spread(counts: Sequence[int], ranks: Sequence[int], size: int) -> tuple[int, ...]:
     """``counts`` of ``ranks``, among all of a group of ``size``."""
-    found = [0] * size
+    spread = [0] * size
     for rank, count in zip(ranks, counts, strict=True):
-        found[rank] = count
-    return tuple(found)
+        spread[rank] = count
+    return tuple(spread)

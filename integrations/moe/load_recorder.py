@@ -100,12 +100,12 @@ class LoadRecorder:
 
         An error is told, not raised: a run of days shall not fail at its end because of a full disk.
         """
-        found = [loads for layer in self.layers if (loads := layer.loads()) is not None]
-        if not found or os.getpid() != self._pid:
+        loads_of_layers = [loads for layer in self.layers if (loads := layer.loads()) is not None]
+        if not loads_of_layers or os.getpid() != self._pid:
             return
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            write_routing(self.path, ExpertLoads.added(found))
+            write_routing(self.path, ExpertLoads.added(loads_of_layers))
         except (OSError, ValueError) as error:
             warn(f"COMMLAYER_ROUTING: {self.path} was not written: {error}", stacklevel=2)
 

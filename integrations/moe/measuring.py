@@ -135,10 +135,10 @@ class Measurements:
         """The medians over all ranks."""
         group, error = self._grid.all, None
         try:
-            mine = list(measure())
+            times = list(measure())
         except Exception as caught:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
-            error, mine = caught, [float("nan")] * count
-        everyone = group.all_gather(torch.tensor([mine], dtype=torch.float64))
+            error, times = caught, [float("nan")] * count
+        everyone = group.all_gather(torch.tensor([times], dtype=torch.float64))
         if error is not None:
             raise error
         failed = everyone.isnan().any(1).nonzero().flatten().tolist()
@@ -203,11 +203,11 @@ def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[fl
     own = max(1, tokens // shape.ranks)
     choices = torch.arange(own * shape.ranks * shape.top_k, device=like.device) % shape.num_experts
     choices = choices.view(own * shape.ranks, shape.top_k)
-    mine = make_row_map(choices[:own], shape.num_experts)
+    sent = make_row_map(choices[:own], shape.num_experts)
     local = torch.where(choices < shape.num_local, choices, -1).sort(1, descending=True).values
     here = make_row_map(local[:, : max(1, int((local >= 0).sum(1).max()))], shape.num_local)
     with torch.no_grad():
-        exchanged_us = median(_time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
+        exchanged_us = median(_time_us(lambda: _exchange(like, sent, shape), like) for _ in range(_REPEATS))
         gathered_us = median(_time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
         levels_us = (_measure_levels(like, own, shape),) if shape.nodes else ()
     return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks), *levels_us
@@ -232,11 +232,11 @@ def _pass_on(like: torch.Tensor, way: TwoLevelWay, rows: RowMap, shape: MoveShap
     maps = way.rails, way.inside
     out = like.new_ones(way.rails.row_of_choice.shape[0], like.shape[1])
     arrived = _out(out, maps, rows)
-    weights, taken = _weights(like, *rows.row_of_choice.shape), gather_rows(arrived, rows)
-    out = _home(combine_rows(taken, weights, rows), maps)
+    weights, gathered = _weights(like, *rows.row_of_choice.shape), gather_rows(arrived, rows)
+    out = _home(combine_rows(gathered, weights, rows), maps)
     if not shape.needs_gradient:
         return out
-    of_rows, _ = spread_rows(_out(out, maps, rows), taken, weights, rows, of_rows=True)
+    of_rows, _ = spread_rows(_out(out, maps, rows), gathered, weights, rows, of_rows=True)
     assert of_rows is not None  # asked for
     return _home(combine_rows(of_rows, None, rows), maps)
 
@@ -287,11 +287,11 @@ def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> tor
     """The moves of all_gather; what would arrive is written."""
     tokens, top_k = rows.row_of_choice.shape
     weights, x = _weights(like, tokens, top_k), like.new_ones(tokens, like.shape[1])
-    taken = gather_rows(x, rows)
-    summed = combine_rows(taken, weights, rows)
+    gathered = gather_rows(x, rows)
+    summed = combine_rows(gathered, weights, rows)
     if not shape.needs_gradient:
         return summed[:own].clone()
-    of_rows, _ = spread_rows(torch.ones_like(summed), taken, weights, rows, of_rows=True)
+    of_rows, _ = spread_rows(torch.ones_like(summed), gathered, weights, rows, of_rows=True)
     assert of_rows is not None  # asked for
     return combine_rows(of_rows, None, rows)[:own].clone()
 

@@ -115,15 +115,15 @@ class MigrationTimes:
             return
         migration, noted = switched
         times = [-1 if us is None else round(us * 1e3) for us in (migration.took_us, migration.waited_us)]
-        told = torch.tensor(times)
-        work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
-        self._telling = told, work, noted
+        message = torch.tensor(times)
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
+        self._telling = message, work, noted
 
     def _hear(self) -> None:
         telling, self._telling = self._telling, None
         if telling is None:
             return
-        told, work, noted = telling
+        message, work, noted = telling
         work.wait()
         if noted is not None:
-            noted["migration_us"], noted["waited_us"] = (ns / 1e3 if ns >= 0 else None for ns in told.tolist())
+            noted["migration_us"], noted["waited_us"] = (ns / 1e3 if ns >= 0 else None for ns in message.tolist())

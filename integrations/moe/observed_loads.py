@@ -39,9 +39,9 @@ class _Seen:
             self.calls += 1
 
     def take(self) -> tuple[Array, int]:
-        found = self.counts, self.calls
+        seen = self.counts, self.calls
         self.counts, self.calls = np.zeros_like(self.counts), 0
-        return found
+        return seen
 
 
 class ObservedLoads:
@@ -57,9 +57,9 @@ class ObservedLoads:
 
     def end_step(self) -> None:
         """Note that a step is over."""
-        taken = [seen.take() for seen in self._seen]
-        self.micro_batches = max(1, max(calls for _, calls in taken))
-        counted = [counts * seen.is_first for seen, (counts, _) in zip(self._seen, taken, strict=True)]
+        of_layers = [seen.take() for seen in self._seen]
+        self.micro_batches = max(1, max(calls for _, calls in of_layers))
+        counted = [counts * seen.is_first for seen, (counts, _) in zip(self._seen, of_layers, strict=True)]
         self._steps.append(counted)
 
     @property
@@ -86,11 +86,11 @@ class ObservedLoads:
 
     def expected(self, horizon: int) -> list[Array]:
         """Forecast the counts of each layer in a step, as the mean of the next ``horizon``: for each, [experts]."""
-        found, begin = [], 0
+        forecasts, begin = [], 0
         flat = np.stack(self._known)
         for seen, top_k in zip(self._seen, self.top_k, strict=True):
             counts = flat[:, None, begin : begin + seen.num_experts]
             begin += seen.num_experts
             loads = ExpertLoads(counts, ("layer",), top_k, self.stride)
-            found.append(loads.forecast(max(1, horizon // self.stride))[0] / self.stride)
-        return found
+            forecasts.append(loads.forecast(max(1, horizon // self.stride))[0] / self.stride)
+        return forecasts

@@ -128,7 +128,7 @@ class Router(torch.nn.Module):
                 ``sequence`` or ``balance`` refused its tokens.
         """
         config = self.config
-        found, logits, positions, refused = self._logits(x, positions, valid)
+        tokens, logits, positions, refused = self._logits(x, positions, valid)
         is_refused = refused is not None
         try:
             with torch.autocast(logits.device.type, enabled=False):
@@ -137,7 +137,7 @@ class Router(torch.nn.Module):
                 weights = weigh(scores.gather(1, indices), config)
                 chosen = count_choices(indices, config.num_experts)
                 losses, scale = self._losses(logits, probabilities, chosen, is_refused)
-                indices, weights, limits = self._drop(indices, weights, positions, found.num_padding, is_refused)
+                indices, weights, limits = self._drop(indices, weights, positions, tokens.num_padding, is_refused)
         except DisagreementError:
             if refused is None:
                 raise
@@ -147,8 +147,8 @@ class Router(torch.nn.Module):
             weights = attach_loss(weights, torch.stack(list(losses.values())).sum(), scale)
             losses = {name: loss.detach() for name, loss in losses.items()}
         counts = chosen if config.is_dropless else count_choices(indices, config.num_experts)
-        indices, weights = found.put_back(indices, -1), found.put_back(weights)
-        return Routing(indices, weights, counts, chosen, *limits, losses, found)
+        indices, weights = tokens.put_back(indices, -1), tokens.put_back(weights)
+        return Routing(indices, weights, counts, chosen, *limits, losses, tokens)
 
     def update_bias(self, counts: torch.Tensor) -> None:
         """Update the balancing bias after an optimizer step: raise the bias of experts with less
@@ -177,19 +177,19 @@ class Router(torch.nn.Module):
         and why this rank refuses its own."""
         try:
             self._check(x, positions)
-            found = ValidTokens() if valid is None else ValidTokens.of(valid, x)
+            tokens = ValidTokens() if valid is None else ValidTokens.of(valid, x)
             with torch.autocast(x.device.type, enabled=False):
-                logits = fixed_shape_logits(found.take_tokens(x), self.weight)
+                logits = fixed_shape_logits(tokens.take_tokens(x), self.weight)
             refuse_any(  # by the numbers that the caller knows
-                found.put_back(~logits.isfinite()),
-                found.put_back(logits.detach()),
+                tokens.put_back(~logits.isfinite()),
+                tokens.put_back(logits.detach()),
                 "router logits that are NaN or infinite: check the input and the weight",
             )
         except TensorError as refused:
             logits = fixed_shape_logits(self.weight.new_zeros(1, self.hidden_size), self.weight)
             zero = None if positions is None else torch.zeros(1, dtype=torch.int64, device=logits.device)
             return ValidTokens(), logits, zero, refused
-        return found, logits, None if positions is None else found.take(positions), None
+        return tokens, logits, None if positions is None else tokens.take(positions), None
 
     def _check(self, x: torch.Tensor, positions: torch.Tensor | None) -> None:
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
@@ -222,10 +222,10 @@ class Router(torch.nn.Module):
         by_position = config.drop_policy == "position"
         priority = torch.zeros_like(weights) if by_position else weights.detach()
         choices = RoutedChoices(indices, priority, positions, num_padding)
-        mine = slice(None)
+        own = slice(None)
         if config.drop_scope == "sequence" and self.sequence is not None:
-            choices, mine = gather_choices(choices, self.sequence, is_refused=is_refused)
-        keep = config.limits.keep(choices)[mine]
+            choices, own = gather_choices(choices, self.sequence, is_refused=is_refused)
+        keep = config.limits.keep(choices)[own]
         per_expert, per_device = config.limits.capacities(choices.indices.numel())
         # Ranks have other numbers of valid tokens, and must send equally many rows: so these are of
         # all tokens.

@@ -55,18 +55,18 @@ class ValidTokens:
     def take_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Take valid tokens [V, H] of ``x`` [T, H]; under
         :class:`~commlayer.integrations.remat.Rematerialise` they are not kept, but taken again."""
-        taken = self.take(x)
-        if taken is not x:
-            recomputable_from(x, taken, self.take)
-        return taken
+        valid = self.take(x)
+        if valid is not x:
+            recomputable_from(x, valid, self.take)
+        return valid
 
     def put_back(self, y: torch.Tensor, padding: float = 0) -> torch.Tensor:
         """Put rows back where :meth:`take` took them, and ``padding`` in all others: [V, …] → [T,
         …]."""
         if self.places is None:
             return y
-        whole = y.new_full((len(y) + self.num_padding, *y.shape[1:]), padding)
-        return whole.index_put((self.places,), y)  # index_copy would keep y for the backward pass
+        padded = y.new_full((len(y) + self.num_padding, *y.shape[1:]), padding)
+        return padded.index_put((self.places,), y)  # index_copy would keep y for the backward pass
 
 
 @dataclass(frozen=True, eq=False)

@@ -195,8 +195,8 @@ _combine: Callable[[torch.Tensor, torch.Tensor | None, RowMap], torch.Tensor] = 
 def _take(x: torch.Tensor, rows: RowMap) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(rows.token_of_row.shape[0], x.shape[1])
-    taken = x.index_select(0, rows.token_of_row)
-    return taken if rows.is_filled is None else taken.masked_fill_(~rows.is_filled.unsqueeze(1), 0)
+    gathered = x.index_select(0, rows.token_of_row)
+    return gathered if rows.is_filled is None else gathered.masked_fill_(~rows.is_filled.unsqueeze(1), 0)
 
 
 def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
@@ -230,15 +230,17 @@ def _part(
 ) -> torch.Tensor:
     """A block's choice k times its weight, zero where dropped: a fresh tensor."""
     places, of_choice = rows.row_of_choice[tokens, k], None if weights is None else weights[tokens, k].unsqueeze(1)
-    kept = None if rows.is_kept is None else rows.is_kept[tokens, k]
-    if kept is None or not _is_on_host(
+    is_kept = None if rows.is_kept is None else rows.is_kept[tokens, k]
+    if is_kept is None or not _is_on_host(
         y
     ):  # the rows of dropped choices are not looked for: the host would wait for their number
         part = y.index_select(0, places).to(dtype)
         if of_choice is not None:
             part *= of_choice
-        return part if kept is None else part.masked_fill_(~kept.unsqueeze(1), 0)  # not times zero: it may be infinite
-    chosen = kept.nonzero().squeeze(1)
+        return (
+            part if is_kept is None else part.masked_fill_(~is_kept.unsqueeze(1), 0)
+        )  # not times zero: it may be infinite
+    chosen = is_kept.nonzero().squeeze(1)
     values = y.index_select(0, places[chosen]).to(dtype)
     if of_choice is not None:
         values *= of_choice[chosen]
@@ -260,20 +262,20 @@ def spread_rows(
     """
     num_rows = rows.token_of_row.shape[0]
     if weights is None or gradient.shape[0] == 0:
-        taken = _take(gradient, rows) if of_rows else None
-        return taken, None if y is None else torch.zeros_like(cast("torch.Tensor", weights))
+        gathered = _take(gradient, rows) if of_rows else None
+        return gathered, None if y is None else torch.zeros_like(cast("torch.Tensor", weights))
     dtype = torch.promote_types(gradient.dtype, weights.dtype)
     spread = gradient.new_empty(num_rows, gradient.shape[1]) if of_rows else None
     dots = None if y is None else gradient.new_empty(num_rows, dtype=dtype)
     of_row = weights_of_rows(weights, rows).to(dtype)
     for part in _blocks(num_rows, gradient, dtype):
-        taken = gradient.index_select(0, rows.token_of_row[part]).to(dtype)
+        gathered = gradient.index_select(0, rows.token_of_row[part]).to(dtype)
         if rows.is_filled is not None:  # not times zero: what lies there by chance may be infinite
-            taken.masked_fill_(~rows.is_filled[part].unsqueeze(1), 0)
+            gathered.masked_fill_(~rows.is_filled[part].unsqueeze(1), 0)
         if dots is not None and y is not None:
-            torch.linalg.vecdot(taken, y[part].to(dtype), out=dots[part])
+            torch.linalg.vecdot(gathered, y[part].to(dtype), out=dots[part])
         if spread is not None:
-            spread[part] = taken.mul_(of_row[part])
+            spread[part] = gathered.mul_(of_row[part])
     if dots is None:
         return spread, None
     of_weights = dots[rows.row_of_choice] if num_rows else dots.new_zeros(weights.shape)

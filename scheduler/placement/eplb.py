@@ -26,17 +26,17 @@ def balanced_packs(loads: Array, num_packs: int) -> Array:
     if num_packs < 1 or len(loads) % num_packs:
         raise UsageError(f"{len(loads)} items: expected as many for each of {num_packs} packs")
     room = len(loads) // num_packs
-    found = [0] * len(loads)
+    pack_of = [0] * len(loads)
     lightest = [(0.0, pack) for pack in range(num_packs)]
     held = [0] * num_packs
     numbers = loads.tolist()  # single entries of an array are slow
     for item in np.argsort(-loads, kind="stable").tolist():
         load, pack = heapq.heappop(lightest)
-        found[item] = pack
+        pack_of[item] = pack
         held[pack] += 1
         if held[pack] < room:
             heapq.heappush(lightest, (load + numbers[item], pack))
-    return np.array(found, dtype=np.int64)
+    return np.array(pack_of, dtype=np.int64)
 
 
 def replicated_copies(loads: Array, num_copies: int, most: int) -> Array:
@@ -103,9 +103,9 @@ def _on_ranks(loads: Array, experts: Array, num_slots: int, num_ranks: int) -> A
     copies = replicated_copies(loads, num_slots, num_ranks)
     which = np.repeat(np.arange(len(loads)), copies)
     rank_of = balanced_packs(loads[which] / copies[which], num_ranks)
-    found = experts[which[np.argsort(rank_of, kind="stable")]].reshape(num_ranks, -1)
-    if _separate(found):
-        return found
+    slots = experts[which[np.argsort(rank_of, kind="stable")]].reshape(num_ranks, -1)
+    if _separate(slots):
+        return slots
     return experts[which].reshape(-1, num_ranks).T  # dealt out in turn: no expert has more copies than there are ranks
 
 

@@ -135,9 +135,9 @@ class ExpertLoads:
             raise UsageError("expected loads to add, got none")
         first, stride = parts[0], max(part.stride for part in parts)
         for other in parts[1:]:
-            mine, theirs = ((part.num_experts, part.top_k) for part in (first, other))
-            if mine != theirs:
-                raise UsageError(f"loads of one model: expected (experts, choices of a token) {mine}, got {theirs}")
+            own, theirs = ((part.num_experts, part.top_k) for part in (first, other))
+            if own != theirs:
+                raise UsageError(f"loads of one model: expected (experts, choices of a token) {own}, got {theirs}")
         thinned = [part.with_stride(stride) for part in parts]
         steps = min(part.num_steps for part in thinned)
         sums: dict[str, Array] = {}

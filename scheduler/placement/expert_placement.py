@@ -97,13 +97,13 @@ class ExpertPlacement:
         """The slots of each expert, home first, padded with −1, [experts, most copies]."""
         import numpy as np
 
-        found = np.full((self.num_experts, int(self.logcnt.max())), -1)
+        slots_of = np.full((self.num_experts, int(self.logcnt.max())), -1)
         held = np.flatnonzero(self.phy2log >= 0)
         held = held[np.argsort(self.phy2log[held], kind="stable")]
         experts = self.phy2log[held]
         first = np.concatenate([[0], np.cumsum(self.logcnt)[:-1]])
-        found[experts, np.arange(len(held)) - first[experts]] = held
-        return found
+        slots_of[experts, np.arange(len(held)) - first[experts]] = held
+        return slots_of
 
     @cached_property
     def copies(self) -> Array:
@@ -151,10 +151,10 @@ class ExpertPlacement:
                 f"before, got {self.num_experts} on {list(self.slots.shape)}"
             )
         slots = np.full_like(self.slots, -1)
-        for rank, (mine, theirs) in enumerate(zip(self.slots, other.slots, strict=True)):
-            stays = (theirs >= 0) & np.isin(theirs, mine)
+        for rank, (own, theirs) in enumerate(zip(self.slots, other.slots, strict=True)):
+            stays = (theirs >= 0) & np.isin(theirs, own)
             slots[rank, stays] = theirs[stays]
-            comes = mine[(mine >= 0) & ~np.isin(mine, theirs)]
+            comes = own[(own >= 0) & ~np.isin(own, theirs)]
             slots[rank, np.flatnonzero(~stays)[: len(comes)]] = comes
         return ExpertPlacement(slots, self.num_experts, other.homes)
 

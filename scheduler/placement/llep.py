@@ -71,19 +71,19 @@ def llep_spilled(counts: Array, placement: ExpertPlacement, rule: LlepRule | Non
         return ()
     mean = total // placement.num_ranks
     limit = int(rule.capacity * mean) if mean else total
-    found: dict[tuple[int, int], int] = {}
+    by_target: dict[tuple[int, int], int] = {}
     for expert in np.argsort(-rows, kind="stable").tolist():
-        home, left = int(homes[expert]), int(rows[expert])
-        others = int(busy[home]) - left
-        left -= min(left, max(limit - others, 0))
-        busy[home] = others + int(rows[expert]) - left
-        while left and placement.num_ranks > 1:
-            target, taken = _taker(busy, home, left, limit, rule.least_rows)
+        home, rest = int(homes[expert]), int(rows[expert])
+        others = int(busy[home]) - rest
+        rest -= min(rest, max(limit - others, 0))
+        busy[home] = others + int(rows[expert]) - rest
+        while rest and placement.num_ranks > 1:
+            target, taken = _taker(busy, home, rest, limit, rule.least_rows)
             busy[target] += taken
-            left -= taken
-            found[expert, target] = found.get((expert, target), 0) + taken
+            rest -= taken
+            by_target[expert, target] = by_target.get((expert, target), 0) + taken
     return tuple(
-        (expert, int(homes[expert]), target, moved / int(rows[expert])) for (expert, target), moved in found.items()
+        (expert, int(homes[expert]), target, moved / int(rows[expert])) for (expert, target), moved in by_target.items()
     )
 
 
@@ -93,7 +93,7 @@ def _taker(busy: Array, home: int, left: int, limit: int, least_rows: int) -> tu
 
     order = [rank for rank in np.argsort(busy, kind="stable").tolist() if rank != home]
     for rank in order:
-        taken = min(left, limit - int(busy[rank]))
-        if taken > 0 and (taken >= least_rows or taken == left):
-            return rank, taken
+        moved = min(left, limit - int(busy[rank]))
+        if moved > 0 and (moved >= least_rows or moved == left):
+            return rank, moved
     return order[0], left

@@ -127,7 +127,7 @@ def _decided(
 ) -> tuple[ExpertPlacement, Spilled]:
     if way == "eplb":
         nodes, groups = prices.times.num_nodes, room.num_groups
-        found = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=nodes, num_groups=groups)
-        return found.owned_as(before), ()
+        eplb = eplb_placement(load.counts, before.slots.size, before.num_ranks, num_nodes=nodes, num_groups=groups)
+        return eplb.owned_as(before), ()
     decision = place_layer(load, prices, before, horizon, room)
     return decision.placement, decision.spilled

@@ -242,13 +242,13 @@ class _Exchanges:
         busy = int(self.ranks.rows.argmax())
         light = np.argsort(self.ranks.rows, kind="stable")[:_LIGHT]
         light = light[light != busy]
-        mine, theirs = self.slots[busy][:, None, None], self.slots[light][None]
-        us = self._step_us(busy, light, mine, theirs)
-        us += self.move_us[mine, light[None, :, None]] - self.move_us[mine, busy]
+        own, theirs = self.slots[busy][:, None, None], self.slots[light][None]
+        us = self._step_us(busy, light, own, theirs)
+        us += self.move_us[own, light[None, :, None]] - self.move_us[own, busy]
         us += self.move_us[theirs, busy] - self.move_us[theirs, light[None, :, None]]
         us[
             np.broadcast_to(
-                (mine < 0) | self.holds[mine, light[None, :, None]] | self.holds[theirs, busy],
+                (own < 0) | self.holds[own, light[None, :, None]] | self.holds[theirs, busy],
                 us.shape,
             )
         ] = np.inf
@@ -325,8 +325,8 @@ def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Arr
     slots = np.empty_like(placement.slots)
     for node, place in _matched(of_nodes):
         first, at = node * per_node, place * per_node
-        for mine, there in _matched(common[first : first + per_node, at : at + per_node]):
-            slots[at + there] = placement.slots[first + mine]
+        for begin, there in _matched(common[first : first + per_node, at : at + per_node]):
+            slots[at + there] = placement.slots[first + begin]
     return ExpertPlacement(slots, placement.num_experts, before.homes)
 
 

@@ -105,8 +105,8 @@ class PlacementDecision:
 
     def reason(self) -> str:
         """Say what was decided, why, and what is expected of it."""
-        kept, chosen = self.kept.step, self.chosen.step
-        before = f"the busiest rank has {kept.busiest:.2f} times the mean, a step takes {_ms(kept.total_us)}"
+        keep, chosen = self.kept.step, self.chosen.step
+        before = f"the busiest rank has {keep.busiest:.2f} times the mean, a step takes {_ms(keep.total_us)}"
         if self.chosen.kind == "keep":
             best = min(self.candidates, key=_total_us)
             if best.kind == "keep":
@@ -115,8 +115,8 @@ class PlacementDecision:
             saved = f"{best.kind} ({best.form}) would save {gain:.1%} over {self.horizon} steps"
             return f"keep: {before}; {saved}, less than the curves and a forecast allow to promise"
         parts = {
-            "computation": kept.compute_us - chosen.compute_us,
-            "exchanges": kept.exchange_us - chosen.exchange_us,
+            "computation": keep.compute_us - chosen.compute_us,
+            "exchanges": keep.exchange_us - chosen.exchange_us,
         }
         costs = {
             "replicas' gradients": chosen.gradient_us,
@@ -130,7 +130,7 @@ class PlacementDecision:
         words += f", costs {spends}" if spends else ""
         words += f", hides {_ms(hidden_us)} of weights that go along behind computation" if hidden_us > 0 else ""
         if self.moves:
-            pays = self.chosen.migration_us / max(kept.total_us - chosen.total_us, 1e-9)
+            pays = self.chosen.migration_us / max(keep.total_us - chosen.total_us, 1e-9)
             words += (
                 f"; {counted(len(self.moves), 'copy moves', 'copies move')}, {self.moved_bytes / 1e9:.3g} GB, "
                 f"once {_ms(self.chosen.migration_us)}, paid back after {max(1, round(pays))} of "

@@ -36,10 +36,10 @@ def rows_on_the_way(
         parts.setdefault((expert, source), []).append((target, float(counts[expert]) * part))
     for (expert, source), helpers in parts.items():
         _take(inside, across, float(counts[expert]) / int(placement.logcnt[expert]), source, helpers, nodes, each)
-    whole = (each - 1) * inside_weight + (num_ranks - each)
+    weights = (each - 1) * inside_weight + (num_ranks - each)
     most = max(near * inside_weight + far for near, far in zip(inside, across, strict=True))
-    found = float(most) * num_ranks / max(whole, 1e-9)
-    return max(found, min(1.0, float(rows.max())))  # the call is made whatever it sends
+    rows_of_busiest = float(most) * num_ranks / max(weights, 1e-9)
+    return max(rows_of_busiest, min(1.0, float(rows.max())))  # the call is made whatever it sends
 
 
 def _take(
@@ -53,19 +53,19 @@ def _take(
 ) -> None:
     """Move rows of a copy on ``source``, of which every rank has as many, to its ``helpers``, in place."""
     of_rank, home = rows / len(node_of), node_of[source]
-    left: dict[int, float] = {}
+    rest: dict[int, float] = {}
     wanted: dict[int, float] = {}
     for target, moved in helpers:
         node, own = node_of[target], min(moved, of_rank)
-        left[node] = left.get(node, of_rank * each) - own
+        rest[node] = rest.get(node, of_rank * each) - own
         wanted[node] = wanted.get(node, 0.0) + moved - own
-    near = {node: min(wanted[node], max(left[node], 0.0)) for node in wanted}
+    near = {node: min(wanted[node], max(rest[node], 0.0)) for node in wanted}
     for target, moved in helpers:
         node, own = node_of[target], min(moved, of_rank)
         part = near[node] / wanted[node] if wanted[node] else 0.0
         inside[target] += (moved - own) * part
         across[target] += (moved - own) * (1 - part)
-    # What is left at home: less of its node by what helpers there took, less of others by what helpers took elsewhere.
+    # What is rest at home: less of its node by what helpers there took, less of others by what helpers took elsewhere.
     at_home = near.get(home, 0.0) + sum(min(moved, of_rank) for target, moved in helpers if node_of[target] == home)
     inside[source] -= min(at_home, of_rank * (each - 1))
     elsewhere = sum(moved for _, moved in helpers) - at_home

@@ -173,11 +173,11 @@ def _priced(
     """Find what spills where that surely saves something, and the prices of a step without and with
     it."""
     placer = Placer(prices, load, placement, horizon=1)
-    kept, best = placer.step(placement), placer.spilled(placement)
+    plain, best = placer.step(placement), placer.spilled(placement)
     step = placer.step(placement, best)
-    doubt_us = max(step.doubt_us(kept, prices.times.profile.error), LEAST_GAIN * kept.total_us)
-    is_sure = kept.total_us - step.total_us > doubt_us
-    return best if is_sure else (), (kept.total_us, step.total_us)
+    doubt_us = max(step.doubt_us(plain, prices.times.profile.error), LEAST_GAIN * plain.total_us)
+    is_sure = plain.total_us - step.total_us > doubt_us
+    return best if is_sure else (), (plain.total_us, step.total_us)
 
 
 def spilled_cells(counts: Array, parts: Sequence[tuple[int, int, int]], node_of: Sequence[int]) -> Array:
@@ -195,17 +195,17 @@ def spilled_cells(counts: Array, parts: Sequence[tuple[int, int, int]], node_of:
 
     nodes = np.asarray(node_of)
     ranks = np.arange(len(nodes))
-    found = np.zeros((len(parts), *counts.shape[:-1]), dtype=np.int64)
-    left = {place: counts[..., place].copy() for place, _, _ in parts}
+    cells = np.zeros((len(parts), *counts.shape[:-1]), dtype=np.int64)
+    rest = {place: counts[..., place].copy() for place, _, _ in parts}
     for nearness in range(3):
         for at, (place, target, rows) in enumerate(parts):
             is_source = (ranks == target, nodes == nodes[target], ranks >= 0)[nearness]
-            there = left[place] * is_source[:, None, None]
+            there = rest[place] * is_source[:, None, None]
             total = int(there.sum())
-            wanted = min(rows - int(found[at].sum()), total)
+            wanted = min(rows - int(cells[at].sum()), total)
             if wanted:
                 ends = np.cumsum(there.reshape(-1)) * wanted // total
-                taken = np.diff(ends, prepend=0).reshape(there.shape)
-                found[at] += taken
-                left[place] -= taken
-    return found
+                moved = np.diff(ends, prepend=0).reshape(there.shape)
+                cells[at] += moved
+                rest[place] -= moved
+    return cells

@@ -77,15 +77,15 @@ def _limited(counts: Array, tokens: int) -> Array:
     """Array of which no expert has more than one choice of each token; what is too much goes to the others."""
     import numpy as np
 
-    found: Array = counts.clip(max=tokens)
+    limited: Array = counts.clip(max=tokens)
     for step, layer in np.argwhere((counts > tokens).any(-1)):
-        row = found[step, layer]
+        row = limited[step, layer]
         over = int(counts[step, layer].sum() - row.sum())
         while over:  # as evenly as it goes among those that have room
             room = np.flatnonzero(row < tokens)
             each = max(1, over // len(room))
             for expert in room[:over]:
-                taken = min(each, over, tokens - int(row[expert]))
-                row[expert] += taken
-                over -= taken
-    return found
+                moved = min(each, over, tokens - int(row[expert]))
+                row[expert] += moved
+                over -= moved
+    return limited
