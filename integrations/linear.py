@@ -61,7 +61,10 @@ def _by_token(
 
 class _Linear(nn.Module):
     """A weight [out_features, in_features], of which this rank has slice ``tp.rank`` along ``dim``;
-    None: all of it."""
+    None: all of it. The arguments are those of :class:`ColumnParallelLinear`."""
+
+    dim: int | None
+    """The dimension along which the weight is split; None: every rank has all of it."""
 
     def __init__(
         self,
@@ -69,17 +72,18 @@ class _Linear(nn.Module):
         out_features: int,
         *,
         tp: GroupCommunicator,
-        dim: int | None,
-        bias: bool,
-        generator: torch.Generator | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        wire: WireChoice = "native",
-        gradient_wire: WireChoice = "native",
+        sequence_parallel: bool = True,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        wire: WireChoice = None,
+        gradient_wire: WireChoice = None,
     ) -> None:
         super().__init__()
+        dim, self.sequence_parallel = self.dim, sequence_parallel
         self.tp = tp if dim is None else wired(tp, wire, gradient_wire)
-        self.in_features, self.out_features, self.dim = in_features, out_features, dim
+        self.in_features, self.out_features = in_features, out_features
         if dim is not None and (out_features, in_features)[dim] % tp.size:
             name, features = (("out_features", out_features), ("in_features", in_features))[dim]
             sizes = " and ".join(map(str, nearest(tp.size, divisors(features))))
@@ -104,6 +108,9 @@ class _Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_biases, dtype=dtype, device=device)) if bias else None
         if dim is not None:
             mark_split(self, "weight", *(["bias"] if bias and dim == 0 else []))
+        if bias and dim == 1:
+            # Whole on every rank; with sequence parallelism each rank's gradient is that of its rows.
+            mark_replicated(self, "bias", over=("tp",) if sequence_parallel else ())
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as
@@ -185,6 +192,8 @@ class ColumnParallelLinear(_Linear):
         UsageError: ``tp.size`` does not divide ``out_features``; no such format.
     """
 
+    dim = 0
+
     def __init__(
         self,
         in_features: int,
@@ -204,7 +213,7 @@ class ColumnParallelLinear(_Linear):
             in_features,
             out_features,
             tp=tp,
-            dim=0,
+            sequence_parallel=sequence_parallel,
             bias=bias,
             generator=generator,
             dtype=dtype,
@@ -212,7 +221,7 @@ class ColumnParallelLinear(_Linear):
             wire=wire,
             gradient_wire=gradient_wire,
         )
-        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
+        self.gather_output = gather_output
 
     def forward(self, x: torch.Tensor, total_rows: int | None = None) -> torch.Tensor:
         """Return [S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where
@@ -239,35 +248,7 @@ class RowParallelLinear(_Linear):
         UsageError: ``tp.size`` does not divide ``in_features``; no such format.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp: GroupCommunicator,
-        sequence_parallel: bool = True,
-        bias: bool = False,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        wire: WireChoice = None,
-        gradient_wire: WireChoice = None,
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            tp=tp,
-            dim=1,
-            bias=bias,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-            wire=wire,
-            gradient_wire=gradient_wire,
-        )
-        self.sequence_parallel = sequence_parallel
-        if bias:  # whole on every rank; with sequence parallelism each rank's gradient is that of its rows
-            mark_replicated(self, "bias", over=("tp",) if sequence_parallel else ())
+    dim = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [S/tp, B, out_features] for ``x`` [S, B, in_features / tp.size]; without sequence
@@ -288,6 +269,8 @@ class ReplicatedLinear(_Linear):
     group.
     """
 
+    dim = None
+
     def __init__(
         self,
         in_features: int,
@@ -299,9 +282,7 @@ class ReplicatedLinear(_Linear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(
-            in_features, out_features, tp=tp, dim=None, bias=bias, generator=generator, dtype=dtype, device=device
-        )
+        super().__init__(in_features, out_features, tp=tp, bias=bias, generator=generator, dtype=dtype, device=device)
         mark_replicated(self, "weight", *(["bias"] if bias else []))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

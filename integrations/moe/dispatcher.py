@@ -188,10 +188,9 @@ class TokenDispatcher:
         """
         try:
             if needs_gradient is None:
-                tensors = [like, weights, *(experts.parameters() if isinstance(experts, torch.nn.Module) else ())]
-                needs_gradient = torch.is_grad_enabled() and any(
-                    isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-                )
+                trained = experts.parameters() if isinstance(experts, torch.nn.Module) else ()
+                tensors = [tensor for tensor in (like, weights, *trained) if isinstance(tensor, torch.Tensor)]
+                needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             offer = self._offer(indices, capacity, like, weights, experts, needs_gradient)
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)

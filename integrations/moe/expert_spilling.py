@@ -92,12 +92,8 @@ class ExpertSpiller:
         self._grid, self._slots = grid, slots
         self._profile = None if spilling.rule == "llep" else spilling.profile or grid.ep.profile
         if spilling.rule == "priced" and grid.ep.size > 1:
-            require_prices(
-                self._profile,
-                grid.ep.shape,
-                "spilling='priced'",
-                "take spilling='llep', which knows no prices",
-            )
+            instead = "take spilling='llep', which knows no prices"
+            require_prices(self._profile, grid.ep.shape, "spilling='priced'", instead)
         self._measured = Measurements(grid)
         self._prices: PlacementPrices | None = None
         self._work: ExpertWork | None = spilling.work
@@ -140,10 +136,8 @@ class ExpertSpiller:
             top_k, tokens = layout.indices.shape[1], sum(layout.tokens)
             work = self._work or work_of_experts(experts, self._measured, top_k, tokens)
             self._prices = PlacementPrices(profile, work, nodes)
-        message, began = (
-            torch.zeros(1 + self._grid.num_reached, dtype=torch.int64),
-            time.perf_counter(),
-        )
+        message = torch.zeros(1 + self._grid.num_reached, dtype=torch.int64)
+        began = time.perf_counter()
         try:
             decision = self._decide(layout)
             spilled = self._spilled(layout, decision.parts) if decision.parts else layout
@@ -247,14 +241,8 @@ class ExpertSpiller:
         digest = zlib.crc32(repr((self._profile.fingerprint, grid.ep.shape)).encode())
         if len(set(grid.all.all_gather(torch.tensor([digest])).tolist())) == 1:
             return self._profile, grid.ep.shape
-        curves = _Curves(self._profile.to_json(), grid.ep.shape)
-        curves = from_first(
-            curves,
-            _Curves,
-            Peers.of(grid.all.group),
-            None,
-            "to agree on the prices by which experts spill",
-        )
+        own, peers = _Curves(self._profile.to_json(), grid.ep.shape), Peers.of(grid.all.group)
+        curves = from_first(own, _Curves, peers, None, "to agree on the prices by which experts spill")
         return parse_profile(curves.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), curves.nodes
 
 
