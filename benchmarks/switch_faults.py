@@ -51,6 +51,7 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.running import Calls
 from commlayer.emulation import EmulatedCluster
+from commlayer.measure.host_group import HostGroup
 from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY
 from commlayer.scheduler.experience.link_rates import LinkRates, LinkTimes, card_gbps
 
@@ -320,7 +321,7 @@ def _watch_edge(struck: Struck) -> None:
         return swapped
 
     replace(Appointments, "next_call", coming)
-    replace(link_times, "swap", swapping)
+    replace(HostGroup, "swap", swapping)
 
 
 def _change_links(struck: Struck) -> None:

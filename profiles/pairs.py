@@ -6,21 +6,22 @@ from collections.abc import Mapping
 
 from commlayer.profiles.links import SlowLink
 
-__all__ = ["Pair", "pair_rounds", "slow_links"]
+__all__ = ["MOST_PAIR_ROUNDS", "Pair", "pair_rounds", "slow_links"]
 
 Pair = tuple[int, int]
-
+MOST_PAIR_ROUNDS = 15
+"""Rounds of pairs that are measured at most: of more than 16 nodes each meets so many others, a
+sample that names a slow card, which all of its pairs show, and perhaps not a slow pair."""
 _SLOW_CARD = 0.8
 """A card of more than this part of the usual rate counts as one like the others: what is measured once is not known better."""
 _SLOW_PAIR = 0.6
 """The same of the way between two nodes, of what the slower one of their cards does with others."""
 
 
-def pair_rounds(num_nodes: int, most: int = 15) -> list[list[Pair]]:
+def pair_rounds(num_nodes: int, most: int = MOST_PAIR_ROUNDS) -> list[list[Pair]]:
     """Rounds in which every node exchanges with one other, or with none, until all pairs have; at most ``most`` of them.
 
-    A round-robin tournament: one node stays, the others turn. Of more than 16 nodes each meets 15 others, a sample that names a
-    slow card, which all of its pairs show, and perhaps not a slow pair.
+    A round-robin tournament: one node stays, the others turn.
     """
     places: list[int | None] = list(range(num_nodes))
     if num_nodes % 2:

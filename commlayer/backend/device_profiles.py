@@ -85,7 +85,7 @@ class DeviceSurvey:
 
     def _measured(self, device: torch.device, gloo: Any, store: Store) -> Profile | None:
         from commlayer.measure.calibrate import calibrated  # numpy and scipy: not for those who plan nothing
-        from commlayer.measure.device_prober import device_links
+        from commlayer.measure.device_harness import device_links
 
         members, places = tuple(self.global_ranks), self.job.nodes_of(self.global_ranks)
         node_of = {member: index for index, node in enumerate(places) for member in node}

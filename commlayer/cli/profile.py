@@ -26,7 +26,7 @@ from commlayer.profiles.files import write_file
 from commlayer.profiles.sampling import doubts
 
 if TYPE_CHECKING:
-    from commlayer.measure.device_prober import DeviceLinks
+    from commlayer.measure.device_harness import DeviceLinks
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.nccl_table import NcclRow
     from commlayer.profiles.profile import Profile
@@ -164,7 +164,7 @@ def _links(device: str | None) -> DeviceLinks | None:
         return None
     import torch
 
-    from commlayer.measure.device_prober import device_links
+    from commlayer.measure.device_harness import device_links
 
     return device_links(torch.device("cuda", torch.cuda.current_device()))
 

@@ -24,8 +24,9 @@ from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.calls.group_life import stage
 from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.device_prober import DeviceLinks, DeviceProber
+from commlayer.measure.device_harness import DeviceLinks
 from commlayer.measure.machines import Machine, describe_machine
+from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import (
     HOSTS,
     UNFINISHED,
@@ -265,7 +266,7 @@ def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: f
     """Say how far a profile is off; empty where it holds. Collective."""
     if links is None:
         return why_stale(profile, ranks)
-    with DeviceProber(topology, timeout_s, ranks, links) as prober:
+    with Prober(topology, timeout_s, ranks, links=links) as prober:
         return why_stale(profile, prober)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
-from commlayer.calls.movement import Movement
-from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import Runner
-from commlayer.failures.waits import bounded_reduce_scatter, wait
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.group_strategies import build
@@ -34,9 +29,17 @@ __all__ = [
     "OwnCall",
     "StepCall",
     "TimedCall",
+    "TimedGroup",
 ]
 
-_CPU = torch.device("cpu")
+CALL_OPTIONS: dict[str, Any] = {
+    "all_gather": AllgatherOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+    "all_to_all_v": dist.AllToAllOptions,
+    "all_reduce": dist.AllreduceOptions,
+    "broadcast": dist.BroadcastOptions,
+}
+"""The options of a backend's own calls, by collective."""
 
 
 class TimedCall(Protocol):
@@ -105,16 +108,42 @@ def _pattern(size: int, row: int) -> torch.Tensor:
     return tile.repeat(-(-size // tile.numel()))[:size]
 
 
-class GroupCall(ABC):
-    """A collective of a group on FP32, on ``device``; ``source`` is ``target`` where it works in place. ``rank``: its own."""
+class TimedGroup(Protocol):
+    """A group whose calls are timed, of CPU ranks or on a device. ``device``: where their tensors are."""
 
-    def __init__(self, rank: int, plan: Plan, device: torch.device = _CPU) -> None:
-        self.rank, self.plan, self.collective = rank, plan, plan.traffic.collective
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def prepare(self, plan: Plan) -> None:
+        """Do what the first call of ``plan`` would otherwise do while it is timed."""
+
+    def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run ``plan`` once."""
+
+    def run_own(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run a collective once, by a call of the backend's own."""
+
+    def send(self, message: torch.Tensor) -> None:
+        """Send ``message`` from the first of two ranks to the second."""
+
+
+class GroupCall(ABC):
+    """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
+
+    def __init__(self, group: TimedGroup, plan: Plan) -> None:
+        self.group, self.plan, self.collective = group, plan, plan.traffic.collective
         self.count = plan.traffic.block_bytes // torch.float32.itemsize
-        whole = torch.zeros(self.count * plan.traffic.group_size, device=device)
-        block = torch.zeros(self.count, device=device)
-        self.source = block if self.collective == "all_gather" else whole
-        self.target = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(whole)}.get(self.collective, whole)
+        tensor = torch.zeros(self.count * plan.traffic.group_size, device=group.device)
+        block = torch.zeros(self.count, device=group.device)
+        self.source = block if self.collective == "all_gather" else tensor
+        others = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(tensor)}
+        self.target = others.get(self.collective, tensor)
 
     @abstractmethod
     def run(self) -> None:
@@ -125,8 +154,8 @@ class GroupCall(ABC):
         self.run()
 
     def num_wrong(self) -> int:
-        """Wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
-        rank, n = self.rank, self.plan.traffic.group_size
+        """Count wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
+        rank, n = self.group.rank, self.plan.traffic.group_size
         ramp, total = torch.arange(0.0, n).repeat_interleave(self.count), n * (n - 1) / 2
         block = torch.ones(self.count)
         self.target.fill_(-1.0)
@@ -145,62 +174,47 @@ class GroupCall(ABC):
 class StepCall(GroupCall):
     """A plan of a group, or one step of it."""
 
-    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
-        super().__init__(planned.rank, plan)
-        self.planned, self.timeout_s = planned, timeout_s or planned.timeout_s
-        planned.prepare(plan)
+    def __init__(self, group: TimedGroup, plan: Plan) -> None:
+        super().__init__(group, plan)
+        group.prepare(plan)
 
     def run(self) -> None:
-        self.planned.run(Movement(self.plan, self.source, self.target), timeout_s=self.timeout_s)
+        self.group.run(self.plan, self.source, self.target)
 
     def run_whole(self) -> None:
-        self.planned.run(Movement(build(self.plan.traffic, self.plan.strategy), self.source, self.target))
-
-
-CALL_OPTIONS: dict[str, Any] = {
-    "all_gather": AllgatherOptions,
-    "reduce_scatter": dist.ReduceScatterOptions,
-    "all_to_all_v": dist.AllToAllOptions,
-    "all_reduce": dist.AllreduceOptions,
-    "broadcast": dist.BroadcastOptions,
-}
+        self.group.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
 
 
 class OwnCall(GroupCall):
-    """A collective as a call of Gloo's own."""
-
-    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
-        super().__init__(planned.rank, plan)
-        self.planned, self.timeout_s = planned, timeout_s or planned.timeout_s
-        self._own, self._num_calls = planned.connect_own_calls(), 0
+    """A collective as a call of the backend's own."""
 
     def run(self) -> None:
-        began, planned = time.monotonic(), self.planned
-        self._num_calls += 1
-        try:
-            wait(self._work(), planned.board)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - began
-            raise planned.explain(error, self.collective, self._num_calls, waited_s, self.timeout_s) from error
+        self.group.run_own(self.collective, self.source, self.target)
 
-    def _work(self) -> Any:
-        options = CALL_OPTIONS[self.collective]()
-        options.timeout = timedelta(seconds=self.timeout_s)
-        if self.collective == "all_gather":
-            return self._own._allgather_base(self.target, self.source, options)
-        if self.collective == "reduce_scatter":
-            return bounded_reduce_scatter(self._own, self.target, self.source, options)
-        if self.collective == "all_to_all_v":
-            return self._own.alltoall_base(self.target, self.source, [], [], options)
-        verb = self._own.allreduce if self.collective == "all_reduce" else self._own.broadcast
-        return verb([self.target], options)
+
+class MessageCall:
+    """A message from the first rank of two to the second."""
+
+    def __init__(self, group: TimedGroup, size: int) -> None:
+        if group.size != 2:
+            raise UsageError(f"send_recv is measured on groups of two ranks, got one of {group.size}")
+        self._group = group
+        self.message = torch.zeros(size, dtype=torch.uint8, device=group.device)
+
+    def run(self) -> None:
+        self._group.send(self.message)
+
+    def num_wrong(self) -> int:
+        self.message.fill_(7 if self._group.rank == 0 else 0)
+        self.run()
+        return int((self.message != 7).sum())
 
 
 class CodedCall:
     """Encoding, or decoding, of ``size`` bytes: FP32 into BF16, and back into the sum that gradients need; BF16 into FP8, with a
     scale for each row, and back."""
 
-    def __init__(self, op: Op, wire: Wire, size: int, device: torch.device = _CPU) -> None:
+    def __init__(self, op: Op, wire: Wire, size: int, device: torch.device) -> None:
         dtype = torch.bfloat16 if wire.format.is_scaled else torch.float32
         self.codec, width = Codec(wire, dtype), wire.row_elements
         rows = max(1, size // (width * dtype.itemsize))
@@ -225,29 +239,3 @@ class CodedCall:
         wrong = int(((self.decoded.float() - self.rows.float()).abs() > allowed).sum())
         self.decoded.zero_()
         return wrong
-
-
-class MessageCall:
-    """A message from the first rank of two to the second."""
-
-    def __init__(self, planned: PlannedGroup, size: int) -> None:
-        if len(planned.global_ranks) != 2:
-            raise UsageError(f"send_recv is measured on groups of two ranks, got {list(planned.global_ranks)}")
-        self._planned, self._own, self._num_calls = planned, planned.connect_own_calls(), 0
-        self.message = torch.zeros(size, dtype=torch.uint8)
-        self._timeout = timedelta(seconds=planned.timeout_s)
-
-    def run(self) -> None:
-        began, planned, own = time.monotonic(), self._planned, self._own
-        self._num_calls += 1
-        try:
-            work = own.send([self.message], 1, 0) if planned.rank == 0 else own.recv([self.message], 0, 0)
-            planned.wait_for_message(work, self._timeout)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - began
-            raise planned.explain(error, "send_recv", self._num_calls, waited_s, planned.timeout_s) from error
-
-    def num_wrong(self) -> int:
-        self.message.fill_(7 if self._planned.rank == 0 else 0)
-        self.run()
-        return int((self.message != 7).sum())

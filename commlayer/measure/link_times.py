@@ -10,7 +10,7 @@ import torch
 
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
-from commlayer.measure.group_calls import largest, swap
+from commlayer.measure.host_group import HostGroup
 from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.scheduler.experience.link_rates import LinkTimes
 
@@ -27,49 +27,55 @@ _LEAST_PART = 0.01
 """The part of a pair's time that is certain at least, however long a thread of theirs waited for a processor."""
 
 
-def time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
-    """Time, for pairs of the group's nodes, how long they take to send each other ``num_bytes`` at once, µs: equal on all ranks.
+def time_links(
+    planned: PlannedGroup | DevicePlans,
+    num_bytes: int,
+    most_rounds: int = MOST_ROUNDS,
+    repeats: int = REPEATS,
+) -> LinkTimes:
+    """Time how long pairs of the group's nodes take to send each other ``num_bytes`` at once, µs.
 
-    As many members of each node as the emptiest one has send their part of it side by side. Collective over the group, between
-    calls. Raises PeerError and CollectiveTimeoutError as a call does.
+    As many members of each node as the emptiest one has send their part of it side by side. The
+    result is equal on all ranks. Collective over the group, between calls. Raises PeerError and
+    CollectiveTimeoutError as a call does.
     """
-    found = LinkTimes({}, {})
+    links = LinkTimes({}, {})
     with torch._C._InferenceMode(True):
-        _on_host(planned).connect_own_calls()
-        for pairs in pair_rounds(len(planned.nodes), MOST_ROUNDS):
-            both = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
+        host = HostGroup(planned.group if isinstance(planned, DevicePlans) else planned, planned.timeout_s)
+        for pairs in pair_rounds(len(planned.nodes), most_rounds):
+            both = [_swapped(planned, host, pairs, num_bytes) for _ in range(repeats)]
             for index, pair in enumerate(pairs):
-                found.taken_us[pair] = min(times[index] for times, _ in both)
-                found.certain_us[pair] = min(
+                links.taken_us[pair] = min(times[index] for times, _ in both)
+                links.certain_us[pair] = min(
                     max(times[index] - waits[index], times[index] * _LEAST_PART) for times, waits in both
                 )
-    return found
+    return links
 
 
-def _on_host(planned: PlannedGroup | DevicePlans) -> PlannedGroup:
-    """The group in which the ranks meet on the host."""
-    return planned.group if isinstance(planned, DevicePlans) else planned
+def _swapped(
+    planned: PlannedGroup | DevicePlans, host: HostGroup, pairs: list[Pair], num_bytes: int
+) -> tuple[list[float], list[float]]:
+    """Have the pairs of one round swap bytes, and agree on times, µs, of each pair's slowest member.
 
-
-def _swapped(planned: PlannedGroup | DevicePlans, pairs: list[Pair], num_bytes: int) -> tuple[list[float], list[float]]:
-    """Each pair's time in one round, µs, of its slowest member, and how long one of them waited for a processor at most."""
-    places = min(map(len, planned.nodes))
+    ``host``: the group in which the ranks meet on the host. Returns how long each pair took, and how
+    long one of its members waited for a processor at most.
+    """
+    width = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
     place = members.index(planned.rank)
-    mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
-    times, waited, limit_s = [0.0] * len(pairs), [0.0] * len(pairs), planned.timeout_s
-    host, part_bytes = _on_host(planned), max(1, num_bytes // places)
-    largest(host, times, limit_s, _WHAT)  # all start together
-    if mine is not None:
-        peer = planned.nodes[sum(pairs[mine]) - node][place]
+    index = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < width else None
+    times, waited = [0.0] * len(pairs), [0.0] * len(pairs)
+    host.largest(times, _WHAT)  # all start together
+    if index is not None:
+        peer = planned.nodes[sum(pairs[index]) - node][place]
         waited_us = _waited_us()
-        times[mine] = _swap_us(planned, peer, part_bytes)
-        waited[mine] = max(0.0, _waited_us() - waited_us)
-    found = largest(host, [*times, *waited], limit_s, _WHAT)
-    return found[: len(pairs)], found[len(pairs) :]
+        times[index] = _swap_us(planned, host, peer, max(1, num_bytes // width))
+        waited[index] = max(0.0, _waited_us() - waited_us)
+    largest = host.largest([*times, *waited], _WHAT)
+    return largest[: len(pairs)], largest[len(pairs) :]
 
 
-def _swap_us(planned: PlannedGroup | DevicePlans, peer: int, num_bytes: int) -> float:
+def _swap_us(planned: PlannedGroup | DevicePlans, host: HostGroup, peer: int, num_bytes: int) -> float:
     begin = time.perf_counter()
     if isinstance(planned, DevicePlans):
         try:
@@ -78,7 +84,7 @@ def _swap_us(planned: PlannedGroup | DevicePlans, peer: int, num_bytes: int) -> 
             raise planned.explain(error, _WHAT, 0, time.perf_counter() - begin, planned.timeout_s) from error
     data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     begin = time.perf_counter()
-    swap(planned, peer, data, arrived, timeout_s=planned.timeout_s, what=_WHAT, tag=_TAG)
+    host.swap(peer, data, arrived, _TAG, _WHAT)
     return (time.perf_counter() - begin) * 1e6
 
 

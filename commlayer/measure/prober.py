@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
-from commlayer.agree.messages import ControlMessage
-from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import Runner
-from commlayer.engine.tracing import traced
 from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
-from commlayer.measure.group_calls import swap
-from commlayer.profiles.errors import BLAMING, ClusterError
+from commlayer.measure.device_harness import DeviceHarness, DeviceLinks
+from commlayer.measure.harness import MEASURING, Harness, HostHarness
+from commlayer.measure.link_times import time_links
+from commlayer.profiles.errors import BLAMING, ClusterError, InternalError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.pairs import Pair, pair_rounds
+from commlayer.profiles.pairs import MOST_PAIR_ROUNDS, Pair
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.legs import CodedLeg
-from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.probes import MESSAGE, Probe
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.probes import MESSAGE, Probe, probes_of_calls
 from commlayer.scheduler.wire import Wire
-from commlayer.settings import Settings
-from commlayer.transport.connect import connect
 from commlayer.transport.gloo import GlooTransport
 
 __all__ = ["Prober"]
 
-_ALONE_TIMES = 2
-_MEASURING = "the links were being measured"
-
-
-class _PairTime(ControlMessage, frozen=True):
-    """Two nodes of which a rank has timed an exchange, and the time in µs."""
-
-    pair: Pair
-    time_us: float
-
-
-class _PairTimes(ControlMessage, frozen=True):
-    """The exchanges that a rank has timed; none for one that waited."""
-
-    times: tuple[_PairTime, ...]
-
 
 class Prober:
     """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
+
+    ``links``: those of a device, timed by its clock, for which ``ranks`` agree over Gloo; None: those
+    of the ranks' own process group, timed by the host's.
 
     Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
     name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two ranks of
@@ -71,22 +53,29 @@ class Prober:
         timeout_s: float,
         ranks: AllRanks | None = None,
         groups: Mapping[str, Sequence[int]] | None = None,
+        links: DeviceLinks | None = None,
     ) -> None:
         self.ranks = ranks or AllRanks.default()
         name, everyone = self.ranks.name(), self.ranks.named
-        self.rank = everyone[self.ranks.rank]
-        self.device = self.ranks.device_type
-        given = self.ranks.detector or job_detector(everyone)
-        shared = given if given is not None and set(everyone) <= set(given.ranks) else None
-        self._store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
-        self.detector = shared or FailureDetector(self._store, self.rank, everyone, timeout_s)
+        rank = everyone[self.ranks.rank]
+        job = self.ranks.detector or job_detector(everyone)
+        shared = job if job is not None and set(everyone) <= set(job.ranks) else None
+        store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
+        self.detector = shared or FailureDetector(store, rank, everyone, timeout_s)
         self._is_owner = shared is None
-        self.board = FailureBoard(self.detector, f"profiler/{name}", self.rank, everyone)
+        self.board = FailureBoard(self.detector, f"profiler/{name}", rank, everyone)
         self._topology, self._timeout_s = topology, timeout_s
         self._members = _groups(topology, self.ranks.rank) if groups is None else groups
-        self._groups: dict[str, PlannedGroup] = {}
+        common = topology, self.ranks, self._members, store, self.board, timeout_s
+        self.harness: Harness = HostHarness(*common) if links is None else DeviceHarness(*common, links)
 
     def __enter__(self) -> Prober:
+        """Take the device, if any. Where that fails here the other ranks hear of it, as of all that fails later."""
+        try:
+            self.harness.begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -95,31 +84,78 @@ class Prober:
         if error is None:
             self.close()
             return
-        is_known, why = isinstance(error, ClusterError), why_left(error)
+        why = why_left(error)
         try:
-            for planned in self._groups.values():
-                planned.tell(error)
-            self._close_groups()
-            if self._is_on_grid:
-                self.grid_runner.transport.abort(None if is_known else why)  # wakes up the ranks that wait for this one
-            elif not is_known:
-                self.board.leave(why)
+            self.harness.leave(error, why)
         finally:
             self._close_board(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
 
+    def close(self) -> None:
+        """Let go of connections. Collective."""
+        try:
+            self.harness.close()
+        finally:
+            self._close_board("it has measured what it wanted")
+
+    def _close_board(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
+        self.board.close()
+        if self._is_owner:
+            self.detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
+
     @cached_property
     def grid(self) -> Grid:
-        """The grid of replicated tokens. Raises TopologyError for uneven nodes, which have none."""
-        return _world_grid(self._topology, self.ranks.rank, self.ranks.named)
+        """The grid of replicated tokens: one row for each node, so that ep groups cross nodes and tp groups fill them.
+
+        Raises TopologyError for uneven nodes, which have none.
+        """
+        topology = self._topology
+        topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
+        nodes = [tuple(self.ranks.named[member] for member in members) for members in topology.nodes]
+        node, place = topology.node_of(self.ranks.rank), topology.local_rank_of(self.ranks.rank)
+        if topology.num_nodes == 1:
+            return Grid(tuple((member,) for member in nodes[0]), place, 0, Resource.INTRA, topology)
+        return Grid(tuple(nodes), node, place, Resource.INTER, topology)
 
     @cached_property
     def grid_runner(self) -> Runner:
         """Runs plans on the grid. The first access is collective."""
-        return Runner(connect(self.grid, self.device, self.board, self._store, self._timeout_s))
+        return self.harness.connect_grid(self.grid)
 
-    @property
-    def _is_on_grid(self) -> bool:
-        return "grid_runner" in self.__dict__
+    # Calls
+
+    def call(self, probe: Probe, size: int) -> TimedCall:
+        """One size of a probe, ready to run. Collective."""
+        if probe.is_on_grid:
+            return self.on_grid(probe.plan(size))
+        with self.harness.on():
+            if isinstance(probe.leg, CodedLeg):
+                return CodedCall(probe.leg.op, probe.unit.wire, size, self.harness.device)
+            if len(self._members.get(probe.where, ())) < 2:
+                return IdleCall()
+            group = self.harness.group(probe.where)
+            probe = probe.among(group.size)
+            if probe.leg is MESSAGE:
+                return MessageCall(group, size)
+            return (OwnCall if probe.is_own_call else StepCall)(group, probe.plan(size))
+
+    def on_grid(self, plan: Plan) -> GridCall:
+        """A plan on the grid, ready to run."""
+        with self.harness.on():
+            return GridCall(self.grid_runner, plan, self.grid, self.harness.device, self._timeout_s)
+
+    def codes(self, wire: Wire) -> bool:
+        """Whether every rank can encode in this format where its tensors are. Collective."""
+        return self.agree(float(not self.harness.encodes(wire))) == 0.0
+
+    def is_one_call(self, plan: Plan) -> bool:
+        """Whether the transports of all ranks run ``plan`` as one call of the backend's own. Collective."""
+        if isinstance(self.harness, DeviceHarness):
+            return False  # posting a step does not wait for it, so there is nothing to save
+        transport = self.grid_runner.transport
+        is_one = isinstance(transport, GlooTransport) and transport.is_one_call(plan)
+        return self.agree(float(not is_one)) == 0.0
+
+    # Times
 
     def runner(self, probe: Probe, size: int, *, check: bool = False) -> Callable[[], float]:
         """A callable that runs one size of a probe once and returns the agreed time, µs. Collective.
@@ -127,7 +163,9 @@ class Prober:
         ``check``: run it on known values first. Raises ClusterError where they arrive wrong.
         """
         call = self.call(probe, size)
-        if check and (wrong := self.ranks.total(call.num_wrong())):
+        with self.harness.on():
+            wrong = self.ranks.total(call.num_wrong()) if check else 0
+        if wrong:
             collective, link, _ = probe.key
             values = f"on {link} delivered wrong values"
             raise ClusterError(
@@ -137,152 +175,64 @@ class Prober:
             )
         return lambda: self.timed(call.run)
 
-    def call(self, probe: Probe, size: int) -> TimedCall:
-        """One size of a probe, ready to run. Collective."""
-        if probe.is_on_grid:
-            return self.on_grid(probe.plan(size))
-        if isinstance(probe.leg, CodedLeg):
-            return CodedCall(probe.leg.op, probe.unit.wire, size)
-        if len(self._members.get(probe.where, ())) < 2:
-            return IdleCall()
-        planned = self._group(probe.where)
-        probe = probe.among(len(planned.global_ranks))
-        if probe.leg is MESSAGE:
-            return MessageCall(planned, size)
-        return OwnCall(planned, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
-
-    def codes(self, wire: Wire) -> bool:
-        """Whether every rank can encode in this format where its tensors are. Collective."""
-        del wire
-        return True
-
-    def on_grid(self, plan: Plan) -> GridCall:
-        """A plan on the grid, ready to run."""
-        return GridCall(self.grid_runner, plan, self.grid, self.ranks.device, self._timeout_s)
-
-    def _group(self, where: str) -> PlannedGroup:
-        """This rank's group of that name. The first call for a name is collective."""
-        if where not in self._groups:
-            members = list(self._members[where])
-            ranks = tuple(self.ranks.named[member] for member in members)
-            planned = self._groups[where] = PlannedGroup(
-                name=where,
-                rank=members.index(self.ranks.rank),
-                nodes=[[members.index(member) for member in part] for part in self._topology.parts_of(members)],
-                global_ranks=ranks,
-                store=PrefixStore(f"{where}/{ranks[0]}", self._store),
-                planner=None,
-                settings=Settings(plan=Strategy.DIRECT.value),
-                timeout_s=self._timeout_s,
-                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", self.rank, ranks),
-            )
-            planned.connect_messages()  # now, not within the first sample
-            planned.connect_own_calls()
-        return self._groups[where]
-
     def timed(self, task: Callable[[], Any]) -> float:
         """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on all of them."""
-        self.ranks.barrier()
-        return self.agree(self._time_us(task))
+        return self.agree(self.harness.time_us(task))
 
     def times(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """The time that each call takes this rank, µs: one after the other, all ranks starting together. None begins when time
-        is up: ``is_over()`` is asked before each, by all ranks, says the same to all, and so is their barrier.
+        """The time that each call takes this rank, µs: one after the other, all ranks starting together.
 
+        None begins when time is up: ``is_over()`` is asked by all ranks, and says the same to all.
         What ranks do alone takes little time, so that the faster of two counts. Collective.
         """
-        found: list[float] = []
-        for probe, call in calls:
-            with phase(f"{_MEASURING}, {probe.key[0]} on {probe.key[1]}"):
-                if is_over():
-                    break
-                repeats = 1 if probe.leg.is_exchange else _ALONE_TIMES
-                found.append(min(self._time_us(call.run) for _ in range(repeats)))
-        return found
-
-    def _time_us(self, task: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        task()
-        if self.device == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return (time.perf_counter() - begin) * 1e6
+        return self.harness.times_us(calls, is_over)
 
     def agree(self, value: float) -> float:
         """The largest ``value`` over ranks."""
         return self.ranks.maximum(value)
 
-    def ends(self, plan: Plan, rounds: int) -> dict[Resource, float]:
-        """Find when the last step of each resource ended, µs from the call; the median over rounds of the largest over ranks."""
-        call = self.on_grid(plan)
-        seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
-        for _ in range(rounds + 1):
-            self.ranks.barrier()
-            timeline = traced(plan, call.start())
-            for resource, values in seen.items():
-                spans = zip(plan.steps, timeline.spans, strict=True)
-                values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
-        return {resource: sorted(values[1:])[rounds // 2] for resource, values in seen.items()}
+    def ends(self, plan: Plan | None, rounds: int, num_products: int = 0) -> dict[Resource, float]:
+        """Find when the last step of each resource ended, µs from the call; the median over rounds of the largest over ranks.
 
-    def pair_times(self, num_bytes: int, repeats: int) -> dict[Pair, float]:
+        ``num_products``: matrix products that run beside, on a device, and whose end is COMPUTE's.
+        ``plan`` None: these alone.
+        """
+        call = None if plan is None else self.on_grid(plan)
+        resources = [] if plan is None else list(dict.fromkeys(step.resource for step in plan.steps))
+        resources += [Resource.COMPUTE] if num_products else []
+        seen: list[list[float]] = []
+        for _ in range(rounds + 1):
+            ends = self.harness.ends_us(call, num_products)
+            seen.append(self.ranks.maxima([ends[resource] for resource in resources]))
+        medians = [sorted(column)[rounds // 2] for column in zip(*seen[1:], strict=True)]
+        return dict(zip(resources, medians, strict=True))
+
+    def pair_times(self, num_bytes: int, repeats: int) -> Mapping[Pair, float]:
         """Time, for each two nodes, how long they take to send each other ``num_bytes`` at once, µs: the least of ``repeats``.
 
         Ranks at the same place of both nodes exchange, as many as the emptiest node has. Collective.
         """
-        planned = self._group("world")
-        planned.connect_own_calls()  # by all ranks, of which some wait in every round
-        places = min(map(len, self._topology.nodes))
-        data = torch.zeros(max(1, num_bytes // places), dtype=torch.uint8)
-        node, place = self._topology.node_of(self.ranks.rank), self._topology.local_rank_of(self.ranks.rank)
-        arrived = torch.empty_like(data)
-        mine: list[_PairTime] = []
-        for pairs in pair_rounds(self._topology.num_nodes):
-            pair = next((pair for pair in pairs if node in pair), None) if place < places else None
-            times = []
-            for _ in range(repeats):
-                with phase(f"{_MEASURING}, node {node} with others one by one"):
-                    self.ranks.barrier()
-                    begin = time.perf_counter()
-                    if pair is not None:
-                        peer = self._topology.nodes[sum(pair) - node][place]
-                        swap(
-                            planned, peer, data, arrived, timeout_s=self._timeout_s, what="send_recv between two nodes"
-                        )
-                times.append((time.perf_counter() - begin) * 1e6)
-            if pair is not None:
-                mine.append(_PairTime(pair, min(times)))
-        found: dict[Pair, float] = {}
-        for told in self.ranks.gather(_PairTimes(tuple(mine)), _PairTimes):
-            for each in told.times:
-                found[each.pair] = max(each.time_us, found.get(each.pair, 0.0))
-        return found
+        if not isinstance(self.harness, HostHarness):
+            raise InternalError("pairs of nodes are timed between CPU ranks, not on a device")
+        node = self._topology.node_of(self.ranks.rank)
+        with phase(f"{MEASURING}, node {node} with others one by one"):
+            world = self.harness.planned("world")
+            return time_links(world, num_bytes, MOST_PAIR_ROUNDS, repeats).taken_us
 
-    def is_one_call(self, plan: Plan) -> bool:
-        """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""
-        transport = self.grid_runner.transport
-        is_one = isinstance(transport, GlooTransport) and transport.is_one_call(plan)
-        return self.agree(float(not is_one)) == 0.0
+    def time_all_reduce(self, num_bytes: int) -> float:
+        """The time of one all_reduce of the backend's own on all ranks, µs: the largest over ranks. Collective."""
+        nodes = tuple(map(len, self._topology.nodes))
+        probe = next(each for each in probes_of_calls("world", nodes) if each.key[0] == "all_reduce")
+        return self.runner(probe, num_bytes)()
 
-    def close(self) -> None:
-        """Let go of connections. Collective."""
-        try:
-            self._close_groups()
-            if self._is_on_grid:
-                self.grid_runner.transport.close()
-        finally:
-            self._close_board("it has measured what it wanted")
-
-    def _close_groups(self) -> None:
-        for planned in self._groups.values():
-            planned.close()
-        self._groups = {}
-
-    def _close_board(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
-        self.board.close()
-        if self._is_owner:
-            self.detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.size
 
 
 def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
+    """This rank's group of each name that is measured on a cluster."""
     place = topology.local_rank_of(rank)
     rail = [members[place] for members in topology.nodes if place < len(members)]
     return {
@@ -291,16 +241,3 @@ def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
         "rail": rail if len(rail) == topology.num_nodes else (),
         "pair": topology.nodes[topology.node_of(rank)][place // 2 * 2 :][:2],
     }
-
-
-def _world_grid(topology: Topology, rank: int, named: Sequence[int]) -> Grid:
-    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them. ``named``: their global ranks.
-
-    Raises TopologyError for uneven nodes.
-    """
-    topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
-    nodes = [tuple(named[member] for member in members) for members in topology.nodes]
-    node, place = topology.node_of(rank), topology.local_rank_of(rank)
-    if topology.num_nodes == 1:
-        return Grid(tuple((member,) for member in nodes[0]), place, 0, Resource.INTRA, topology)
-    return Grid(tuple(nodes), node, place, Resource.INTER, topology)

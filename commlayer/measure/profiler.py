@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -22,21 +22,21 @@ import torch.distributed as dist
 from commlayer.agree.discovery import Identity, discover_topology, node_identity
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.calls import TimedCall
-from commlayer.measure.device_interference import beside_products
-from commlayer.measure.device_prober import DeviceLinks, DeviceProber, device_links
+from commlayer.measure.device_harness import DeviceLinks, device_links
+from commlayer.measure.interference import all_interference
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.pairs import slow_links
-from commlayer.profiles.profile import MEASURED_ON, Interference, Profile, parse_profile
+from commlayer.profiles.profile import MEASURED_ON, Profile, parse_profile
 from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
-from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
+from commlayer.profiles.sweep import Point, Repeats, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.group_profiles import link_load
 from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Op, Strategy
-from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
+from commlayer.scheduler.probes import Probe, probes, probes_of_calls
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
@@ -53,12 +53,6 @@ __all__ = [
     "run_environment",
 ]
 
-_INTERFERENCE_BYTES = 4 << 20
-_PAIRS = (
-    (Resource.INTER, Resource.INTRA),
-    (Resource.INTER, Resource.DEVICE),
-    (Resource.INTRA, Resource.DEVICE),
-)
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
 _PAIR_LOOKS = 3
@@ -138,7 +132,7 @@ def measure_cluster(
     ranks = ranks or AllRanks.default()
     links = links or _links_of(ranks)
     clock = _ProbeClock(ranks, options.deadline_s)
-    with _prober(topology, options.timeout_s, ranks, links) as prober:
+    with Prober(topology, options.timeout_s, ranks, links=links) as prober:
         sweeps = _possible(prober, _sweeps(options, topology))
         curves = (
             _surveyed(prober, sweeps, options, topology, clock)
@@ -148,7 +142,7 @@ def measure_cluster(
         of_peaks = {each.probe.key for each in sweeps if _shows_peak(each.probe, topology)}
         by_steps = [curve for curve in curves if curve.key in of_peaks] or curves
         slow = _slow_links(prober, clock) if _has_pairs(topology, links) else ()
-        pairs = _all_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
+        pairs = all_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     unfinished = _unfinished(len(sweeps) - len(curves))
     return _agreed(
@@ -193,7 +187,7 @@ def complete_profile(
     what :func:`measure_cluster` raises.
     """
     clock = _ProbeClock(ranks, options.deadline_s)
-    with _prober(topology, options.timeout_s, ranks, links) as prober:
+    with Prober(topology, options.timeout_s, ranks, links=links) as prober:
         sweeps = _possible(prober, _lacking(profile, options, topology))
         curves = (
             _surveyed(prober, sweeps, options, topology, clock)
@@ -263,9 +257,9 @@ def measure_groups(
             raise UsageError(f"collectives: expected some of {', '.join(own)} or {message}, got {collective!r}")
     sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
     sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
-    mine = next(group for group in groups if ranks.rank in group)
+    own_group = next(group for group in groups if ranks.rank in group)
     links = links or _links_of(ranks)
-    with _prober(topology, options.timeout_s, ranks, links, {"groups": mine}) as prober:
+    with Prober(topology, options.timeout_s, ranks, {"groups": own_group}, links) as prober:
         curves = _curves(prober, sweeps, options)
     return _agreed(
         ranks,
@@ -289,18 +283,6 @@ def num_points(options: SweepOptions, topology: Topology) -> int:
 
 def _links_of(ranks: AllRanks) -> DeviceLinks | None:
     return device_links(ranks.device) if ranks.device_type == "cuda" else None
-
-
-def _prober(
-    topology: Topology,
-    timeout_s: float,
-    ranks: AllRanks,
-    links: DeviceLinks | None,
-    groups: Mapping[str, Sequence[int]] | None = None,
-) -> Prober:
-    if links is None:
-        return Prober(topology, timeout_s, ranks, groups)
-    return DeviceProber(topology, timeout_s, ranks, links, groups)
 
 
 def _where(links: DeviceLinks | None) -> dict[str, str]:
@@ -479,33 +461,6 @@ def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
         if not slow:
             break
     return slow
-
-
-def _all_interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
-    """Pairs of resources; on a device also exchanges beside matrix products, which take the cores that move bytes."""
-    found = _interference(prober, curves, rounds)
-    if isinstance(prober, DeviceProber) and rounds:
-        found += beside_products(prober, curves, rounds, _INTERFERENCE_BYTES)
-    return found
-
-
-def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
-    """Pairs of resources, together against alone, each kept busy for about the same time."""
-    e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    if t == 1 or not rounds:
-        return []
-    unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
-    by_key = {(curve.collective, curve.link): curve for curve in curves}
-    alone = {step.resource: by_key[step.op.value, step.resource].at(step.bytes) for step in unit.steps}
-    found = []
-    for a, b in _PAIRS:
-        longest = max(alone[a], alone[b])
-        counts = {r: max(1, min(64, round(longest / alone[r]))) for r in (a, b)}
-        plans = [side_by_side(_INTERFERENCE_BYTES, e, t, link, c) for c in ({a: counts[a]}, {b: counts[b]}, counts)]
-        only_a, only_b, both = (prober.ends(plan, rounds) for plan in plans)
-        slow_a, slow_b = interference(only_a[a], only_b[b], both[a], both[b])
-        found += [Interference(a, b, round(slow_a, 3)), Interference(b, a, round(slow_b, 3))]
-    return found
 
 
 def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:

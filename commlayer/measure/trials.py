@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
-from commlayer.measure.calls import OwnCall, StepCall, TimedCall
-from commlayer.measure.group_calls import largest
+from commlayer.measure.calls import OwnCall, StepCall
+from commlayer.measure.host_group import HostGroup
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.printable import warn
 from commlayer.scheduler.plan import Plan, Strategy
@@ -29,15 +29,25 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
     They run in turn, on tensors of their own; what counts is the fastest time of each, the largest over ranks. ``timeout_s``
     bounds each wait, None: the group's. Raises PeerError and CollectiveTimeoutError as a call does.
     """
-    trial, limit_s = planned.choices.experience.pending, timeout_s or planned.timeout_s
+    trial = planned.choices.experience.pending
     if trial is None:
         return
     rounds: list[list[float]] = []
     with torch._C._InferenceMode(True):
         planned.connect_messages()  # now, not within the first time
-        calls = [_call(planned, plan, limit_s) for plan in trial.plans]
+        groups = [HostGroup(planned, timeout_s) for _ in trial.plans]  # each numbers its plan's calls
+        calls = [
+            (OwnCall if plan.strategy is Strategy.FLAT else StepCall)(group, plan)
+            for group, plan in zip(groups, trial.plans, strict=True)
+        ]
         while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:
-            rounds.append(largest(planned, [_timed_us(planned, call, limit_s) for call in calls], limit_s, _WHAT))
+            times_us = []
+            for group, call in zip(groups, calls, strict=True):
+                group.largest([0.0], _WHAT)  # all start together
+                begin = time.perf_counter()
+                call.run()
+                times_us.append((time.perf_counter() - begin) * 1e6)
+            rounds.append(groups[0].largest(times_us, _WHAT))
         planned.choices.settle(rounds)
 
 
@@ -46,7 +56,7 @@ def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
 
     Raises PeerError and CollectiveTimeoutError as a call does.
     """
-    planned.choices.experience.ran(plan, time_us, lambda times: largest(planned, times, planned.timeout_s, _WHAT))
+    planned.choices.experience.ran(plan, time_us, lambda times: HostGroup(planned).largest(times, _WHAT))
 
 
 def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callable[[], Plan | None]) -> Plan | None:
@@ -89,15 +99,4 @@ def _refused(planned: PlannedGroup, connections: int) -> str:
 
 def _who_cannot(planned: PlannedGroup, why: str) -> int:
     """The last member that has a reason ``why`` it cannot, counted from 1; 0: all can."""
-    return int(largest(planned, [planned.rank + 1.0 if why else 0.0], planned.timeout_s, _WHAT)[0])
-
-
-def _call(planned: PlannedGroup, plan: Plan, timeout_s: float) -> TimedCall:
-    return (OwnCall if plan.strategy is Strategy.FLAT else StepCall)(planned, plan, timeout_s)
-
-
-def _timed_us(planned: PlannedGroup, call: TimedCall, timeout_s: float) -> float:
-    largest(planned, [0.0], timeout_s, _WHAT)  # all start together
-    begin = time.perf_counter()
-    call.run()
-    return (time.perf_counter() - begin) * 1e6
+    return int(HostGroup(planned).largest([planned.rank + 1.0 if why else 0.0], _WHAT)[0])

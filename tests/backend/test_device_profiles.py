@@ -32,7 +32,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure import calibrate
-from commlayer.measure.device_prober import DeviceProber, device_links
+from commlayer.measure.device_harness import DeviceHarness, device_links
 from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 from commlayer.profiles.links import Resource
@@ -145,7 +145,7 @@ def test_a_group_measures_its_links_and_decides_by_them(
 def spoilt(who: int) -> tuple[list[float], dict[str, int]]:
     """Two sums of a job in which rank ``who`` fails in the middle of the measurement."""
     device = simulated_device(NO_DELAYS)
-    times: Any = DeviceProber._span
+    times: Any = DeviceHarness._span
     calls = 0
 
     def failing(self: Any, task: Any) -> Any:
@@ -155,7 +155,7 @@ def spoilt(who: int) -> tuple[list[float], dict[str, int]]:
             raise RuntimeError("no memory left for it")
         return times(self, task)
 
-    DeviceProber._span = failing  # type: ignore[method-assign]
+    DeviceHarness._span = failing  # type: ignore[method-assign]
     return sums_of(device)
 
 
@@ -210,6 +210,7 @@ def test_where_a_rank_cannot_begin_to_measure_the_others_hear_of_it(
 class Whole:
     """The board of a group of which nobody is missing."""
 
+    rank = 1
     is_broken = has_leaver = False
 
 
@@ -254,11 +255,12 @@ def test_a_rank_that_does_not_come_to_the_verdict_is_no_verdict() -> None:
 
 def test_who_waits_for_a_device_says_where_and_for_how_long() -> None:
     over = threading.Event()
-    prober: Any = SimpleNamespace(rank=1, size=2, links=SimpleNamespace(name="mine"), board=Whole(), _timeout_s=0.01)
+    ranks, links = SimpleNamespace(size=2), SimpleNamespace(name="mine")
+    harness: Any = SimpleNamespace(ranks=ranks, links=links, board=Whole(), timeout_s=0.01)
     words = r"rank 1, group of 2 ranks, before measuring the links of mine: nothing came within 0\.01 s"
     try:
         with pytest.raises(CollectiveTimeoutError, match=words):
-            DeviceProber._bounded(prober, over.wait, "before measuring")
+            DeviceHarness._bounded(harness, over.wait, "before measuring")
     finally:
         over.set()
 

@@ -16,9 +16,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.discovery import discover_topology
 from commlayer.engine import planned as planned_module
+from commlayer.measure import interference as interference_measured
 from commlayer.measure import profiler
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, OwnCall
+from commlayer.measure.harness import HostHarness
+from commlayer.measure.host_group import HostGroup
+from commlayer.measure.interference import between_links
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
@@ -268,7 +272,7 @@ def join() -> Topology:
 
 
 def profiled() -> tuple[Profile, int, list[tuple[str, int]]]:
-    profiler._INTERFERENCE_BYTES = 1 << 16  # what comes of it is not looked at
+    interference_measured._NUM_BYTES = 1 << 16  # what comes of it is not looked at
     topology = join()
     seen: list[tuple[str, int]] = []
 
@@ -323,7 +327,7 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
 
     grid = SimpleNamespace(ep_ranks=(0, 4), tp_ranks=(0, 1, 2, 3), link=Resource.INTER)
     prober: Any = SimpleNamespace(grid=grid, device="cpu", ends=ends)
-    profiler._interference(prober, curves, 7)
+    between_links(prober, curves, 7)
     # 4 MiB gathered and copied take 4 ms each, the exchange of a slice of 2 MiB takes 2 ms: twice as many keep up
     assert (2, 1, 0) in probed
     assert (2, 0, 1) in probed
@@ -456,7 +460,8 @@ def broken_own_call(topology: Topology, probe: Probe) -> str:
             call.run()
             dist.barrier()
             if dist.get_rank() == 0:
-                prober._group("world").board.leave("left with a test")
+                assert isinstance(prober.harness, HostHarness)
+                prober.harness.planned("world").board.leave("left with a test")
                 dist.barrier()
                 raise ZeroDivisionError
             try:
@@ -491,7 +496,8 @@ def failing_own_call() -> tuple[str, bool]:
         with Prober(topology, HALF_AN_HOUR) as prober:
             call = prober.call(_OWN_OF_TWO[0], 4096)
             assert isinstance(call, OwnCall)
-            own = call._own
+            assert isinstance(call.group, HostGroup)
+            own = call.group.own
             call.run()
             dist.barrier()
             if dist.get_rank() == 0:

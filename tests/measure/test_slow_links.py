@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from commlayer.calls.movement import Movement
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure import prober, trials
-from commlayer.measure.prober import Prober
+from commlayer.measure.harness import HostHarness
+from commlayer.measure.host_group import HostGroup
 from commlayer.scheduler import Strategy, build
 from commlayer.testing.plugin import ClusterFactory
 
@@ -155,9 +155,9 @@ def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
                 os.kill(os.getpid(), signal.SIGKILL)
 
             if step == "pair_times":
-                setattr(prober, "swap", die)  # noqa: B010  a name that the module does not export
+                HostGroup.swap = die  # type: ignore[method-assign]
             else:
-                setattr(Prober, "_time_us", die)  # noqa: B010
+                HostHarness._time_us = die  # type: ignore[method-assign]
         try:
             start(tmp_path)
         except RuntimeError as error:
@@ -179,7 +179,7 @@ def test_a_trial_in_which_a_rank_dies_names_it(emulated_cluster: ClusterFactory)
         os.environ.update({"COMMLAYER_PROFILE": "emulated-2x4", "COMMLAYER_TRIALS": "on"})
         dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
         if dist.get_rank() == 5:
-            setattr(trials, "largest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010  as above
+            HostGroup.largest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
         try:
             dist.all_reduce(torch.ones(1 << 16))
         except RuntimeError as error:
