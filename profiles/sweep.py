@@ -11,10 +11,11 @@ distribution): times of collectives are skewed, and a normal interval around the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve, median
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
@@ -24,7 +25,9 @@ __all__ = [
     "Point",
     "Repeats",
     "Samples",
+    "doubts",
     "interference",
+    "least_samples",
     "measure",
     "sizes_between",
     "summarize",
@@ -41,6 +44,8 @@ _OUTLIER_DEVIATIONS = 5 * 1.4826
 _LEAST_DEVIATION = 0.01
 
 _MOST_SIZES = 1000
+_LEAST_SIZES = 3
+"""With fewer no point of a curve can be predicted from the others."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,35 @@ def _half_width(ordered: Sequence[float], confidence: float) -> float:
         return math.inf
     middle = median(ordered)
     return max(ordered[n - k] - middle, middle - ordered[k - 1]) / middle
+
+
+def least_samples(confidence: float) -> int:
+    """How many times a median needs to have an interval of that confidence (from order statistics): 6 for 95 %.
+
+    All n times lie on one side of the true median with probability 2 / 2^n.
+    """
+    return next(n for n in range(1, 1_000) if 2 / 2**n <= 1 - confidence)
+
+
+def doubts(curves: Iterable[Curve], confidence: float = 0.95) -> list[str]:
+    """Describe what is too little in measured curves, a line for each such curve; none where it is not known how often was
+    measured."""
+    return [text for curve in curves if curve.samples and (text := "; ".join(_doubts(curve, confidence)))]
+
+
+def _doubts(curve: Curve, confidence: float) -> Iterator[str]:
+    name = f"{curve.collective} on {curve.link}, group size {curve.group_size}: "
+    least = least_samples(confidence)
+    few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=True) if num < least]
+    if few:
+        sizes = f"{few[0][0]} bytes" if len(few) == 1 else f"{few[0][0]} to {few[-1][0]} bytes"
+        yield (
+            f"{name}{len(few)} of {counted(len(curve.bytes), 'size')} ({sizes}) measured fewer than {least} times (down to "
+            f"{min(num for _, num in few)}), so their medians have no {confidence:.0%} interval and their p99 is the slowest time"
+        )
+        name = ""
+    if len(curve.bytes) < _LEAST_SIZES:
+        yield f"{name}fewer than {_LEAST_SIZES} sizes, so it has no hold-out error"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from commlayer.cli.place import Place, check_has_links, emulation, place_options
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
-from commlayer.profiles.sampling import doubts
+from commlayer.profiles.sweep import doubts
 
 if TYPE_CHECKING:
     from commlayer.measure.device_harness import DeviceLinks

@@ -21,7 +21,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.profiles.sampling import doubts
+from commlayer.profiles.sweep import doubts
 from commlayer.scheduler.experience.learnt_profiles import merge_learnt
 from commlayer.units import format_bytes
 

@@ -42,7 +42,7 @@ from commlayer.profiles.errors import CommlayerError, DisagreementError, Profile
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import say, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
-from commlayer.profiles.sampling import doubts
+from commlayer.profiles.sweep import doubts
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.experience.start_check import why_stale

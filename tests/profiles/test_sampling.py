@@ -14,8 +14,7 @@ from commlayer.measure import calibrate
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.profiles.sampling import doubts, least_samples
-from commlayer.profiles.sweep import summarize
+from commlayer.profiles.sweep import doubts, least_samples, summarize
 
 SIZES = (4096, 8192, 16384)
 
