@@ -16,8 +16,8 @@ numbers, and where all are alike the order is 0, 1, 2 and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import pairwise
 
 __all__ = ["MOST_EXACT", "Rates", "best_order", "slowest_edge"]
@@ -26,12 +26,9 @@ MOST_EXACT = 10
 """Up to this number of nodes the order is the best there is; the tables have 2^(n-1)·n entries."""
 _UNIT = 1 << 20
 """Rates are counted in parts of one: sums of fractions would depend on their order."""
-_NEVER = -1
-"""There is no such way round."""
 
 Rates = tuple[tuple[float, ...], ...]
 _Counts = list[list[int]]
-_Table = dict[int, list[int]]
 
 
 @lru_cache(maxsize=256)
@@ -55,47 +52,32 @@ def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _exact(counts: _Counts) -> tuple[int, ...]:
-    """The best order; of several the first by its nodes."""
-    everyone = (1 << len(counts)) - 2  # but node 0, where the way begins and ends
-    least = _values(counts, 0, min)[everyone][0]
-    table = _values(counts, least, lambda edge, rest: _NEVER if rest == _NEVER else edge + rest)
-    order, left = [0], everyone
-    while left:
-        here = order[-1]
-        order.append(
-            next(
-                node
-                for node in _members(left)
-                if counts[here][node] >= least
-                and table[left ^ 1 << node][node] != _NEVER
-                and counts[here][node] + table[left ^ 1 << node][node] == table[left][here]
-            )
-        )
-        left ^= 1 << order[-1]
-    return tuple(order)
+    """The best order; of several the first by its nodes. By the node where one is and the nodes that are left."""
 
+    @cache
+    def least(here: int, left: frozenset[int]) -> int:
+        """The slowest edge of the way home that has the fastest one."""
+        edges = counts[here]
+        return max((min(edges[node], least(node, left - {node})) for node in left), default=edges[0])
 
-def _values(counts: _Counts, least: int, joined: Callable[[int, int], int]) -> _Table:
-    """By the nodes that are left, and the node where one is: what the best way through all of them and home is worth, over edges
-    of ``least`` and above; ``joined`` says it of an edge and what follows."""
-    everyone = (1 << len(counts)) - 2
-    table: _Table = {0: [row[0] if row[0] >= least else _NEVER for row in counts]}
-    for left in range(2, everyone + 1, 2):
-        row = table[left] = [_NEVER] * len(counts)
-        for here in range(len(counts)):
-            if left >> here & 1 or (here == 0 and left != everyone):
-                continue
-            edges = counts[here]
-            row[here] = max(
-                (joined(edges[node], table[left ^ 1 << node][node]) for node in _members(left) if edges[node] >= least),
-                default=_NEVER,
-            )
-    return table
+    @cache
+    def way(here: int, left: frozenset[int]) -> tuple[int, tuple[int, ...]] | None:
+        """The largest sum of a way home over edges of ``slowest`` and above, and its nodes; None: there is no such way."""
+        edges = counts[here]
+        if not left:
+            return (edges[0], (here,)) if edges[0] >= slowest else None
+        best = None
+        for node in sorted(node for node in left if edges[node] >= slowest):
+            rest = way(node, left - {node})
+            if rest is not None and (best is None or edges[node] + rest[0] > best[0]):
+                best = edges[node] + rest[0], (here, *rest[1])
+        return best
 
-
-@lru_cache(maxsize=1 << MOST_EXACT)
-def _members(nodes: int) -> tuple[int, ...]:
-    return tuple(node for node in range(nodes.bit_length()) if nodes >> node & 1)
+    others = frozenset(range(1, len(counts)))
+    slowest = least(0, others)
+    best = way(0, others)
+    assert best is not None  # the way whose slowest edge that is
+    return best[1]
 
 
 def _improved(counts: _Counts) -> tuple[int, ...]:
