@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from commlayer.profiles.prediction import prediction_error
+from commlayer.profiles.curve import prediction_error
 from commlayer.scheduler.group_strategies import candidates
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.plan import Gather, Plan, Strategy

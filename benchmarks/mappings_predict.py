@@ -9,9 +9,8 @@ from statistics import median
 from mappings_job import MODEL, RANKS, SOFTWARE, Case
 from mappings_ranks import ComputeTimes
 
-from commlayer.profiles.curve import Curve
+from commlayer.profiles.curve import Curve, prediction_error
 from commlayer.profiles.links import Resource
-from commlayer.profiles.prediction import prediction_error
 from commlayer.profiles.profile import Profile, parse_profile
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 from commlayer.scheduler.mapping.compute import CoreTiles, MeasuredCompute

@@ -29,7 +29,7 @@ from papers_data import (
     Row,
 )
 
-from commlayer.profiles.prediction import prediction_error
+from commlayer.profiles.curve import prediction_error
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.recomputation import Recompute

@@ -12,8 +12,8 @@ from itertools import combinations
 
 from published_data import Published
 
+from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import CommlayerError
-from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.mapping import catalog, clusters, flops
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload

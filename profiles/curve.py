@@ -26,9 +26,8 @@ import msgspec
 
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.links import COLLECTIVES, Resource, bus_factor
-from commlayer.profiles.prediction import prediction_error
 
-__all__ = ["Curve", "median"]
+__all__ = ["Curve", "median", "prediction_error"]
 
 # How many points at each end of a curve tell latency and bandwidth. Two would take all noise of the neighbour; with
 # many the fit would describe the middle of the curve.
@@ -268,6 +267,14 @@ def _monotone(times: Sequence[float]) -> tuple[float, ...]:
     fitted = (math.exp(mean) for mean, count in pools for _ in range(count))
     # Times that differ by a rounding have one logarithm, so those that were not pooled may fall by that much too.
     return tuple(accumulate(times if len(pools) == len(times) else fitted, max))
+
+
+def prediction_error(predicted: float, measured: float) -> float:
+    """Return ``predicted`` over ``measured``, less 1, both in one unit; ``measured`` is above zero.
+
+    Of times, an error below zero is a run that was slower than predicted; of speeds, one that was faster.
+    """
+    return (predicted - measured) / measured
 
 
 def median(values: Sequence[float]) -> float:

@@ -21,9 +21,9 @@ from commlayer.drawing.style import (
     styled,
 )
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
+from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.prediction import prediction_error
 from commlayer.scheduler.plan import Op, Step
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_bytes, format_us

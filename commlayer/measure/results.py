@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.files import write_file
-from commlayer.profiles.prediction import prediction_error
 
 __all__ = ["BenchPoint", "BenchResult", "BenchRow"]
 

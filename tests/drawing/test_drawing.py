@@ -25,8 +25,8 @@ from commlayer.drawing import (
 )
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles import catalog
+from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.prediction import prediction_error
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Decision, Timeline, Traffic, choose, price
 
