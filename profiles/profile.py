@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from commlayer.profiles.curve import Curve
+from commlayer.profiles.curve import Curve, median
 from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchError, ProfileNotFoundError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.links import Peaks, Resource, SlowLink
@@ -256,10 +256,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @cached_property
     def error(self) -> float:
         """The median of the curves' hold-out errors, as a fraction; 0.0 when no curve states one."""
-        errors = sorted(curve.holdout_error for curve in self.curves if curve.holdout_error is not None)
-        if not errors:
-            return 0.0
-        return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+        errors = [curve.holdout_error for curve in self.curves if curve.holdout_error is not None]
+        return median(errors) if errors else 0.0
 
     def to_json(self) -> str:
         """The file's text: one line per value, arrays in one line, a newline at the end."""

@@ -156,8 +156,6 @@ def slowdown(
     profile: Profile,
     beside: Sequence[PlannedCall],
     policy: LanePolicy | None = None,
-    *,
-    by_connection: bool = True,
 ) -> float:
     """How many times as long ``call`` takes, from issue to end, beside calls that have just been issued; 1.0: nothing
     is lost.
@@ -165,9 +163,9 @@ def slowdown(
     The worst moment for it: what they may have on the links at once is there. With ``policy`` None there are no lanes.
     ``beside`` must last for as long as ``call`` does, or the answer is of a mixture. Raises as :func:`simulate`.
     """
-    alone = simulate([Issue(call)], profile, policy, by_connection=by_connection).total_us
+    alone = simulate([Issue(call)], profile, policy).total_us
     program: list[Item] = [*(Issue(other) for other in beside), Issue(call), Wait(call)]
-    together = simulate(program, profile, policy, by_connection=by_connection).calls[call.name].total_us
+    together = simulate(program, profile, policy).calls[call.name].total_us
     return together / alone if alone else 1.0
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from commlayer.profiles.curve import median
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
@@ -315,11 +316,8 @@ def _error(plans: list[Plan], profile: Profile) -> float:
     between two that are as far apart again as those it is usually found between; 0.0 where none states one."""
     simple = [plan for plan in plans if plan.chunks == 1] or plans[:1]  # chunks look the same curves up
     curves = {curve.key: curve.holdout_error for plan in simple for curve in curves_of(plan, profile)}
-    errors = sorted(error for error in curves.values() if error is not None)
-    if not errors:
-        return 0.0
-    median = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
-    return _OF_HELD_OUT * median
+    errors = [error for error in curves.values() if error is not None]
+    return _OF_HELD_OUT * median(errors) if errors else 0.0
 
 
 class Planner:

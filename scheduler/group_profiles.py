@@ -62,7 +62,9 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
     measured = {where: _Shape(*each, slowest, *_hindrances(profile, where)) for where, each in spanning.items()}
     references = list(measured.values())
     wanted = _Shape(nodes, count, rate or slowest)
-    if wanted in references and (nodes != (2,) or _has_node_pairs(profile)):
+    # Profiles of an earlier version, such as those that are shipped, have no curves of two ranks of a node.
+    has_pairs = any(curve.link is Resource.INTRA and curve.group_size == 2 for curve in profile.curves)
+    if wanted in references and (nodes != (2,) or has_pairs):
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
     for probe in probes_of_group("group", nodes):
@@ -104,12 +106,6 @@ def link_load(probe: Probe, cluster: Sequence[int]) -> float:
     once."""
     shape, siblings = spanning_groups(cluster).get(probe.where, (tuple(cluster), 1))
     return _Shape(shape, siblings, 1.0).load(probe.leg, probe.key)
-
-
-def _has_node_pairs(profile: Profile) -> bool:
-    """Whether two ranks of a node were measured: profiles of an earlier version, such as those that are shipped, have no such
-    curves."""
-    return any(curve.link is Resource.INTRA and curve.group_size == 2 for curve in profile.curves)
 
 
 def fits(cluster: Sequence[int], nodes: Sequence[int]) -> bool:
@@ -186,14 +182,15 @@ class _Reference:
 
 def _derived(profile: Profile, probe: Probe, wanted: _Shape, shapes: Sequence[_Shape]) -> Curve | None:
     """The curve of a step of the group ``wanted``; None where the profile has nothing to make it of."""
-    found = sorted(_references(profile, probe, shapes), key=lambda each: abs(each.rounds + 1 - probe.key[2]))
-    if not found:
+    references = sorted(_references(profile, probe, shapes), key=lambda each: abs(each.rounds + 1 - probe.key[2]))
+    if not references:
         return None
-    near, load, rounds = found[0], wanted.load(probe.leg, probe.key), probe.key[2] - 1
+    near, load, rounds = references[0], wanted.load(probe.leg, probe.key), probe.key[2] - 1
     is_alike = near.rounds == rounds
     if is_alike and abs(near.load / load - 1.0) < 1e-9:
         return near.curve
-    far = None if is_alike or len(found) < 2 else found[1]
+    far = None if is_alike or len(references) < 2 else references[1]
+    errors = [near.curve.holdout_error, None if far is None else far.curve.holdout_error]
     sizes = sorted({max(1, round(size * near.load / load)) for size in near.curve.bytes})
     times = accumulate((_time_us(size, load, rounds, near, far) for size in sizes), max)
     is_between = is_alike or (far is not None and min(near.rounds, far.rounds) < rounds < max(near.rounds, far.rounds))
@@ -201,7 +198,7 @@ def _derived(profile: Profile, probe: Probe, wanted: _Shape, shapes: Sequence[_S
         *probe.key,
         tuple(sizes),
         tuple(times),
-        holdout_error=_larger(near.curve.holdout_error, None if far is None else far.curve.holdout_error),
+        holdout_error=max((error for error in errors if error is not None), default=None),
         source=near.curve.source,
         basis="interpolated" if is_between else "derived",
     )
@@ -230,8 +227,3 @@ def _time_us(size: float, load: float, rounds: int, near: _Reference, far: _Refe
         return time_us
     slope = (far.at(size, load) - time_us) / (far.rounds - near.rounds)
     return max(time_us + slope * (rounds - near.rounds), time_us * _LEAST_OF_REFERENCE)
-
-
-def _larger(a: float | None, b: float | None) -> float | None:
-    known = [error for error in (a, b) if error is not None]
-    return max(known) if known else None

@@ -270,13 +270,11 @@ def _objection_over_nodes(traffic: Traffic, strategy: Strategy, chunks: int) -> 
         return "it needs several nodes, and several ranks on one of them"
     if strategy is Strategy.LEADERS and (staged := staging_of_leaders(traffic)) > MOST_STAGED:
         return f"a leader would need {staged >> 20} MiB beside the tensor, more than {MOST_STAGED >> 20}"
-    return _exchange_objection(strategy, chunks) if traffic.collective == "all_to_all_v" else ""
-
-
-def _exchange_objection(strategy: Strategy, chunks: int) -> str:
-    if strategy is Strategy.LEADERS:
-        return "its ranks have something else for each other, and a leader would have to sort it"
-    return "it pays for small messages only, which are not cut" if chunks > 1 else ""
+    if traffic.collective == "all_to_all_v":
+        if strategy is Strategy.LEADERS:
+            return "its ranks have something else for each other, and a leader would have to sort it"
+        return "it pays for small messages only, which are not cut" if chunks > 1 else ""
+    return ""
 
 
 def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> str:

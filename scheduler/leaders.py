@@ -119,9 +119,6 @@ class LeaderPlace:
 class _InNode(ExchangeLeg):
     """Messages between a leader and its peers, each of them of one rank of the node at one end."""
 
-    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
-        return ((self.op.value, self.resource(plan.traffic), self.ranks(plan.traffic)),)
-
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         """A profile that is older than these plans has curves of an all_to_all, in which every rank moves as much: no less."""
         (_, link, ranks) = key = self.curve_keys(plan)[0]

@@ -111,7 +111,7 @@ MESSAGE = _Message("message", Op.BROADCAST, Span.GROUP, Buffer.INPUT, Buffer.OUT
 def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = False) -> list[Probe]:
     """List what is measured on a cluster, each curve once, in the order of a profile.
 
-    ``with_groups`` False: on the grid only. ``is_brief``: no broadcasts in a part of the job.
+    ``with_groups`` False: on the grid only. ``is_brief``: no broadcasts in a part of the job, by which few jobs plan.
     """
     nodes = tuple(map(len, topology.nodes))
     m, width = len(nodes), max(nodes)
@@ -124,7 +124,10 @@ def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = Fal
     once: dict[CurveKey, Probe] = {}
     for probe in sorted(found, key=_is_inside):
         once.setdefault(probe.key, probe)
-    return sorted((probe for probe in once.values() if not (is_brief and _is_rare(probe))), key=_place)
+    wanted = [
+        probe for probe in once.values() if not (is_brief and probe.key[0] == "broadcast" and probe.where in _PARTS)
+    ]
+    return sorted(wanted, key=_place)
 
 
 def spanning_groups(nodes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -225,11 +228,6 @@ def _place(probe: Probe) -> tuple[int, int]:
         step = len(Op) if probe.is_own_call else list(Op).index(probe.leg.op)
         return (_GRID, "alone", "world", "node", "rail", "pair").index(probe.where), step
     return int(not probe.is_on_grid), len(Op)
-
-
-def _is_rare(probe: Probe) -> bool:
-    """Whether few jobs plan by it."""
-    return probe.key[0] == "broadcast" and probe.where in _PARTS
 
 
 def side_by_side(

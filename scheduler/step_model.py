@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import truediv
 
-from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
@@ -86,7 +86,9 @@ def loads_of(
         curve = curve_of(step, plan, profile)
         use, peak_us = 1.0, 0.0
         if curve is not None and alone_us > 0:
-            sustained = best.setdefault(curve.key, _best_rate(curve))
+            if curve.key not in best:  # bytes per µs that it reaches at some size
+                best[curve.key] = max(map(truediv, curve.bytes, curve.time_us))
+            sustained = best[curve.key]
             share = step.leg.share_of_link(plan.traffic, curve)
             peak_us = step.bytes * share / (profile.peaks.of(curve.link) * 1e3)
             work_us = step.leg.looked_up(step.bytes, plan) / sustained
@@ -95,11 +97,6 @@ def loads_of(
             use = min(1.0, work_us / alone_us)
         found.append(Load(step.resource, alone_us, use, weight(step), peak_us))
     return tuple(found)
-
-
-def _best_rate(curve: Curve) -> float:
-    """Bytes per µs that the curve reaches at some size."""
-    return max(size / time_us for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
 
 
 def speeds(loads: Sequence[Load]) -> list[float]:

@@ -209,13 +209,9 @@ def wires_of_sum(formats: tuple[WireFormat, ...], elements: int) -> tuple[Wire, 
     takes more than is saved: the sum goes as it is."""
     width = row_width(elements) or elements
     usable = [each for each in formats if width <= ROW_ELEMENTS or not each.is_scaled]
-    wires = [NATIVE if each is WireFormat.NATIVE else _wire_of_sum(each, width) for each in usable]
+    wires = [Wire(each, width, Scaling.BLOCK) if each.is_scaled else Wire(each) for each in usable]
     smaller = tuple(wire for wire in wires if wire.is_native or wire.ratio(4) < 1)
     return () if smaller == (NATIVE,) else smaller
-
-
-def _wire_of_sum(wire_format: WireFormat, width: int) -> Wire:
-    return Wire(wire_format, width, Scaling.BLOCK) if wire_format.is_scaled else Wire(wire_format)
 
 
 def parse_wire(text: str) -> tuple[WireFormat, ...]:
