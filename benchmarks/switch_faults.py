@@ -51,7 +51,7 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.running import Calls
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.harness import HostGroup
 from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY
 from commlayer.scheduler.experience.link_rates import LinkRates, LinkTimes, card_gbps
 
@@ -314,14 +314,14 @@ def _watch_edge(struck: Struck) -> None:
         return come
 
     def swapping(swap: Any) -> Any:
-        def swapped(*args: Any, **how: Any) -> None:
+        def swapped(*args: Any, **how: Any) -> Any:
             struck.at("while links are timed")
-            swap(*args, **how)
+            return swap(*args, **how)
 
         return swapped
 
     replace(Appointments, "next_call", coming)
-    replace(HostGroup, "swap", swapping)
+    replace(HostGroup, "swap_us", swapping)
 
 
 def _change_links(struck: Struck) -> None:

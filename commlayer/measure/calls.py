@@ -1,4 +1,5 @@
-"""Calls that are timed: each runs once what a probe stands for, and knows whether the right bytes arrive."""
+"""Calls that are timed: each runs once what a probe stands for, and knows whether the right bytes
+arrive."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.wire import Wire
+from commlayer.transport.c10d import verb_of
 from commlayer.transport.contract import CallMemory, StartedPlan
 from commlayer.wire.codecs import Codec
 
@@ -30,20 +32,13 @@ __all__ = [
     "StepCall",
     "TimedCall",
     "TimedGroup",
+    "begin_own",
 ]
-
-CALL_OPTIONS: dict[str, Any] = {
-    "all_gather": AllgatherOptions,
-    "reduce_scatter": dist.ReduceScatterOptions,
-    "all_to_all_v": dist.AllToAllOptions,
-    "all_reduce": dist.AllreduceOptions,
-    "broadcast": dist.BroadcastOptions,
-}
-"""The options of a backend's own calls, by collective."""
 
 
 class TimedCall(Protocol):
-    """A call to be timed. Its buffers are made before, and touched, so that page faults are not timed; and so are its moves."""
+    """A call to be timed. Its buffers are made before, and touched, so that page faults are not
+    timed; and so are its moves."""
 
     def run(self) -> None:
         """Run once."""
@@ -102,35 +97,56 @@ class GridCall:
 
 
 def _pattern(size: int, row: int) -> torch.Tensor:
-    """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a prime."""
+    """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a
+    prime."""
     place = torch.arange(65_521, dtype=torch.int64)
     tile = ((place * 7 + (place >> 8) * 31 + row * 101) & 255).to(torch.uint8)
     return tile.repeat(-(-size // tile.numel()))[:size]
 
 
-class TimedGroup(Protocol):
-    """A group whose calls are timed, of CPU ranks or on a device. ``device``: where their tensors are."""
+CALL_OPTIONS: dict[str, Any] = {
+    "all_gather": AllgatherOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+    "all_to_all_v": dist.AllToAllOptions,
+    "all_reduce": dist.AllreduceOptions,
+    "broadcast": dist.BroadcastOptions,
+}
 
-    @property
-    def rank(self) -> int: ...
 
-    @property
-    def size(self) -> int: ...
+class TimedGroup(ABC):
+    """A group whose calls are timed, of CPU ranks or on a ``device``, where their tensors are."""
 
-    @property
-    def device(self) -> torch.device: ...
+    rank: int
+    size: int
+    device: torch.device
 
+    @abstractmethod
     def prepare(self, plan: Plan) -> None:
         """Do what the first call of ``plan`` would otherwise do while it is timed."""
 
+    @abstractmethod
     def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run ``plan`` once."""
 
+    @abstractmethod
     def run_own(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run a collective once, by a call of the backend's own."""
 
+    @abstractmethod
     def send(self, message: torch.Tensor) -> None:
         """Send ``message`` from the first of two ranks to the second."""
+
+
+def begin_own(
+    backend: Any, verbs: Any, collective: str, source: torch.Tensor, target: torch.Tensor, options: Any
+) -> Any:
+    """Begin a collective as a call of a backend's own, and return its work. ``verbs``: has those of
+    one tensor."""
+    if collective == "all_to_all_v":
+        return verb_of(verbs, "all_to_all_single")(target, source, [], [], options)
+    if collective in ("all_gather", "reduce_scatter"):
+        return verb_of(verbs, f"{collective}_single")(target, source, options)
+    return (backend.allreduce if collective == "all_reduce" else backend.broadcast)([target], options)
 
 
 class GroupCall(ABC):
@@ -154,7 +170,8 @@ class GroupCall(ABC):
         self.run()
 
     def num_wrong(self) -> int:
-        """Count wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
+        """Count wrong elements of the whole collective, on small integers: rank r has k + r for
+        rank k."""
         rank, n = self.group.rank, self.plan.traffic.group_size
         ramp, total = torch.arange(0.0, n).repeat_interleave(self.count), n * (n - 1) / 2
         block = torch.ones(self.count)
@@ -211,8 +228,8 @@ class MessageCall:
 
 
 class CodedCall:
-    """Encoding, or decoding, of ``size`` bytes: FP32 into BF16, and back into the sum that gradients need; BF16 into FP8, with a
-    scale for each row, and back."""
+    """Encoding, or decoding, of ``size`` bytes: FP32 into BF16, and back into the sum that
+    gradients need; BF16 into FP8, with a scale for each row, and back."""
 
     def __init__(self, op: Op, wire: Wire, size: int, device: torch.device) -> None:
         dtype = torch.bfloat16 if wire.format.is_scaled else torch.float32

@@ -1,9 +1,11 @@
 """Connects and times what is measured on a device: by the device's clock, between two events.
 
-Before an exchange the ranks' streams meet in a small all_reduce: what comes behind it begins on all of them together, and has
-been launched by then, so that little of the host's part is timed. Ranks agree on times over Gloo, as the CPU's do.
+Before an exchange the ranks' streams meet in a small all_reduce: what comes behind it begins on all
+of them together, and has been launched by then, so that little of the host's part is timed. Ranks
+agree on times over Gloo, as the CPU's do.
 
-Communicators are of the measurement alone: where a rank fails they are broken, and no call of a program's with them.
+Communicators are of the measurement alone: where a rank fails they are broken, and no call of a
+program's with them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Runner, drive
 from commlayer.failures.waits import bounded
-from commlayer.measure.calls import CALL_OPTIONS, CodedCall, GridCall, TimedCall
+from commlayer.measure.calls import CALL_OPTIONS, CodedCall, GridCall, TimedCall, TimedGroup, begin_own
 from commlayer.measure.harness import ALONE_TIMES, Harness
 from commlayer.profiles.errors import (
     ClusterError,
@@ -41,7 +43,6 @@ from commlayer.scheduler.probes import Probe
 from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
-from commlayer.transport.c10d import verb_of
 from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import Nccl, connect_now, is_usable, make_nccl
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
@@ -54,8 +55,9 @@ Span = tuple[AcceleratorEvent, AcceleratorEvent]
 
 
 class DeviceLinks(NamedTuple):
-    """The links between ranks as tensors of ``device`` cross them. ``backend``: what moves them, as in a profile; ``name``: of
-    the device, for people and for the key of the cache. ``make``: connects some of the ranks, all of which call it."""
+    """The links between ranks as tensors of ``device`` cross them. ``backend``: what moves them, as
+    in a profile; ``name``: of the device, for people and for the key of the cache. ``make``:
+    connects some of the ranks, all of which call it."""
 
     device: torch.device
     backend: str
@@ -64,7 +66,8 @@ class DeviceLinks(NamedTuple):
 
 
 def device_links(device: torch.device) -> DeviceLinks:
-    """The links of a CUDA device, over NCCL, or of a device that is registered, over its own inner backend.
+    """The links of a CUDA device, over NCCL, or of a device that is registered, over its own inner
+    backend.
 
     Raises UsageError for a device that this process has not.
     """
@@ -91,11 +94,13 @@ def _connected_nccl(
     return made
 
 
-class DeviceGroup:
-    """A group whose calls are timed on ``device``: launched on the stream that is current, which then waits for them.
+class DeviceGroup(TimedGroup):
+    """A group whose calls are timed on ``device``: launched on the stream that is current, which
+    then waits for them.
 
-    ``inner``, the communicator of the backend's own calls, carries the messages of its plans too, for
-    one call runs at a time. ``nodes``: the members on each, as ranks of the group; this is ``rank``.
+    ``inner``, the communicator of the backend's own calls, carries the messages of its plans too,
+    for one call runs at a time. ``nodes``: the members on each, as ranks of the group; this is
+    ``rank``.
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, device: torch.device, inner: Nccl) -> None:
@@ -114,19 +119,7 @@ class DeviceGroup:
         self._plans.run(Movement(plan, source, target)).under_way.finish()
 
     def run_own(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run a collective once, by a call of the inner backend's own."""
-        self._work(collective, source, target).wait()
-
-    def _work(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> Any:
-        options = CALL_OPTIONS[collective]()
-        if collective == "all_gather":
-            return verb_of(self._verbs, "all_gather_single")(target, source, options)
-        if collective == "reduce_scatter":
-            return verb_of(self._verbs, "reduce_scatter_single")(target, source, options)
-        if collective == "all_to_all_v":
-            return verb_of(self._verbs, "all_to_all_single")(target, source, [], [], options)
-        verb = self._backend.allreduce if collective == "all_reduce" else self._backend.broadcast
-        return verb([target], options)
+        begin_own(self._backend, self._verbs, collective, source, target, CALL_OPTIONS[collective]()).wait()
 
     def send(self, message: torch.Tensor) -> None:
         is_sender, parts = self.rank == 0, [(1 - self.rank, message)]
@@ -135,7 +128,8 @@ class DeviceGroup:
 
 @dataclass(eq=False)
 class DeviceHarness(Harness):
-    """Groups over a device's own backend, timed by the device's clock. ``ranks`` agree over Gloo."""
+    """Groups over a device's own backend, timed by the device's clock. ``ranks`` agree over
+    Gloo."""
 
     links: DeviceLinks
     _inners: dict[str, Nccl] = field(default_factory=dict, init=False)
@@ -164,7 +158,8 @@ class DeviceHarness(Harness):
     # Groups
 
     def _inner(self, where: str) -> Nccl:
-        """The communicator of this rank's group of that name. The first call for a name is collective."""
+        """The communicator of this rank's group of that name. The first call for a name is
+        collective."""
         if where not in self._inners:
             members = [self.ranks.named[member] for member in self.members[where]]
             store = PrefixStore(f"{where}/{members[0]}", self.store)
@@ -185,7 +180,8 @@ class DeviceHarness(Harness):
         return self._groups[where]
 
     def connect_grid(self, grid: Grid) -> Runner:
-        """Return what runs plans on the grid, whose rows and columns are groups that are measured anyway."""
+        """Return what runs plans on the grid, whose rows and columns are groups that are measured
+        anyway."""
         wanted = {Op.ALL_TO_ALL: grid.ep_ranks, Op.ALL_GATHER: grid.tp_ranks}
         lines = {op: self._line(ranks) for op, ranks in wanted.items() if len(ranks) > 1}
         return Runner(StreamTransport(self._accelerator, lambda step: lines.get(step.op), list(lines.values())))
@@ -196,7 +192,8 @@ class DeviceHarness(Harness):
         return StepMessenger(InnerMessenger(self._inner(where), lambda: None), tuple(range(len(places))))
 
     def encodes(self, wire: Wire) -> bool:
-        """See :meth:`Harness.encodes`: kernels need Triton, and a simulated device has some operators only."""
+        """See :meth:`HostHarness.encodes`: kernels need Triton, and a simulated device has some
+        operators only."""
         try:
             with self.on():
                 CodedCall(Op.DECODE, wire, _CODED_BYTES, self.device).run()
@@ -216,8 +213,8 @@ class DeviceHarness(Harness):
         return span[1].elapsed_us(span[0])
 
     def times_us(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """See :meth:`Harness.times_us`. All are launched, one behind the other, before the first is waited for, so
-        ``is_over`` is asked once."""
+        """See :meth:`HostHarness.times_us`. All are launched, one behind the other, before the first is
+        waited for, so ``is_over`` is asked once."""
         times: list[list[Span]] = []
         if is_over():
             return []
@@ -250,7 +247,8 @@ class DeviceHarness(Harness):
         return begin, self._stream.record_time()
 
     def _await(self, event: AcceleratorEvent) -> None:
-        """Have the host wait for ``event``, for as long as all ranks are there. Raises PeerError, CollectiveTimeoutError."""
+        """Have the host wait for ``event``, for as long as all ranks are there. Raises PeerError,
+        CollectiveTimeoutError."""
         self._bounded(event.synchronize, "measuring")
 
     def _bounded(self, wait: Callable[[], object], doing: str) -> None:

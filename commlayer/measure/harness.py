@@ -10,41 +10,44 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
+from commlayer.calls.movement import Movement
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import Runner
 from commlayer.engine.tracing import traced
 from commlayer.failures.board import FailureBoard, phase
+from commlayer.failures.waits import bounded_reduce_scatter, wait
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.calls import GridCall, TimedCall, TimedGroup
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.calls import CALL_OPTIONS, GridCall, TimedCall, TimedGroup, begin_own
 from commlayer.profiles.errors import ClusterError, InternalError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.probes import Probe
 from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.connect import connect
 
-__all__ = ["ALONE_TIMES", "MEASURING", "Harness", "HostHarness"]
+__all__ = ["ALONE_TIMES", "MEASURING", "Harness", "HostGroup", "HostHarness"]
 
 ALONE_TIMES = 2
-"""How often is timed what ranks do alone: it takes little time, so that the faster of two counts."""
+"""How often is timed what ranks do alone: it takes little time, so that the faster of two
+counts."""
 MEASURING = "the links were being measured"
 
 
 @dataclass(eq=False)
-class Harness(ABC):
-    """Connects the groups of a measurement, runs their calls and times them.
+class Harness:
+    """The ranks of a measurement, and what both kinds of harness do alike.
 
     ``members``: by name, the group of that name that this rank is in. ``board`` hears of failures.
     ``timeout_s`` bounds each wait.
@@ -57,59 +60,94 @@ class Harness(ABC):
     board: FailureBoard
     timeout_s: float
 
-    @property
-    def device(self) -> torch.device:
-        """Where calls' tensors are."""
-        return self.ranks.device
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Make ready to measure."""
-
-    def on(self) -> contextlib.AbstractContextManager[object]:
-        """Return a block in which calls are made: what it launches goes where they are timed."""
-        return contextlib.nullcontext()
-
-    @abstractmethod
-    def group(self, where: str) -> TimedGroup:
-        """This rank's group of that name. The first call for a name is collective."""
-
-    @abstractmethod
-    def connect_grid(self, grid: Grid) -> Runner:
-        """Connect the grid of replicated tokens, and return what runs plans on it. Collective."""
-
-    def encodes(self, wire: Wire) -> bool:
-        """Whether this rank can encode in this format where its tensors are."""
-        return True
-
-    @abstractmethod
-    def time_us(self, task: Callable[[], Any]) -> float:
-        """The time of ``task`` on this rank, µs, all ranks starting together. Collective."""
-
-    @abstractmethod
-    def times_us(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """See :meth:`commlayer.measure.prober.Prober.times`. Collective."""
-
-    @abstractmethod
-    def ends_us(self, call: GridCall | None, num_products: int) -> dict[Resource, float]:
-        """When the last step of each resource ended on this rank, µs from the common start.
-
-        ``num_products``: of so many matrix products that run beside, the last one's end is
-        COMPUTE's. Collective.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of connections. Collective."""
-
-    @abstractmethod
-    def leave(self, error: BaseException, why: str) -> None:
-        """Let go of connections after ``error``, so that no other rank waits for this one."""
-
     def _places(self, where: str) -> tuple[list[int], list[list[int]]]:
-        """The members of this rank's group of that name, and where on its nodes they are, as ranks of the group."""
+        """The members of this rank's group of that name; and of each node, as ranks of the group."""
         members = list(self.members[where])
-        return members, [[members.index(member) for member in part] for part in self.topology.parts_of(members)]
+        parts = self.topology.parts_of(members)
+        return members, [[members.index(member) for member in part] for part in parts]
+
+
+class HostGroup(TimedGroup):
+    """The calls that measurements make in a group of CPU ranks: plans, Gloo's own calls, messages.
+
+    ``timeout_s`` bounds each wait; None: the group's own. Making one is collective, and so is each
+    call but messages, which two members exchange. All raise PeerError and CollectiveTimeoutError,
+    in which a call is numbered among those of this object.
+    """
+
+    def __init__(self, planned: PlannedGroup, timeout_s: float | None = None) -> None:
+        self.planned = planned
+        self.timeout_s = timeout_s or planned.timeout_s
+        self.rank, self.size = planned.rank, len(planned.global_ranks)
+        self.device = torch.device("cpu")
+        self.own: Any = planned.connect_own_calls()
+        self._num_calls = 0
+
+    def prepare(self, plan: Plan) -> None:
+        self.planned.prepare(plan)
+
+    def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.planned.run(Movement(plan, source, target), timeout_s=self.timeout_s)
+
+    def run_own(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        options = CALL_OPTIONS[collective]()
+        options.timeout = timedelta(seconds=self.timeout_s)
+
+        def run() -> None:
+            if collective == "reduce_scatter":
+                work = bounded_reduce_scatter(self.own, target, source, options)
+            else:
+                work = begin_own(self.own, self.own, collective, source, target, options)
+            wait(work, self.planned.board)
+
+        self._num_calls += 1
+        self._explained(run, collective, self._num_calls)
+
+    def send(self, message: torch.Tensor) -> None:
+        own, limit = self.own, timedelta(seconds=self.timeout_s)
+
+        def send() -> None:
+            work = own.send([message], 1, 0) if self.rank == 0 else own.recv([message], 0, 0)
+            self.planned.wait_for_message(work, limit)
+
+        self._num_calls += 1
+        self._explained(send, "send_recv", self._num_calls)
+
+    def swap_us(self, peer: int, num_bytes: int, tag: int, what: str) -> float:
+        """Send so many bytes to member ``peer`` while its own arrive, and return the time, µs.
+
+        Errors say ``what`` it is for.
+        """
+        data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        limit = timedelta(seconds=self.timeout_s)
+
+        def swap() -> None:
+            for work in [self.own.recv([arrived], peer, tag), self.own.send([data], peer, tag)]:
+                self.planned.wait_for_message(work, limit)
+
+        begin = time.perf_counter()
+        self._explained(swap, what)
+        return (time.perf_counter() - begin) * 1e6
+
+    def largest(self, values: Sequence[float], what: str) -> list[float]:
+        """Return each value's largest over ranks, so that all of them decide alike.
+
+        Errors say ``what`` it is for.
+        """
+        result, options = torch.tensor(values, dtype=torch.float64), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = timedelta(seconds=self.timeout_s)
+        self._explained(lambda: wait(self.own.allreduce([result], options), self.planned.board), what)
+        return [float(value) for value in result]
+
+    def _explained(self, call: Callable[[], object], what: str, number: int = 0) -> None:
+        """Make a call of Gloo's own; where it fails, name the rank that failed first."""
+        began = time.monotonic()
+        try:
+            call()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            raise self.planned.explain(error, what, number, waited_s, self.timeout_s) from error
 
 
 @dataclass(eq=False)
@@ -119,10 +157,24 @@ class HostHarness(Harness):
     _groups: dict[str, PlannedGroup] = field(default_factory=dict, init=False)
     _grid_runner: Runner | None = field(default=None, init=False)
 
+    @property
+    def device(self) -> torch.device:
+        """Where calls' tensors are."""
+        return self.ranks.device
+
     def begin(self) -> None:
         """Nothing is to be made ready."""
 
+    def on(self) -> contextlib.AbstractContextManager[object]:
+        """Return a block in which calls are made: what it launches goes where they are timed."""
+        return contextlib.nullcontext()
+
+    def encodes(self, wire: Wire) -> bool:
+        """Whether this rank can encode in this format where its tensors are."""
+        return True
+
     def group(self, where: str) -> HostGroup:
+        """This rank's group of that name. The first call for a name is collective."""
         return HostGroup(self.planned(where))
 
     def planned(self, where: str) -> PlannedGroup:
@@ -147,16 +199,19 @@ class HostHarness(Harness):
         return self._groups[where]
 
     def connect_grid(self, grid: Grid) -> Runner:
+        """Connect the grid of replicated tokens, and return what runs plans on it. Collective."""
         transport = connect(grid, self.ranks.device_type, self.board, self.store, self.timeout_s)
         self._grid_runner = Runner(transport)
         return self._grid_runner
 
     def time_us(self, task: Callable[[], Any]) -> float:
+        """The time of ``task`` on this rank, µs, all ranks starting together. Collective."""
         self.ranks.barrier()
         return self._time_us(task)
 
     def times_us(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """``is_over()`` is asked before each call, and is a barrier."""
+        """See :meth:`commlayer.measure.prober.Prober.times`. ``is_over`` is asked before each call,
+        and is a barrier."""
         times: list[float] = []
         for probe, call in calls:
             with phase(f"{MEASURING}, {probe.key[0]} on {probe.key[1]}"):
@@ -174,6 +229,11 @@ class HostHarness(Harness):
         return (time.perf_counter() - begin) * 1e6
 
     def ends_us(self, call: GridCall | None, num_products: int) -> dict[Resource, float]:
+        """When the last step of each resource ended on this rank, µs from the common start.
+
+        ``num_products``: of so many matrix products that run beside, the last one's end is
+        COMPUTE's. Collective. Raises InternalError for products, which a host does not time.
+        """
         if call is None or num_products:
             raise InternalError("matrix products are timed beside exchanges on a device, not on the host")
         self.ranks.barrier()
@@ -184,17 +244,20 @@ class HostHarness(Harness):
         return ends
 
     def close(self) -> None:
+        """Let go of connections. Collective."""
         self._close_groups()
         if self._grid_runner is not None:
             self._grid_runner.transport.close()
 
     def leave(self, error: BaseException, why: str) -> None:
+        """Let go of connections after ``error``, so that no other rank waits for this one."""
         is_known = isinstance(error, ClusterError)
         for planned in self._groups.values():
             planned.tell(error)
         self._close_groups()
         if self._grid_runner is not None:
-            self._grid_runner.transport.abort(None if is_known else why)  # wakes up the ranks that wait for this one
+            # It wakes up the ranks that wait for this one.
+            self._grid_runner.transport.abort(None if is_known else why)
         elif not is_known:
             self.board.leave(why)
 

@@ -1,4 +1,8 @@
-"""How much two resources slow each other down: pairs of links, and on a device each link beside matrix products."""
+"""How much two resources slow each other down: links, and on a device each link beside products.
+
+What a communication library moves bytes by, and what multiplies matrices, are the same cores of a
+GPU, so both are slower. Of the sums that follow an exchange nothing is said: they are no product.
+"""
 
 from __future__ import annotations
 
@@ -12,73 +16,68 @@ from commlayer.profiles.profile import Interference
 from commlayer.profiles.sweep import interference
 from commlayer.scheduler.probes import side_by_side
 
-__all__ = ["all_interference", "between_links"]
+__all__ = ["measure_interference"]
 
-_PAIRS = (
+_OF_LINKS = (
     (Resource.INTER, Resource.INTRA),
     (Resource.INTER, Resource.DEVICE),
     (Resource.INTRA, Resource.DEVICE),
 )
+_BESIDE_PRODUCTS = ((Resource.INTER, Resource.COMPUTE), (Resource.INTRA, Resource.COMPUTE))
 _NUM_BYTES = 4 << 20
 _MOST_STEPS = 64
 _LEAST_PRODUCT_US, _PRODUCT_ROWS = 500.0, (256, 512, 1024, 2048, 4096, 8192)
-"""The matrix products that run beside exchanges are the smallest of these that take so long: as many as are needed of ones
-that fill the device."""
+"""The matrix products that run beside exchanges are the smallest of these that take so long: as
+many as are needed of ones that fill the device."""
 
 
-def all_interference(prober: Prober, curves: Sequence[Curve], rounds: int) -> list[Interference]:
-    """Measure pairs of resources; on a device also exchanges beside matrix products. None in 0 rounds. Collective."""
+def measure_interference(prober: Prober, curves: Sequence[Curve], rounds: int) -> list[Interference]:
+    """Measure pairs of resources together against alone, each kept busy for about the same time.
+
+    None in 0 rounds. Collective.
+    """
     if not rounds:
         return []
-    pairs = between_links(prober, curves, rounds)
-    if isinstance(prober.harness, DeviceHarness):
-        pairs += _beside_products(prober, prober.harness, curves, rounds)
-    return pairs
-
-
-def between_links(prober: Prober, curves: Sequence[Curve], rounds: int) -> list[Interference]:
-    """Measure pairs of resources together against alone, each kept busy for about the same time. Collective."""
-    e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    if t == 1:
-        return []
-    unit = side_by_side(_NUM_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
+    grid, harness = prober.grid, prober.harness
+    e, t, across = len(grid.ep_ranks), len(grid.tp_ranks), grid.link
+    names = {resource: resource for resource in Resource} | {Resource.INTER: across}
     by_key = {(curve.collective, curve.link): curve for curve in curves}
-    alone = {step.resource: by_key[step.op.value, step.resource].at(step.bytes) for step in unit.steps}
-    pairs = []
-    for a, b in _PAIRS:
-        counts = dict(zip((a, b), _balanced(alone[a], alone[b]), strict=True))
-        plans = [side_by_side(_NUM_BYTES, e, t, link, c) for c in ({a: counts[a]}, {b: counts[b]}, counts)]
-        only_a, only_b, both = (prober.ends(plan, rounds) for plan in plans)
-        pairs += _of_pair(a, b, only_a | only_b, both, {a: a, b: b})
-    return pairs
+    pairs: tuple[tuple[Resource, Resource], ...] = _OF_LINKS if t > 1 else ()
+    product_us = 0.0
+    if isinstance(harness, DeviceHarness):
+        pairs += _BESIDE_PRODUCTS if t > 1 else _BESIDE_PRODUCTS[:1]
+        product_us = _product_us(prober, harness)
 
+    def alone_us(resource: Resource) -> float:
+        if resource is Resource.COMPUTE:
+            return product_us
+        step = side_by_side(_NUM_BYTES, e, t, across, {resource: 1}).steps[0]
+        return by_key[step.op.value, names[resource]].at(step.bytes)
 
-def _beside_products(
-    prober: Prober, harness: DeviceHarness, curves: Sequence[Curve], rounds: int
-) -> list[Interference]:
-    """Measure the exchange between nodes, and the gather inside them, each beside matrix products that keep the device busy for
-    as long. Collective.
+    def ends(counts: dict[Resource, int]) -> dict[Resource, float]:
+        steps = dict(counts)
+        num_products = steps.pop(Resource.COMPUTE, 0)
+        plan = side_by_side(_NUM_BYTES, e, t, across, steps) if steps else None
+        return prober.ends(plan, rounds, num_products)
 
-    What a communication library moves bytes by, and what multiplies, are the same cores of a GPU, so both are slower. Of the
-    sums that follow an exchange nothing is said: they are no product.
-    """
-    e, t, across = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    by_key = {(curve.collective, curve.link): curve for curve in curves}
-    stages = {Resource.INTER: across} | ({Resource.INTRA: Resource.INTRA} if t > 1 else {})
-    product_us = _product_us(prober, harness)
-    pairs = []
-    for stage, link in stages.items():  # of one node the exchange is the first stage too
-        step = side_by_side(_NUM_BYTES, e, t, across, {stage: 1}).steps[0]
-        num_steps, num_products = _balanced(by_key[step.op.value, link].at(step.bytes), product_us)
-        plan = side_by_side(_NUM_BYTES, e, t, across, {stage: num_steps})
-        alone = prober.ends(plan, rounds) | prober.ends(None, rounds, num_products)
-        both = prober.ends(plan, rounds, num_products)
-        pairs += _of_pair(stage, Resource.COMPUTE, alone, both, {stage: link, Resource.COMPUTE: Resource.COMPUTE})
-    return pairs
+    results = []
+    for a, b in pairs:
+        times_us = {resource: alone_us(resource) for resource in (a, b)}
+        longest_us = max(times_us.values())
+        counts = {
+            resource: max(1, min(_MOST_STEPS, round(longest_us / time_us))) for resource, time_us in times_us.items()
+        }
+        only_a, only_b, both = ends({a: counts[a]}), ends({b: counts[b]}), ends(counts)
+        slow_a, slow_b = interference(only_a[a], only_b[b], both[a], both[b])
+        results += [
+            Interference(names[a], names[b], round(slow_a, 3)),
+            Interference(names[b], names[a], round(slow_b, 3)),
+        ]
+    return results
 
 
 def _product_us(prober: Prober, harness: DeviceHarness) -> float:
-    """Choose the matrix products that run beside exchanges, and return the time of one, µs. Collective."""
+    """Choose the matrix products that run beside exchanges, and return the time of one, µs."""
     time_us = 0.0
     for rows in _PRODUCT_ROWS:
         harness.size_products(rows)
@@ -86,23 +85,3 @@ def _product_us(prober: Prober, harness: DeviceHarness) -> float:
         if time_us >= _LEAST_PRODUCT_US:
             break
     return time_us
-
-
-def _balanced(*alone_us: float) -> list[int]:
-    """How many of each are to run one after the other, so that all take about as long as the longest one."""
-    return [max(1, min(_MOST_STEPS, round(max(alone_us) / each))) for each in alone_us]
-
-
-def _of_pair(
-    a: Resource,
-    b: Resource,
-    alone: dict[Resource, float],
-    both: dict[Resource, float],
-    links: dict[Resource, Resource],
-) -> list[Interference]:
-    """How much ``a`` and ``b`` slow each other down, by when each ended; ``links``: their names in the profile."""
-    slow_a, slow_b = interference(alone[a], alone[b], both[a], both[b])
-    return [
-        Interference(links[a], links[b], round(slow_a, 3)),
-        Interference(links[b], links[a], round(slow_b, 3)),
-    ]

@@ -1,4 +1,5 @@
-"""How long two nodes of a group take to send each other bytes, for all pairs of its nodes, between the group's calls."""
+"""How long two nodes of a group take to send each other bytes, for all pairs of its nodes, between
+the group's calls."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.harness import HostGroup
 from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.scheduler.experience.link_rates import LinkTimes
 
@@ -19,12 +20,15 @@ __all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
 REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
 MOST_ROUNDS = 3
-"""Rounds of pairs: in each of them every node meets one other, so this names a slow card among however many nodes."""
+"""Rounds of pairs: in each of them every node meets one other, so this names a slow card among
+however many nodes."""
 _WHAT = "the measurement of its links"
 _TAG = (1 << 31) - 1 - (1 << 16)
-"""A tag beyond those of programs, whose messages go over the same connections, and of their batches."""
+"""A tag beyond those of programs, whose messages go over the same connections, and of their
+batches."""
 _LEAST_PART = 0.01
-"""The part of a pair's time that is certain at least, however long a thread of theirs waited for a processor."""
+"""The part of a pair's time that is certain at least, however long a thread of theirs waited for a
+processor."""
 
 
 def time_links(
@@ -55,10 +59,11 @@ def time_links(
 def _swapped(
     planned: PlannedGroup | DevicePlans, host: HostGroup, pairs: list[Pair], num_bytes: int
 ) -> tuple[list[float], list[float]]:
-    """Have the pairs of one round swap bytes, and agree on times, µs, of each pair's slowest member.
+    """Have the pairs of one round swap bytes, and agree on times, µs, of each pair's slowest
+    member.
 
-    ``host``: the group in which the ranks meet on the host. Returns how long each pair took, and how
-    long one of its members waited for a processor at most.
+    ``host``: the group in which the ranks meet on the host. Returns how long each pair took, and
+    how long one of its members waited for a processor at most.
     """
     width = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
@@ -76,20 +81,18 @@ def _swapped(
 
 
 def _swap_us(planned: PlannedGroup | DevicePlans, host: HostGroup, peer: int, num_bytes: int) -> float:
-    begin = time.perf_counter()
-    if isinstance(planned, DevicePlans):
-        try:
-            return planned.swap_us(peer, num_bytes)
-        except RuntimeError as error:
-            raise planned.explain(error, _WHAT, 0, time.perf_counter() - begin, planned.timeout_s) from error
-    data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-    begin = time.perf_counter()
-    host.swap(peer, data, arrived, _TAG, _WHAT)
-    return (time.perf_counter() - begin) * 1e6
+    if not isinstance(planned, DevicePlans):
+        return host.swap_us(peer, num_bytes, _TAG, _WHAT)
+    began = time.monotonic()
+    try:
+        return planned.swap_us(peer, num_bytes)
+    except RuntimeError as error:
+        raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error
 
 
 def _waited_us() -> float:
-    """How long threads of this process have been ready and waited for a processor, µs; 0.0 where the kernel does not tell."""
+    """How long threads of this process have been ready and waited for a processor, µs; 0.0 where
+    the kernel does not tell."""
     waited_ns = 0
     with contextlib.suppress(OSError, IndexError, ValueError):  # also of a thread that has just ended
         for thread in Path("/proc/self/task").iterdir():

@@ -16,7 +16,7 @@ from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
 from commlayer.measure.device_harness import DeviceHarness, DeviceLinks
-from commlayer.measure.harness import MEASURING, Harness, HostHarness
+from commlayer.measure.harness import MEASURING, HostHarness
 from commlayer.measure.link_times import time_links
 from commlayer.profiles.errors import BLAMING, ClusterError, InternalError
 from commlayer.profiles.links import Resource
@@ -32,19 +32,21 @@ __all__ = ["Prober"]
 
 
 class Prober:
-    """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
+    """Runs plans and calls on all ranks of the world in step, and times them. Making and closing
+    one is collective.
 
-    ``links``: those of a device, timed by its clock, for which ``ranks`` agree over Gloo; None: those
-    of the ranks' own process group, timed by the host's.
+    ``links``: those of a device, timed by its clock, for which ``ranks`` agree over Gloo; None:
+    those of the ranks' own process group, timed by the host's.
 
-    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
-    name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two ranks of
-    its node. Each kind runs at the same time everywhere in the cluster: a rail shares its node's wire with the other rails, as
-    data-parallel groups do. A rank whose group has no other, or that is in none of that name, waits while the others are timed:
-    so it is where nodes hold different numbers of ranks.
+    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens,
+    and those of ``groups``, by name this rank's group; None: the world, its node, its rail (the
+    ranks at its place of every node), and its pair, two ranks of its node. Each kind runs at the
+    same time everywhere in the cluster: a rail shares its node's wire with the other rails, as
+    data-parallel groups do. A rank whose group has no other, or that is in none of that name, waits
+    while the others are timed: so it is where nodes hold different numbers of ranks.
 
-    As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
-    other ranks, and would hide the error behind its own.
+    As a context manager it is closed at the end of the block, or aborted where the block raises:
+    closing waits for the other ranks, and would hide the error behind its own.
     """
 
     def __init__(
@@ -67,10 +69,13 @@ class Prober:
         self._topology, self._timeout_s = topology, timeout_s
         self._members = _groups(topology, self.ranks.rank) if groups is None else groups
         common = topology, self.ranks, self._members, store, self.board, timeout_s
-        self.harness: Harness = HostHarness(*common) if links is None else DeviceHarness(*common, links)
+        self.harness: HostHarness | DeviceHarness = (
+            HostHarness(*common) if links is None else DeviceHarness(*common, links)
+        )
 
     def __enter__(self) -> Prober:
-        """Take the device, if any. Where that fails here the other ranks hear of it, as of all that fails later."""
+        """Take the device, if any. Where that fails here the other ranks hear of it, as of all that
+        fails later."""
         try:
             self.harness.begin()
         except BaseException as error:
@@ -104,7 +109,8 @@ class Prober:
 
     @cached_property
     def grid(self) -> Grid:
-        """The grid of replicated tokens: one row for each node, so that ep groups cross nodes and tp groups fill them.
+        """The grid of replicated tokens: one row for each node, so that ep groups cross nodes and
+        tp groups fill them.
 
         Raises TopologyError for uneven nodes, which have none.
         """
@@ -148,7 +154,8 @@ class Prober:
         return self.agree(float(not self.harness.encodes(wire))) == 0.0
 
     def is_one_call(self, plan: Plan) -> bool:
-        """Whether the transports of all ranks run ``plan`` as one call of the backend's own. Collective."""
+        """Whether the transports of all ranks run ``plan`` as one call of the backend's own.
+        Collective."""
         if isinstance(self.harness, DeviceHarness):
             return False  # posting a step does not wait for it, so there is nothing to save
         transport = self.grid_runner.transport
@@ -158,7 +165,8 @@ class Prober:
     # Times
 
     def runner(self, probe: Probe, size: int, *, check: bool = False) -> Callable[[], float]:
-        """A callable that runs one size of a probe once and returns the agreed time, µs. Collective.
+        """A callable that runs one size of a probe once and returns the agreed time, µs.
+        Collective.
 
         ``check``: run it on known values first. Raises ClusterError where they arrive wrong.
         """
@@ -176,11 +184,13 @@ class Prober:
         return lambda: self.timed(call.run)
 
     def timed(self, task: Callable[[], Any]) -> float:
-        """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on all of them."""
+        """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on
+        all of them."""
         return self.agree(self.harness.time_us(task))
 
     def times(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """The time that each call takes this rank, µs: one after the other, all ranks starting together.
+        """The time that each call takes this rank, µs: one after the other, all ranks starting
+        together.
 
         None begins when time is up: ``is_over()`` is asked by all ranks, and says the same to all.
         What ranks do alone takes little time, so that the faster of two counts. Collective.
@@ -192,7 +202,8 @@ class Prober:
         return self.ranks.maximum(value)
 
     def ends(self, plan: Plan | None, rounds: int, num_products: int = 0) -> dict[Resource, float]:
-        """Find when the last step of each resource ended, µs from the call; the median over rounds of the largest over ranks.
+        """Find when the last step of each resource ended, µs from the call; the median over rounds
+        of the largest over ranks.
 
         ``num_products``: matrix products that run beside, on a device, and whose end is COMPUTE's.
         ``plan`` None: these alone.
@@ -208,9 +219,11 @@ class Prober:
         return dict(zip(resources, medians, strict=True))
 
     def pair_times(self, num_bytes: int, repeats: int) -> Mapping[Pair, float]:
-        """Time, for each two nodes, how long they take to send each other ``num_bytes`` at once, µs: the least of ``repeats``.
+        """Time, for each two nodes, how long they take to send each other ``num_bytes`` at once,
+        µs: the least of ``repeats``.
 
-        Ranks at the same place of both nodes exchange, as many as the emptiest node has. Collective.
+        Ranks at the same place of both nodes exchange, as many as the emptiest node has.
+        Collective.
         """
         if not isinstance(self.harness, HostHarness):
             raise InternalError("pairs of nodes are timed between CPU ranks, not on a device")
@@ -220,7 +233,8 @@ class Prober:
             return time_links(world, num_bytes, MOST_PAIR_ROUNDS, repeats).taken_us
 
     def time_all_reduce(self, num_bytes: int) -> float:
-        """The time of one all_reduce of the backend's own on all ranks, µs: the largest over ranks. Collective."""
+        """The time of one all_reduce of the backend's own on all ranks, µs: the largest over ranks.
+        Collective."""
         nodes = tuple(map(len, self._topology.nodes))
         probe = next(each for each in probes_of_calls("world", nodes) if each.key[0] == "all_reduce")
         return self.runner(probe, num_bytes)()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from commlayer.agree.discovery import Identity, discover_topology, node_identity
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.calls import TimedCall
 from commlayer.measure.device_harness import DeviceLinks, device_links
-from commlayer.measure.interference import all_interference
+from commlayer.measure.interference import measure_interference
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
@@ -134,19 +134,16 @@ def measure_cluster(
     clock = _ProbeClock(ranks, options.deadline_s)
     with Prober(topology, options.timeout_s, ranks, links=links) as prober:
         sweeps = _possible(prober, _sweeps(options, topology))
-        curves = (
-            _surveyed(prober, sweeps, options, topology, clock)
-            if options.is_probe
-            else _curves(prober, sweeps, options, on_point)
-        )
+        curves = _swept(prober, sweeps, options, topology, clock, on_point)
         of_peaks = {each.probe.key for each in sweeps if _shows_peak(each.probe, topology)}
         by_steps = [curve for curve in curves if curve.key in of_peaks] or curves
-        slow = _slow_links(prober, clock) if _has_pairs(topology, links) else ()
-        pairs = all_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
+        # A device's cards are not compared: the CPU's measurement does that.
+        slow = _slow_links(prober, clock) if topology.num_nodes > 2 and links is None else ()
+        pairs = measure_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     unfinished = _unfinished(len(sweeps) - len(curves))
-    return _agreed(
-        ranks,
+    profile = Profile.create(
+        gather="remote",
         name=name,
         kind=kind,
         source=source,
@@ -157,6 +154,7 @@ def measure_cluster(
         slow_links=slow,
         environment=_where(links) | hosts | unfinished | (environment or {}),
     )
+    return _of_first(profile, ranks)
 
 
 def _unfinished(num_missing: int) -> dict[str, str]:
@@ -189,16 +187,12 @@ def complete_profile(
     clock = _ProbeClock(ranks, options.deadline_s)
     with Prober(topology, options.timeout_s, ranks, links=links) as prober:
         sweeps = _possible(prober, _lacking(profile, options, topology))
-        curves = (
-            _surveyed(prober, sweeps, options, topology, clock)
-            if options.is_probe
-            else _curves(prober, sweeps, options)
-        )
+        curves = _swept(prober, sweeps, options, topology, clock)
     measured = as_kept(profile.replace(curves=curves))
     left = _unfinished(len(sweeps) - len(curves))
     environment = {name: value for name, value in profile.environment.items() if name != UNFINISHED} | left
     whole = profile.replace(curves=[*profile.curves, *measured.curves], environment=environment)
-    return parse_profile(ranks.from_first(ProfileText(whole.to_json()), ProfileText).json, "rank 0's profile")
+    return _of_first(whole, ranks)
 
 
 def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
@@ -219,9 +213,6 @@ def measure_groups(
     kind: str,
     source: str,
     collectives: Sequence[str] | None = None,
-    topology: Topology | None = None,
-    ranks: AllRanks | None = None,
-    links: DeviceLinks | None = None,
 ) -> Profile:
     """The profile of one group's shape, measured on all ``groups`` at the same time, as a training step uses them. Collective
     over all ranks.
@@ -237,7 +228,6 @@ def measure_groups(
             the peaks where they are known; the rest is of :func:`measure_cluster`.
         collectives: curves to measure, by their names in a profile; None: the backend's own calls, and in groups of two
             ``send_recv``.
-        topology: of the job; None: discovered. ranks: None: the default process group. links: as of :func:`measure_cluster`.
 
     Returns:
         Its topology is the shape of one group: ``2x2`` is two ranks on each of two nodes.
@@ -246,8 +236,7 @@ def measure_groups(
         UsageError: groups that are not of one shape, or do not hold every rank once; an unknown collective.
         ClusterError: values arrive wrong.
     """
-    topology = topology or discover_topology()
-    ranks = ranks or AllRanks.default()
+    topology, ranks = discover_topology(), AllRanks.default()
     shape = _shape_of(groups, topology)
     known = {probe.key[0]: probe for probe in probes_of_calls("groups", tuple(len(part) for part in shape.nodes))}
     *own, message = known
@@ -258,11 +247,11 @@ def measure_groups(
     sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
     sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
     own_group = next(group for group in groups if ranks.rank in group)
-    links = links or _links_of(ranks)
+    links = _links_of(ranks)
     with Prober(topology, options.timeout_s, ranks, {"groups": own_group}, links) as prober:
         curves = _curves(prober, sweeps, options)
-    return _agreed(
-        ranks,
+    profile = Profile.create(
+        gather="remote",
         name=name,
         kind=kind,
         source=source,
@@ -271,6 +260,7 @@ def measure_groups(
         curves=curves,
         environment=_where(links),
     )
+    return _of_first(profile, ranks)
 
 
 def num_points(options: SweepOptions, topology: Topology) -> int:
@@ -302,9 +292,22 @@ class _Sweep(NamedTuple):
 
 def _sweeps(options: SweepOptions, topology: Topology) -> list[_Sweep]:
     """List all that is measured on a cluster."""
-    wanted = probes(topology, is_brief=options.is_probe)
-    found = [(_link_sweep if _shows_peak(probe, topology) else _group_sweep)(probe, options) for probe in wanted]
-    return [each for each in found if each.sizes]
+    smallest, group_factor = options.min_bytes, options.group_factor or options.factor**2
+    group_largest = max(smallest, options.group_max_bytes or options.max_bytes // _GROUP_SHARE)
+    group_sizes = sizes_between(smallest, group_largest, group_factor)
+    sweeps = []
+    for probe in probes(topology, is_brief=options.is_probe):
+        if not _shows_peak(probe, topology):
+            sweeps.append(_Sweep(probe, group_sizes, options.group_repeats))
+            continue
+        # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But of
+        # the few sizes of a probe none may be missing, and inside a node they cost little.
+        largest = options.max_bytes if options.is_probe else int(options.max_bytes * probe.share)
+        sizes = sizes_between(smallest, max(smallest, largest), options.factor)
+        if _is_one_call(probe):
+            sizes = tuple(size for size in sizes if probe.plan(size).traffic.logical_bytes <= ONE_CALL_BYTES)
+        sweeps.append(_Sweep(probe, sizes, options.repeats))
+    return [each for each in sweeps if each.sizes]
 
 
 def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
@@ -317,22 +320,6 @@ def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
         if (not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1)))
         and not (isinstance(each.probe.leg, CodedLeg) and each.probe.unit.wire in lacking)
     ]
-
-
-def _link_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
-    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But of the
-    # few sizes of a probe none may be missing, and inside a node they cost little.
-    largest = options.max_bytes if options.is_probe else int(options.max_bytes * probe.share)
-    sizes = sizes_between(options.min_bytes, max(options.min_bytes, largest), options.factor)
-    if _is_one_call(probe):
-        sizes = tuple(size for size in sizes if probe.plan(size).traffic.logical_bytes <= ONE_CALL_BYTES)
-    return _Sweep(probe, sizes, options.repeats)
-
-
-def _group_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
-    largest = max(options.min_bytes, options.group_max_bytes or options.max_bytes // _GROUP_SHARE)
-    sizes = sizes_between(options.min_bytes, largest, options.group_factor or options.factor**2)
-    return _Sweep(probe, sizes, options.group_repeats)
 
 
 def _is_one_call(probe: Probe) -> bool:
@@ -383,10 +370,17 @@ class _ProbeClock:
         return self._ranks.maximum(self.mine_us) >= until_us
 
 
-def _surveyed(
-    prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, topology: Topology, clock: _ProbeClock
+def _swept(
+    prober: Prober,
+    sweeps: Sequence[_Sweep],
+    options: SweepOptions,
+    topology: Topology,
+    clock: _ProbeClock,
+    on_point: Callable[[Point], None] | None = None,
 ) -> list[Curve]:
-    """The curves of a probe: of those for which there was time."""
+    """The curves of ``sweeps``; of a probe those for which there was time."""
+    if not options.is_probe:
+        return _curves(prober, sweeps, options, on_point)
     kept: dict[Wanted, TimedCall] = {}
 
     def ready(call: Wanted) -> tuple[Probe, TimedCall]:
@@ -413,9 +407,8 @@ def _surveyed(
     return curves
 
 
-def _agreed(ranks: AllRanks, **fields: Any) -> Profile:
+def _of_first(profile: Profile, ranks: AllRanks) -> Profile:
     """Rank 0's profile, on every rank: hosts and dates differ between ranks, and a profile must not."""
-    profile = Profile.create(gather="remote", **fields)
     return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
@@ -441,11 +434,6 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
     """
     identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
     return " ".join(identities[members[0]].split("/")[0] for members in topology.nodes)
-
-
-def _has_pairs(topology: Topology, links: DeviceLinks | None) -> bool:
-    """Whether there are cards to compare: those of three nodes or more. A device's are not: the CPU's are measured by itself."""
-    return topology.num_nodes > 2 and links is None
 
 
 def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:

@@ -1,4 +1,5 @@
-"""Trials: the plans that contend for a group's call, run by all of its ranks, and settled by what they took."""
+"""Trials: the plans that contend for a group's call, run by all of its ranks, and settled by what
+they took."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.calls import OwnCall, StepCall
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.harness import HostGroup
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.printable import warn
 from commlayer.scheduler.plan import Plan, Strategy
@@ -20,14 +21,17 @@ __all__ = ["connected", "judge", "run_pending"]
 
 _WHAT = "the trial of its plans"
 _PATIENCE_S = 30.0
-"""How long connections of a plan that only contends are waited for, where the group's timeout is longer."""
+"""How long connections of a plan that only contends are waited for, where the group's timeout is
+longer."""
 
 
 def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
-    """Run the plans of the trial that is pending in a group, and settle it. Collective over the group, between calls.
+    """Run the plans of the trial that is pending in a group, and settle it. Collective over the
+    group, between calls.
 
-    They run in turn, on tensors of their own; what counts is the fastest time of each, the largest over ranks. ``timeout_s``
-    bounds each wait, None: the group's. Raises PeerError and CollectiveTimeoutError as a call does.
+    They run in turn, on tensors of their own; what counts is the fastest time of each, the largest
+    over ranks. ``timeout_s`` bounds each wait, None: the group's. Raises PeerError and
+    CollectiveTimeoutError as a call does.
     """
     trial = planned.choices.experience.pending
     if trial is None:
@@ -35,24 +39,25 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
     rounds: list[list[float]] = []
     with torch._C._InferenceMode(True):
         planned.connect_messages()  # now, not within the first time
-        groups = [HostGroup(planned, timeout_s) for _ in trial.plans]  # each numbers its plan's calls
-        calls = [
-            (OwnCall if plan.strategy is Strategy.FLAT else StepCall)(group, plan)
-            for group, plan in zip(groups, trial.plans, strict=True)
+        meeting = HostGroup(planned, timeout_s)
+        calls = [  # each with a group that numbers its plan's calls
+            (OwnCall if plan.strategy is Strategy.FLAT else StepCall)(HostGroup(planned, timeout_s), plan)
+            for plan in trial.plans
         ]
         while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:
             times_us = []
-            for group, call in zip(groups, calls, strict=True):
-                group.largest([0.0], _WHAT)  # all start together
+            for call in calls:
+                meeting.largest([0.0], _WHAT)  # all start together
                 begin = time.perf_counter()
                 call.run()
                 times_us.append((time.perf_counter() - begin) * 1e6)
-            rounds.append(groups[0].largest(times_us, _WHAT))
+            rounds.append(meeting.largest(times_us, _WHAT))
         planned.choices.settle(rounds)
 
 
 def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
-    """Tell the group's experience what the call of ``plan`` took that just ran in its turn. Collective over the group.
+    """Tell the group's experience what the call of ``plan`` took that just ran in its turn.
+    Collective over the group.
 
     Raises PeerError and CollectiveTimeoutError as a call does.
     """
@@ -60,10 +65,11 @@ def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
 
 
 def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callable[[], Plan | None]) -> Plan | None:
-    """``plan``, which contends, once its connections are there; where they cannot be made, ``anew()``, and plans over so many
-    contend no more. Collective over the group.
+    """``plan``, which contends, once its connections are there; where they cannot be made,
+    ``anew()``, and plans over so many contend no more. Collective over the group.
 
-    Raises PeerError and CollectiveTimeoutError as a call does; ClusterError where no plan takes fewer.
+    Raises PeerError and CollectiveTimeoutError as a call does; ClusterError where no plan takes
+    fewer.
     """
     found: Plan | None = plan
     while found is not None and choices.experience.is_contested and found.connections > planned.num_connections:

@@ -19,7 +19,7 @@ import commlayer
 from commlayer.auditing.watch import GroupWatch
 from commlayer.emulation import request_shape
 from commlayer.measure import link_times
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.harness import HostGroup
 from commlayer.profiles.errors import ClusterError
 from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps
 from commlayer.testing.plugin import ClusterFactory
@@ -70,7 +70,7 @@ def events() -> list[str]:
 def set_times(time_us: float, waited_us: float = 0.0) -> None:
     """Have the two nodes take so long for any number of bytes, and wait for a processor for a part of that."""
     found = LinkTimes({(0, 1): time_us}, {(0, 1): time_us - waited_us})
-    link_times.time_links = lambda planned, num_bytes: found
+    link_times.time_links = lambda *_: found
 
 
 def usual_us(group: Any) -> float:
@@ -321,7 +321,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
             if moment == "before the call":
                 os.kill(os.getpid(), signal.SIGKILL)
             die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            HostGroup.swap = die  # type: ignore[method-assign]
+            HostGroup.swap_us = die  # type: ignore[method-assign, assignment]
         try:
             for _ in range(5):
                 check_sum()

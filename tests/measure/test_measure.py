@@ -20,9 +20,8 @@ from commlayer.measure import interference as interference_measured
 from commlayer.measure import profiler
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, OwnCall
-from commlayer.measure.harness import HostHarness
-from commlayer.measure.host_group import HostGroup
-from commlayer.measure.interference import between_links
+from commlayer.measure.harness import HostGroup, HostHarness
+from commlayer.measure.interference import measure_interference
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
@@ -320,14 +319,14 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
     probed: list[tuple[int, ...]] = []
     measured = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
 
-    def ends(plan: Plan, rounds: int) -> dict[Resource, float]:
-        assert rounds == 7
+    def ends(plan: Plan, rounds: int, num_products: int) -> dict[Resource, float]:
+        assert (rounds, num_products) == (7, 0)
         probed.append(tuple(sum(step.resource is resource for step in plan.steps) for resource in measured))
         return dict.fromkeys(Resource, 1.0)
 
     grid = SimpleNamespace(ep_ranks=(0, 4), tp_ranks=(0, 1, 2, 3), link=Resource.INTER)
-    prober: Any = SimpleNamespace(grid=grid, device="cpu", ends=ends)
-    between_links(prober, curves, 7)
+    prober: Any = SimpleNamespace(grid=grid, harness=None, ends=ends)
+    measure_interference(prober, curves, 7)
     # 4 MiB gathered and copied take 4 ms each, the exchange of a slice of 2 MiB takes 2 ms: twice as many keep up
     assert (2, 1, 0) in probed
     assert (2, 0, 1) in probed

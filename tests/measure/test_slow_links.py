@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from commlayer.calls.movement import Movement
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure.harness import HostHarness
-from commlayer.measure.host_group import HostGroup
+from commlayer.measure.harness import HostGroup, HostHarness
 from commlayer.scheduler import Strategy, build
 from commlayer.testing.plugin import ClusterFactory
 
@@ -155,7 +154,7 @@ def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
                 os.kill(os.getpid(), signal.SIGKILL)
 
             if step == "pair_times":
-                HostGroup.swap = die  # type: ignore[method-assign]
+                HostGroup.swap_us = die  # type: ignore[method-assign]
             else:
                 HostHarness._time_us = die  # type: ignore[method-assign]
         try:
