@@ -1,4 +1,5 @@
-"""Links between nodes, pair by pair: in which rounds all are timed, and which of them are slower than the others. Pure."""
+"""Links between nodes, pair by pair: in which rounds all are timed, and which of them are slower
+than the others. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ MOST_PAIR_ROUNDS = 15
 """Rounds of pairs that are measured at most: of more than 16 nodes each meets so many others, a
 sample that names a slow card, which all of its pairs show, and perhaps not a slow pair."""
 _SLOW_CARD = 0.8
-"""A card of more than this part of the usual rate counts as one like the others: what is measured once is not known better."""
+"""A card of more than this part of the usual rate counts as one like the others: what is measured
+once is not known better."""
 _SLOW_PAIR = 0.6
 """The same of the way between two nodes, of what the slower one of their cards does with others."""
 
 
 def pair_rounds(num_nodes: int, most: int = MOST_PAIR_ROUNDS) -> list[list[Pair]]:
-    """Rounds in which every node exchanges with one other, or with none, until all pairs have; at most ``most`` of them.
+    """Rounds in which every node exchanges with one other, or with none, until all pairs have; at
+    most ``most`` of them.
 
     A round-robin tournament: one node stays, the others turn.
     """
@@ -35,11 +38,13 @@ def pair_rounds(num_nodes: int, most: int = MOST_PAIR_ROUNDS) -> list[list[Pair]
 
 
 def slow_links(times_us: Mapping[Pair, float]) -> tuple[SlowLink, ...]:
-    """The cards and pairs that are slower than the others, by how long each pair took for the same bytes, µs.
+    """The cards and pairs that are slower than the others, by how long each pair took for the same
+    bytes, µs.
 
-    A card is as fast as its fastest pair; the usual rate is the median card's, of an even number the slower middle one's, so
-    that a few pairs that are faster than all others make nobody slow. Two nodes have one pair, of which nobody can say which
-    card it is, and nothing to compare it with: then none.
+    A card is as fast as its fastest pair; the usual rate is the median card's, of an even number
+    the slower middle one's, so that a few pairs that are faster than all others make nobody slow.
+    Two nodes have one pair, of which nobody can say which card it is, and nothing to compare it
+    with: then none.
     """
     nodes = sorted({node for pair in times_us for node in pair})
     if len(nodes) < 3:

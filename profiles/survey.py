@@ -1,15 +1,19 @@
-"""A survey: few sizes of many curves in little time, which is all that a job can spend at its start.
+"""A survey: few sizes of many curves in little time, which is all that a job can spend at its
+start.
 
-The calls go in rounds, each call once a round. Ranks have to agree on times once a round then, not after every call; and if the
-machine hiccups, that spoils one time of a curve, not all of them. The largest size of a link's first curve tells the link's rate,
-and by that the others' largest size is chosen, so that none of these takes more than some four times as long as was asked for;
-where the size below took that long already, none larger is measured, but for a link's first curve. Where a curve's largest size
-is not the largest that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
+The calls go in rounds, each call once a round. Ranks have to agree on times once a round then, not
+after every call; and if the machine hiccups, that spoils one time of a curve, not all of them. The
+largest size of a link's first curve tells the link's rate, and by that the others' largest size is
+chosen, so that none of these takes more than some four times as long as was asked for; where the
+size below took that long already, none larger is measured, but for a link's first curve. Where a
+curve's largest size is not the largest that was asked for, the curve goes on there at the link's
+rate, or its own if that is much lower.
 
-What comes first, and so what is left out where time is short: each curve's sizes but the largest once; these again; the largest
-once; those whose two times differ a third time; the largest again, the fastest first. The first curve of each link comes before
-the others, and is timed once whatever that costs. Behind the deadline no other call begins, and a curve of which nothing was
-timed is not there. All ranks run this, and whatever it decides rests on times on which they have agreed.
+What comes first, and so what is left out where time is short: each curve's sizes but the largest
+once; these again; the largest once; those whose two times differ a third time; the largest again,
+the fastest first. The first curve of each link comes before the others, and is timed once whatever
+that costs. Behind the deadline no other call begins, and a curve of which nothing was timed is not
+there. All ranks run this, and whatever it decides rests on times on which they have agreed.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ __all__ = ["Ladder", "Rung", "Survey", "SurveyLimits", "Wanted", "survey"]
 Wanted = tuple[int, int]
 """A call to be timed: the place of its curve, and its size in bytes."""
 _LEAST_GROWTH = 4
-"""The largest size is at least this many times the one before: nearer to that, it would not show the link's rate."""
+"""The largest size is at least this many times the one before: nearer to that, it would not show
+the link's rate."""
 _MUCH_MORE = 2.0
-"""A curve's own sizes, which are noisy, are believed on its rate where they say so many times what the link's rate says: Gloo's
-broadcast crosses a card several times."""
+"""A curve's own sizes, which are noisy, are believed on its rate where they say so many times what
+the link's rate says: Gloo's broadcast crosses a card several times."""
 _FIRST_LONGEST = 4
-"""The first call of a link may take so many times as long as the others, since all of them rest on it."""
+"""The first call of a link may take so many times as long as the others, since all of them rest on
+it."""
 _USUAL = 0.5
 """The part of the longest time that a largest call takes as a rule, which is kept back for it."""
 _ALIKE = 1.3
@@ -41,7 +47,8 @@ _MOST_TIMES = 3
 
 
 class Ladder(NamedTuple):
-    """The sizes of a curve, increasing: the last is the most that is measured. ``load``: bytes through the link for each byte."""
+    """The sizes of a curve, increasing: the last is the most that is measured. ``load``: bytes
+    through the link for each byte."""
 
     sizes: tuple[int, ...]
     link: Resource
@@ -50,8 +57,9 @@ class Ladder(NamedTuple):
 
 @dataclass(frozen=True)
 class SurveyLimits:
-    """``budget_us``: when so much time is gone nothing is timed a second time. ``longest_us``: the largest call of a curve should
-    take no longer. ``deadline_us``: when so much time is gone no call begins, but for the first curve of each link."""
+    """``budget_us``: when so much time is gone nothing is timed a second time. ``longest_us``: the
+    largest call of a curve should take no longer. ``deadline_us``: when so much time is gone no
+    call begins, but for the first curve of each link."""
 
     budget_us: float
     longest_us: float
@@ -68,8 +76,8 @@ class Rung(NamedTuple):
 
 @dataclass
 class Survey:
-    """The agreed times in µs of each call, in the order in which they were taken; what a byte takes on each link; and when the
-    last round ended."""
+    """The agreed times in µs of each call, in the order in which they were taken; what a byte takes
+    on each link; and when the last round ended."""
 
     ladders: Sequence[Ladder]
     times_us: dict[Wanted, list[float]] = field(default_factory=dict)
@@ -91,13 +99,14 @@ class Survey:
         return tuple(sorted(size for at, size in self.times_us if at == place))
 
     def time_us(self, call: Wanted) -> float:
-        """The median of three times, the faster of two: others' work only adds to one, and the first call warms up."""
+        """The median of three times, the faster of two: others' work only adds to one, and the
+        first call warms up."""
         times = self.times_us[call]
         return median(times) if len(times) >= _MOST_TIMES else min(times)
 
     def slope_us(self, place: int) -> float:
-        """How much longer each byte more takes, µs: by the link's rate; or, where that is not known or the two largest sizes so
-        far say much more, by those."""
+        """How much longer each byte more takes, µs: by the link's rate; or, where that is not known
+        or the two largest sizes so far say much more, by those."""
         sizes, ladder = self.sizes(place)[-2:], self.ladders[place]
         slower, faster = (self.time_us((place, size)) for size in (sizes[-1], sizes[0]))
         own = max(0.0, slower - faster) / max(1, sizes[-1] - sizes[0])
@@ -118,16 +127,17 @@ def survey(
 ) -> Survey:
     """Time the calls of each curve.
 
-    ``run(calls, until_us)`` times calls one after the other, and begins none when so much time is gone since the beginning, µs.
-    It returns the times of those that it made, and how much time is gone. All ranks have agreed on all of that.
+    ``run(calls, until_us)`` times calls one after the other, and begins none when so much time is
+    gone since the beginning, µs. It returns the times of those that it made, and how much time is
+    gone. All ranks have agreed on all of that.
     """
-    found = Survey(ladders)
+    result = Survey(ladders)
 
     def go(calls: Sequence[Wanted], until_us: float = limits.deadline_us) -> None:
-        if calls and found.spent_us < until_us:
-            times, found.spent_us = run(calls, until_us)
+        if calls and result.spent_us < until_us:
+            times, result.spent_us = run(calls, until_us)
             for call, time_us in zip(calls, times, strict=False):  # of the last ones none where time is up
-                found.times_us.setdefault(call, []).append(time_us)
+                result.times_us.setdefault(call, []).append(time_us)
 
     tall = [place for place, ladder in enumerate(ladders) if len(ladder.sizes) > 1]
     firsts = {ladders[place].link: place for place in reversed(tall)}
@@ -136,47 +146,49 @@ def survey(
     needed = [call for call in small if call[0] in firsts.values()]
     go(needed, math.inf)
     go(small[len(needed) :])
-    reserved_us = len(tall) * (limits.longest_us * _USUAL + found.overhead_us)
-    go(_affordable(found, small, limits.budget_us - reserved_us))
-    go([(place, _first_top(found, place, limits)) for place in firsts.values()], math.inf)
-    found.us_per_byte = {link: found.slope_us(place) / ladders[place].load for link, place in firsts.items()}
+    reserved_us = len(tall) * (limits.longest_us * _USUAL + result.overhead_us)
+    go(_affordable(result, small, limits.budget_us - reserved_us))
+    go([(place, _first_top(result, place, limits)) for place in firsts.values()], math.inf)
+    result.us_per_byte = {link: result.slope_us(place) / ladders[place].load for link, place in firsts.items()}
     tall = [place for place in tall if place not in firsts.values()]
-    whole = [place for place in tall if len(found.sizes(place)) == len(ladders[place].sizes) - 1]
-    others = [place for place in whole if not _is_slow(found, place, limits)]
-    go([(place, _top(found, place, limits)) for place in others])
-    go(_affordable(found, [call for call in small if _differs(found.times_us.get(call, ()))], limits.budget_us))
-    largest = [(place, found.sizes(place)[-1]) for place in (*firsts.values(), *others)]
-    go(_affordable(found, sorted(largest, key=found.time_us), limits.budget_us))
-    return found
+    measured = [place for place in tall if len(result.sizes(place)) == len(ladders[place].sizes) - 1]
+    others = [place for place in measured if not _is_slow(result, place, limits)]
+    go([(place, _top(result, place, limits)) for place in others])
+    go(_affordable(result, [call for call in small if _differs(result.times_us.get(call, ()))], limits.budget_us))
+    largest = [(place, result.sizes(place)[-1]) for place in (*firsts.values(), *others)]
+    go(_affordable(result, sorted(largest, key=result.time_us), limits.budget_us))
+    return result
 
 
-def _affordable(found: Survey, calls: Iterable[Wanted], budget_us: float) -> list[Wanted]:
-    """The first of ``calls`` that fit into what is left of the budget, if they take as long as before: of those made before."""
-    fitting, left_us = [], budget_us - found.spent_us
-    for call in (call for call in calls if call in found.times_us):
-        left_us -= min(found.times_us[call]) + found.overhead_us
+def _affordable(result: Survey, calls: Iterable[Wanted], budget_us: float) -> list[Wanted]:
+    """The first of ``calls`` that fit into what is left of the budget, if they take as long as
+    before: of those made before."""
+    fitting, left_us = [], budget_us - result.spent_us
+    for call in (call for call in calls if call in result.times_us):
+        left_us -= min(result.times_us[call]) + result.overhead_us
         if left_us < 0:
             break
         fitting.append(call)
     return fitting
 
 
-def _first_top(found: Survey, place: int, limits: SurveyLimits) -> int:
-    """The largest size of a link's first curve: as if the time of the size below were all bandwidth."""
-    below = found.ladders[place].sizes[-2]
-    return _grown(found.ladders[place], _FIRST_LONGEST * limits.longest_us / found.time_us((place, below)) * below)
+def _first_top(result: Survey, place: int, limits: SurveyLimits) -> int:
+    """The largest size of a link's first curve: as if the time of the size below were all
+    bandwidth."""
+    below = result.ladders[place].sizes[-2]
+    return _grown(result.ladders[place], _FIRST_LONGEST * limits.longest_us / result.time_us((place, below)) * below)
 
 
-def _is_slow(found: Survey, place: int, limits: SurveyLimits) -> bool:
+def _is_slow(result: Survey, place: int, limits: SurveyLimits) -> bool:
     """Whether a curve's size below the largest takes as long already as the largest should."""
-    return found.time_us((place, found.ladders[place].sizes[-2])) >= limits.longest_us
+    return result.time_us((place, result.ladders[place].sizes[-2])) >= limits.longest_us
 
 
-def _top(found: Survey, place: int, limits: SurveyLimits) -> int:
+def _top(result: Survey, place: int, limits: SurveyLimits) -> int:
     """The largest size of another curve."""
-    ladder, us_per_byte = found.ladders[place], found.slope_us(place)
+    ladder, us_per_byte = result.ladders[place], result.slope_us(place)
     below = ladder.sizes[-2]
-    left_us = limits.longest_us - found.time_us((place, below))
+    left_us = limits.longest_us - result.time_us((place, below))
     return _grown(ladder, below + left_us / us_per_byte if us_per_byte else ladder.sizes[-1])
 
 

@@ -191,9 +191,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks, allowed)
     priced, unpriced = _priced(list(plans), profile, policy)
     if not priced:
-        if unpriced:
-            raise PlanError(unpriced)
-        raise PlanError(_none_applies(allowed, traffic))
+        raise PlanError(unpriced or _none_applies(allowed, traffic))
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     chosen = _simplest(priced, best_us, tolerance)

@@ -1,16 +1,19 @@
-"""The order of nodes in a ring: round all of them, so that the slowest way that is used is as fast as can be. Pure.
+"""The order of nodes in a ring: round all of them, so that the slowest way that is used is as fast
+as can be. Pure.
 
-A ring is as fast as its slowest edge, so the least rate is made as large as possible, and only then the sum of all; a shortest
-tour (the sum alone) takes one slow way where it saves a little on many. Up to ten nodes that is exact: Held and Karp's tables
-over sets of nodes, once for the least rate, and once for the sum over the edges that are fast enough. Above it edges at the
-least rate are exchanged, in a fixed order, until nothing gets better: with few slow pairs that finds a way round them, with
-many it may not.
+A ring is as fast as its slowest edge, so the least rate is made as large as possible, and only then
+the sum of all; a shortest tour (the sum alone) takes one slow way where it saves a little on many.
+Up to ten nodes that is exact: Held and Karp's tables over sets of nodes, once for the least rate,
+and once for the sum over the edges that are fast enough. Above it edges at the least rate are
+exchanged, in a fixed order, until nothing gets better: with few slow pairs that finds a way round
+them, with many it may not.
 
-Prior art: PCCL measures its peers and solves for the shortest tour, heuristically, on its master; its issue 22 (2025) is that
-peers went on with the old ring, for the improved one was not handed to them. Here every rank finds the order by itself.
+Prior art: PCCL measures its peers and solves for the shortest tour, heuristically, on its master;
+its issue 22 (2025) is that peers went on with the old ring, for the improved one was not handed to
+them. Here every rank finds the order by itself.
 
-Rates are from a node to another one, and may differ the other way. Every rank finds the same order: they count in whole
-numbers, and where all are alike the order is 0, 1, 2 and so on.
+Rates are from a node to another one, and may differ the other way. Every rank finds the same order:
+they count in whole numbers, and where all are alike the order is 0, 1, 2 and so on.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ _Counts = list[list[int]]
 
 @lru_cache(maxsize=256)
 def best_order(rates: Rates) -> tuple[int, ...]:
-    """The nodes in their order, node 0 first; the last one goes on to the first. ``rates[a][b]`` is from node a to node b, and
-    above 0; those of a node to itself are not looked at."""
+    """The nodes in their order, node 0 first; the last one goes on to the first. ``rates[a][b]`` is
+    from node a to node b, and above 0; those of a node to itself are not looked at."""
     nodes = range(len(rates))
     counts = [[max(1, round(rate * _UNIT)) for rate in row] for row in rates]
     if len(nodes) < 3 or len({counts[a][b] for a in nodes for b in nodes if a != b}) == 1:
@@ -52,7 +55,8 @@ def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _exact(counts: _Counts) -> tuple[int, ...]:
-    """The best order; of several the first by its nodes. By the node where one is and the nodes that are left."""
+    """The best order; of several the first by its nodes. By the node where one is and the nodes
+    that are left."""
 
     @cache
     def least(here: int, left: frozenset[int]) -> int:
@@ -62,7 +66,8 @@ def _exact(counts: _Counts) -> tuple[int, ...]:
 
     @cache
     def way(here: int, left: frozenset[int]) -> tuple[int, tuple[int, ...]] | None:
-        """The largest sum of a way home over edges of ``slowest`` and above, and its nodes; None: there is no such way."""
+        """The largest sum of a way home over edges of ``slowest`` and above, and its nodes; None:
+        there is no such way."""
         edges = counts[here]
         if not left:
             return (edges[0], (here,)) if edges[0] >= slowest else None
@@ -81,7 +86,8 @@ def _exact(counts: _Counts) -> tuple[int, ...]:
 
 
 def _improved(counts: _Counts) -> tuple[int, ...]:
-    """The order of the nodes as they come, with its slowest edges exchanged for better ones as long as there are any."""
+    """The order of the nodes as they come, with its slowest edges exchanged for better ones as long
+    as there are any."""
     order = list(range(len(counts)))
     worth = _worth(order, counts)
     while True:
@@ -98,7 +104,8 @@ def _worth(order: Sequence[int], counts: _Counts) -> tuple[int, int]:
 
 
 def _exchanged(order: list[int], counts: _Counts, least: int) -> Iterator[list[int]]:
-    """The orders without one of the edges at the least rate: a part of the way is turned round, or one of its two nodes moved."""
+    """The orders without one of the edges at the least rate: a part of the way is turned round, or
+    one of its two nodes moved."""
     for place, (a, b) in enumerate(_edges(order)):
         if counts[a][b] > least:
             continue

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Decision, Planner
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Plan, Strategy
@@ -128,7 +127,9 @@ def find_trial(
     long in all. ``is_wanted``: however good the profile is. A profile whose curves of such a group
     are derived from other groups does not know how good it is, and is tried too.
     """
-    is_wanted = is_wanted or doubted_us > 0 or _is_derived(planner.profile)
+    # Curves between nodes may be derived from groups that all touch more nodes, or fewer.
+    is_derived = any(curve.basis == "derived" and curve.link is Resource.INTER for curve in planner.profile.curves)
+    is_wanted = is_wanted or doubted_us > 0 or is_derived
     longest_us = doubted_us or _LONGEST_US
     round_us = min(longest_us, (doubted_us or _BUDGET_US) - spent_us) / RUNS
 
@@ -171,11 +172,6 @@ def find_trial(
 def unchunked(strategy: Strategy) -> Strategy:
     """Return the strategy that has the same legs in one chunk."""
     return Strategy.HIERARCHICAL if strategy is Strategy.PIPELINED else strategy
-
-
-def _is_derived(profile: Profile) -> bool:
-    """Whether curves between nodes are derived from groups that all touch more nodes, or fewer."""
-    return any(curve.basis == "derived" and curve.link is Resource.INTER for curve in profile.curves)
 
 
 def _near_fastest(decision: Decision, errors: float) -> list[Timeline]:
