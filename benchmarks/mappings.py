@@ -286,7 +286,7 @@ def document(
         "## What the prediction knows",
         "",
         "Curves of every shape of group that the mappings have",
-        "(`commlayer.measure.profiler.measure_groups`), all groups of a",
+        "(`benchmarks/shape_profiles.py`), all groups of a",
         f"shape at once: {', '.join(measured.curves)} (nodes × ranks on each). Computation, all ranks at once and nothing sent:",
         "products of six sizes; the attention's core of five, forward and backward; and five whole layers, from which two",
         f"numbers come: {compute.kernel_us:.0f} µs for each of the kernels that memory bounds, and",

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from mappings_job import GPUS, MODEL, NODES, RANKS, SEQUENCE, Case
+from shape_profiles import measure_groups
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import await_device
@@ -24,7 +25,7 @@ from commlayer.integrations.context_parallel import context_parallel_attention
 from commlayer.integrations.language_model import MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.measure.profiler import SweepOptions, measure_groups
+from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.sweep import Repeats
 
 __all__ = ["ComputeTimes", "Layer", "run_compute", "run_curves", "run_steps"]
@@ -116,7 +117,6 @@ def run_curves(shapes: dict[str, list[tuple[int, ...]]], max_bytes: int, rate_gb
             groups,
             options,
             name=f"emulated {name}",
-            kind="emulated",
             source="make bench-mappings",
             collectives=wanted,
         )

@@ -1,6 +1,6 @@
 """Measures a cluster: every primitive over sizes, on the groups that the plans will use, through the executor they will use.
 
-All ranks of the world run :func:`measure_cluster`, or :func:`measure_groups`, together. What they measure is listed in
+All ranks of the world run :func:`measure_cluster` together. What they measure is listed in
 :mod:`commlayer.scheduler.probes`, each curve over the sizes that :class:`SweepOptions` gives it. Each time is the largest over
 ranks (a collective is as fast as its slowest rank), and every decision to go on or stop rests on those agreed times.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -26,17 +26,17 @@ from commlayer.measure.device_harness import DeviceLinks, device_links
 from commlayer.measure.interference import measure_interference
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.errors import TopologyError, UsageError
+from commlayer.profiles.errors import TopologyError
 from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.pairs import slow_links
 from commlayer.profiles.profile import MEASURED_ON, Profile, parse_profile
 from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
 from commlayer.profiles.sweep import Point, Repeats, sizes_between, sweep
-from commlayer.profiles.topology import Topology, shape_text
+from commlayer.profiles.topology import Topology
 from commlayer.scheduler.group_profiles import link_load
 from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Op, Strategy
-from commlayer.scheduler.probes import Probe, probes, probes_of_calls
+from commlayer.scheduler.probes import Probe, probes
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
@@ -47,9 +47,9 @@ __all__ = [
     "complete_profile",
     "lacking_formats",
     "measure_cluster",
-    "measure_groups",
     "node_hosts",
     "num_points",
+    "peaks_of",
     "run_environment",
 ]
 
@@ -130,7 +130,8 @@ def measure_cluster(
             "`torchrun --nproc-per-node 2 --no-python commlayer profile`, or `commlayer profile --emulate 2x4`"
         )
     ranks = ranks or AllRanks.default()
-    links = links or _links_of(ranks)
+    if links is None and ranks.device_type == "cuda":
+        links = device_links(ranks.device)
     clock = _ProbeClock(ranks, options.deadline_s)
     with Prober(topology, options.timeout_s, ranks, links=links) as prober:
         sweeps = _possible(prober, _sweeps(options, topology))
@@ -142,17 +143,19 @@ def measure_cluster(
         pairs = measure_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     unfinished = _unfinished(len(sweeps) - len(curves))
+    where = run_environment("gloo" if links is None else links.backend)
+    where |= {} if links is None else {MEASURED_ON: links.name}
     profile = Profile.create(
         gather="remote",
         name=name,
         kind=kind,
         source=source,
         topology=topology,
-        peaks=_peaks(by_steps, options),
+        peaks=peaks_of(by_steps, options),
         curves=curves,
         interference=pairs,
         slow_links=slow,
-        environment=_where(links) | hosts | unfinished | (environment or {}),
+        environment=where | hosts | unfinished | (environment or {}),
     )
     return _of_first(profile, ranks)
 
@@ -205,81 +208,12 @@ def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> lis
     ]
 
 
-def measure_groups(
-    groups: Sequence[Sequence[int]],
-    options: SweepOptions,
-    *,
-    name: str,
-    kind: str,
-    source: str,
-    collectives: Sequence[str] | None = None,
-) -> Profile:
-    """The profile of one group's shape, measured on all ``groups`` at the same time, as a training step uses them. Collective
-    over all ranks.
-
-    :func:`measure_cluster` measures all ranks, whole nodes, and one rank of every node. Mappings have other groups: two ranks
-    of a node, two on each of two nodes. A curve's key has the size of its group and not its shape, so each shape gets a profile
-    of its own; :class:`commlayer.scheduler.mapping.cluster.Cluster` takes several.
-
-    Args:
-        groups: of which every rank of the job is in one, such as :meth:`FoldedMapping.groups
-            <commlayer.scheduler.mapping.folded.FoldedMapping.groups>` gives them.
-        options: sizes (``min_bytes`` to ``max_bytes`` by ``factor``), ``repeats``, ``check``, ``longest_us``, ``timeout_s``, and
-            the peaks where they are known; the rest is of :func:`measure_cluster`.
-        collectives: curves to measure, by their names in a profile; None: the backend's own calls, and in groups of two
-            ``send_recv``.
-
-    Returns:
-        Its topology is the shape of one group: ``2x2`` is two ranks on each of two nodes.
-
-    Raises:
-        UsageError: groups that are not of one shape, or do not hold every rank once; an unknown collective.
-        ClusterError: values arrive wrong.
-    """
-    topology, ranks = discover_topology(), AllRanks.default()
-    shape = _shape_of(groups, topology)
-    known = {probe.key[0]: probe for probe in probes_of_calls("groups", tuple(len(part) for part in shape.nodes))}
-    *own, message = known
-    wanted = collectives if collectives is not None else [*own, *([message] if len(groups[0]) == 2 else [])]
-    for collective in wanted:
-        if collective not in known:
-            raise UsageError(f"collectives: expected some of {', '.join(own)} or {message}, got {collective!r}")
-    sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
-    sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
-    own_group = next(group for group in groups if ranks.rank in group)
-    links = _links_of(ranks)
-    with Prober(topology, options.timeout_s, ranks, {"groups": own_group}, links) as prober:
-        curves = _curves(prober, sweeps, options)
-    profile = Profile.create(
-        gather="remote",
-        name=name,
-        kind=kind,
-        source=source,
-        topology=shape,
-        peaks=_peaks(curves, options),
-        curves=curves,
-        environment=_where(links),
-    )
-    return _of_first(profile, ranks)
-
-
 def num_points(options: SweepOptions, topology: Topology) -> int:
     """How many sizes a sweep of that cluster has in total, for progress bars.
 
     The most that it may be: fewer where a device has no call of its own for small exchanges, or lacks a wire format.
     """
     return sum(len(each.sizes) for each in _sweeps(options, topology))
-
-
-def _links_of(ranks: AllRanks) -> DeviceLinks | None:
-    return device_links(ranks.device) if ranks.device_type == "cuda" else None
-
-
-def _where(links: DeviceLinks | None) -> dict[str, str]:
-    """The environment of a profile of these links."""
-    if links is None:
-        return run_environment("gloo")
-    return run_environment(links.backend) | {MEASURED_ON: links.name}
 
 
 class _Sweep(NamedTuple):
@@ -335,25 +269,6 @@ def _shows_peak(probe: Probe, topology: Topology) -> bool:
     return probe.leg.op is Op.COPY or (probe.where in ("node", "rail") and not probe.is_own_call)
 
 
-def _curves(
-    prober: Prober,
-    sweeps: Iterable[_Sweep],
-    options: SweepOptions,
-    on_point: Callable[[Point], None] | None = None,
-) -> list[Curve]:
-    return [
-        sweep(
-            *probe.key,
-            sizes,
-            partial(prober.runner, probe, check=options.check),
-            repeats,
-            on_point,
-            longest_us=options.longest_us,
-        )
-        for probe, sizes, repeats in sweeps
-    ]
-
-
 class _ProbeClock:
     """The time that is gone since a probe began, on which all ranks agree: the longest of any."""
 
@@ -380,7 +295,17 @@ def _swept(
 ) -> list[Curve]:
     """The curves of ``sweeps``; of a probe those for which there was time."""
     if not options.is_probe:
-        return _curves(prober, sweeps, options, on_point)
+        return [
+            sweep(
+                *probe.key,
+                sizes,
+                partial(prober.runner, probe, check=options.check),
+                repeats,
+                on_point,
+                longest_us=options.longest_us,
+            )
+            for probe, sizes, repeats in sweeps
+        ]
     kept: dict[Wanted, TimedCall] = {}
 
     def ready(call: Wanted) -> tuple[Probe, TimedCall]:
@@ -412,21 +337,6 @@ def _of_first(profile: Profile, ranks: AllRanks) -> Profile:
     return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
-def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
-    """Find how ranks lie on nodes, which is the same for every one of ``groups``. Raises UsageError where it is not."""
-    if sorted(rank for group in groups for rank in group) != list(range(topology.world_size)):
-        raise UsageError(
-            f"groups: expected each of {topology.world_size} ranks in one group, got {[list(group) for group in groups]}"
-        )
-    shapes = [tuple(len(part) for part in topology.parts_of(group)) for group in groups]
-    if len(groups[0]) < 2 or len({tuple(sorted(shape)) for shape in shapes}) > 1:
-        raise UsageError(
-            f"groups: expected groups of two ranks or more that lie alike on the nodes, got {', '.join(map(str, shapes))} ranks "
-            "on their nodes: measure each shape by itself"
-        )
-    return Topology.parse(shape_text(shapes[0]))
-
-
 def node_hosts(topology: Topology, ranks: AllRanks) -> str:
     """The nodes' hosts in their order, without network namespaces, which have another name each time. Collective.
 
@@ -451,7 +361,8 @@ def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
     return slow
 
 
-def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
+def peaks_of(curves: Sequence[Curve], options: SweepOptions) -> Peaks:
+    """The rates of links: those that ``options`` states, else the largest bus bandwidth of any curve at large sizes."""
     best: dict[Resource, float] = {}
     longest: dict[Resource, int] = {}
     for curve in curves:

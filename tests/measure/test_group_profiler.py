@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.measure.profiler import SweepOptions, measure_groups
+from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
@@ -25,24 +27,30 @@ QUICK = SweepOptions(
 MAPPING = FoldedMapping(8, tp=2)
 
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
 def profiled() -> list[Profile]:
+    from shape_profiles import measure_groups
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
     for axis, name in (("tp", "pair"), ("dp", "spread")):
-        found.append(measure_groups(MAPPING.groups(axis), QUICK, name=name, kind="emulated", source="a test"))
+        found.append(measure_groups(MAPPING.groups(axis), QUICK, name=name, source="a test"))
     with pytest.raises(UsageError, match=r"expected each of 8 ranks in one group, got \[\[0, 1\]\]"):
-        measure_groups([[0, 1]], QUICK, name="some", kind="emulated", source="a test")
+        measure_groups([[0, 1]], QUICK, name="some", source="a test")
     with pytest.raises(UsageError, match="expected groups of two ranks or more that lie alike on the nodes"):
-        measure_groups([[0, 1], [2, 4], [3, 5], [6, 7]], QUICK, name="mixed", kind="emulated", source="a test")
+        measure_groups([[0, 1], [2, 4], [3, 5], [6, 7]], QUICK, name="mixed", source="a test")
     with pytest.raises(UsageError, match=r"expected some of all_gather_single, .* or send_recv, got 'gossip'"):
-        measure_groups(MAPPING.groups("tp"), QUICK, name="x", kind="emulated", source="a test", collectives=["gossip"])
+        measure_groups(MAPPING.groups("tp"), QUICK, name="x", source="a test", collectives=["gossip"])
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.cluster
-def test_every_shape_has_curves_of_its_own(emulated_cluster: ClusterFactory) -> None:
+def test_every_shape_has_curves_of_its_own(emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     ranks = emulated_cluster(2, 4).run(profiled)
     pair, spread = ranks[0]
     assert all(found == ranks[0] for found in ranks)

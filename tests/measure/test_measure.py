@@ -315,7 +315,7 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
         Curve("all_gather", Resource.INTRA, 4, (1 << 20, 1 << 22), (1000.0, 4000.0)),
         Curve("copy", Resource.DEVICE, 1, (1 << 20, 1 << 22), (1000.0, 4000.0)),
     ]
-    assert profiler._peaks(curves, options()).inter_gbps == pytest.approx((1 << 20) / 2 / 1000 / 1e3)
+    assert profiler.peaks_of(curves, options()).inter_gbps == pytest.approx((1 << 20) / 2 / 1000 / 1e3)
     probed: list[tuple[int, ...]] = []
     measured = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
 
