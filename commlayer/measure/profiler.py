@@ -1,8 +1,10 @@
-"""Measures a cluster: every primitive over sizes, on the groups that the plans will use, through the executor they will use.
+"""Measures a cluster: every primitive over sizes, on the groups that the plans will use, through
+the executor they will use.
 
 All ranks of the world run :func:`measure_cluster` together. What they measure is listed in
-:mod:`commlayer.scheduler.probes`, each curve over the sizes that :class:`SweepOptions` gives it. Each time is the largest over
-ranks (a collective is as fast as its slowest rank), and every decision to go on or stop rests on those agreed times.
+:mod:`commlayer.scheduler.probes`, each curve over the sizes that :class:`SweepOptions` gives it.
+Each time is the largest over ranks (a collective is as fast as its slowest rank), and every
+decision to go on or stop rests on those agreed times.
 """
 
 from __future__ import annotations
@@ -54,34 +56,40 @@ __all__ = [
 ]
 
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
-"""A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
+"""A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a
+burst."""
 _PAIR_LOOKS = 3
-"""How often a link that seems slow is looked at: a busy machine delays one by chance, but hardly the same one each time."""
+"""How often a link that seems slow is looked at: a busy machine delays one by chance, but hardly
+the same one each time."""
 _LARGE = 4
 """Sizes of this part of the largest one on a link, and more, show the rate of a stream."""
 HOSTS = "hosts"
-"""The entry of a profile's environment that says on which nodes it found slow links, in their order."""
+"""The entry of a profile's environment that says on which nodes it found slow links, in their
+order."""
 UNFINISHED = "unfinished"
-"""The entry of a profile's environment that says how many curves a probe left out when its time was up."""
+"""The entry of a profile's environment that says how many curves a probe left out when its time was
+up."""
 _GROUP_SHARE = 8
-"""The curves of whole groups end at this fraction of the largest size: there are many of them, and their links' rates show
-much earlier."""
+"""The curves of whole groups end at this fraction of the largest size: there are many of them, and
+their links' rates show much earlier."""
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Options of a sweep. Sizes in bytes a rank, with nccl-tests' letters: -b ``min_bytes``, -e ``max_bytes``, -f ``factor``,
-    -n ``repeats.max_repeats``, -w ``repeats.warmup``, -c ``check``.
+    """Options of a sweep. Sizes in bytes a rank, with nccl-tests' letters: -b ``min_bytes``, -e
+    ``max_bytes``, -f ``factor``, -n ``repeats.max_repeats``, -w ``repeats.warmup``, -c ``check``.
 
-    ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor`` squared) and ``group_repeats``
-    are for the curves of plans over nodes and of the backend's own calls, of which there are many.
-    ``interference_rounds`` 0: pairs of resources are not measured. ``longest_us``: a curve ends at the first size that takes
-    longer. ``is_probe``: spend little time, as :mod:`commlayer.profiles.survey` does. Then ``longest_us`` is what the largest
-    size should take, nothing is timed again when ``budget_s`` is over, and when ``deadline_s`` is, no further call begins, but
-    for the first curve of each link: other curves may be missing. ``repeats`` do not count, nothing is checked, and what few
-    jobs plan is left out: broadcasts in a part of the job.
-    ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they are known (shaped, or from a data sheet);
-    None takes the largest bus bandwidth measured. ``timeout_s`` bounds every collective.
+    ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor``
+    squared) and ``group_repeats`` are for the curves of plans over nodes and of the backend's own
+    calls, of which there are many. ``interference_rounds`` 0: pairs of resources are not measured.
+    ``longest_us``: a curve ends at the first size that takes longer. ``is_probe``: spend little
+    time, as :mod:`commlayer.profiles.survey` does. Then ``longest_us`` is what the largest size
+    should take, nothing is timed again when ``budget_s`` is over, and when ``deadline_s`` is, no
+    further call begins, but for the first curve of each link: other curves may be missing.
+    ``repeats`` do not count, nothing is checked, and what few jobs plan is left out: broadcasts in
+    a part of the job. ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they
+    are known (shaped, or from a data sheet); None takes the largest bus bandwidth measured.
+    ``timeout_s`` bounds every collective.
     """
 
     min_bytes: int = 4096
@@ -118,10 +126,11 @@ def measure_cluster(
 ) -> Profile:
     """Measure the world's links and return their profile: rank 0's, on every rank.
 
-    ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is called after each size.
-    ``links``: those of a device, by its transport and its clock; None: the CPU's, or of NCCL's ranks those of their GPUs.
-    Where nodes hold different numbers of ranks, pairs of resources are not measured: there is no grid to do it on.
-    Raises ClusterError where bytes arrive wrong, TopologyError for a single rank.
+    ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is
+    called after each size. ``links``: those of a device, by its transport and its clock; None: the
+    CPU's, or of NCCL's ranks those of their GPUs. Where nodes hold different numbers of ranks,
+    pairs of resources are not measured: there is no grid to do it on. Raises ClusterError where
+    bytes arrive wrong, TopologyError for a single rank.
     """
     topology = topology or discover_topology()
     if topology.world_size < 2:
@@ -161,13 +170,14 @@ def measure_cluster(
 
 
 def _unfinished(num_missing: int) -> dict[str, str]:
-    """Return the entry of a profile's environment that counts its missing curves; empty where none is missing."""
+    """Return the entry of a profile's environment that counts its missing curves; empty where none
+    is missing."""
     return {UNFINISHED: str(num_missing)} if num_missing else {}
 
 
 def lacking_formats(profile: Profile, topology: Topology) -> tuple[str, ...]:
-    """List the wire formats of this version of which ``profile``, of such a cluster, does not know what encoding costs: it was
-    measured before there were these."""
+    """List the wire formats of this version of which ``profile``, of such a cluster, does not know
+    what encoding costs: it was measured before there were these."""
     lacking = [each.probe for each in _lacking(profile, SweepOptions(), topology)]
     return tuple(dict.fromkeys(str(probe.unit.wire) for probe in lacking if isinstance(probe.leg, CodedLeg)))
 
@@ -181,11 +191,12 @@ def complete_profile(
     links: DeviceLinks | None = None,
     as_kept: Callable[[Profile], Profile] = lambda measured: measured,
 ) -> Profile:
-    """``profile`` with the curves that it lacks: what encoding costs in formats that were not known yet, and what a probe left
-    out when its time was up. Only these are measured, by ranks that all have it. Collective.
+    """``profile`` with the curves that it lacks: what encoding costs in formats that were not known
+    yet, and what a probe left out when its time was up. Only these are measured, by ranks that all
+    have it. Collective.
 
-    ``links``: as of :func:`measure_cluster`. ``as_kept``: what is done to a profile of such ``options`` before it is kept. Raises
-    what :func:`measure_cluster` raises.
+    ``links``: as of :func:`measure_cluster`. ``as_kept``: what is done to a profile of such
+    ``options`` before it is kept. Raises what :func:`measure_cluster` raises.
     """
     clock = _ProbeClock(ranks, options.deadline_s)
     with Prober(topology, options.timeout_s, ranks, links=links) as prober:
@@ -199,7 +210,8 @@ def complete_profile(
 
 
 def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
-    """The sweeps whose curves ``profile`` lacks: those of formats, and where it is unfinished, all."""
+    """The sweeps whose curves ``profile`` lacks: those of formats, and where it is unfinished,
+    all."""
     known, is_unfinished = {curve.key for curve in profile.curves}, UNFINISHED in profile.environment
     return [
         each
@@ -211,7 +223,8 @@ def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> lis
 def num_points(options: SweepOptions, topology: Topology) -> int:
     """How many sizes a sweep of that cluster has in total, for progress bars.
 
-    The most that it may be: fewer where a device has no call of its own for small exchanges, or lacks a wire format.
+    The most that it may be: fewer where a device has no call of its own for small exchanges, or
+    lacks a wire format.
     """
     return sum(len(each.sizes) for each in _sweeps(options, topology))
 
@@ -245,7 +258,8 @@ def _sweeps(options: SweepOptions, topology: Topology) -> list[_Sweep]:
 
 
 def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
-    """Leave out what is not there: a flat exchange may have no call of its own, a device no form of a wire format. Collective."""
+    """Leave out what is not there: a flat exchange may have no call of its own, a device no form of
+    a wire format. Collective."""
     coded = dict.fromkeys(each.probe.unit.wire for each in sweeps if isinstance(each.probe.leg, CodedLeg))
     lacking = [wire for wire in coded if not prober.codes(wire)]  # in one order on all ranks
     return [
@@ -257,13 +271,15 @@ def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
 
 
 def _is_one_call(probe: Probe) -> bool:
-    """Whether it is the flat exchange of the grid, which transports run as a call of the backend's own where they have one."""
+    """Whether it is the flat exchange of the grid, which transports run as a call of the backend's
+    own where they have one."""
     return probe.is_on_grid and probe.unit.strategy is Strategy.FLAT
 
 
 def _shows_peak(probe: Probe, topology: Topology) -> bool:
-    """Whether links' rates are taken from its curve: a ring of the backend's own crosses the wire on one rank of a node only, and
-    looks faster than it; and among all ranks of uneven nodes no two cards carry as much."""
+    """Whether links' rates are taken from its curve: a ring of the backend's own crosses the wire
+    on one rank of a node only, and looks faster than it; and among all ranks of uneven nodes no two
+    cards carry as much."""
     if topology.is_uniform:
         return probe.is_on_grid
     return probe.leg.op is Op.COPY or (probe.where in ("node", "rail") and not probe.is_own_call)
@@ -281,7 +297,8 @@ class _ProbeClock:
         return (time.monotonic() - self._began) * 1e6
 
     def is_over(self, until_us: float) -> bool:
-        """Whether so much time is gone; the same on all ranks. Collective, and no rank returns before all have asked."""
+        """Whether so much time is gone; the same on all ranks. Collective, and no rank returns
+        before all have asked."""
         return self._ranks.maximum(self.mine_us) >= until_us
 
 
@@ -333,12 +350,14 @@ def _swept(
 
 
 def _of_first(profile: Profile, ranks: AllRanks) -> Profile:
-    """Rank 0's profile, on every rank: hosts and dates differ between ranks, and a profile must not."""
+    """Rank 0's profile, on every rank: hosts and dates differ between ranks, and a profile must
+    not."""
     return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
 def node_hosts(topology: Topology, ranks: AllRanks) -> str:
-    """The nodes' hosts in their order, without network namespaces, which have another name each time. Collective.
+    """The nodes' hosts in their order, without network namespaces, which have another name each
+    time. Collective.
 
     Asked of the ranks: a declared topology has no hosts.
     """
@@ -347,8 +366,8 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
 
 
 def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
-    """The cards and pairs that are slower than the others each time; one look is enough where none is. None, where there is no
-    time to look so often."""
+    """The cards and pairs that are slower than the others each time; one look is enough where none
+    is. None, where there is no time to look so often."""
     slow: tuple[SlowLink, ...] = ()
     for look in range(_PAIR_LOOKS):
         if clock.is_over(clock.deadline_us):
@@ -362,7 +381,8 @@ def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
 
 
 def peaks_of(curves: Sequence[Curve], options: SweepOptions) -> Peaks:
-    """The rates of links: those that ``options`` states, else the largest bus bandwidth of any curve at large sizes."""
+    """The rates of links: those that ``options`` states, else the largest bus bandwidth of any
+    curve at large sizes."""
     best: dict[Resource, float] = {}
     longest: dict[Resource, int] = {}
     for curve in curves:
