@@ -49,6 +49,7 @@ DECODES = {
 DECODERS = {
     "commlayer/peer_words.py": "words of peers",
     "profiles/strict_json.py": "JSON files of ours",
+    "commlayer/diagnosis/recorder_dumps.py": "dumps of torch's recorder, with more fields than are read, of another's making",
     "commlayer/readers/routing_files.py": "counts that are packed within one of these, unpacked to the size that the file says",
     "commlayer/readers/nccl_files.py": "files of NCCL's, in three forms of text",
     "commlayer/emulation/accelerators/device.py": "what the emulator tells its own processes",

@@ -30,14 +30,14 @@ _MOST_TEXT = 1000
 
 
 class Site(msgspec.Struct, frozen=True, array_like=True):
-    """A place in a program. ``line`` 0: not known."""
+    """A place in a program. ``line`` 0: not known; ``file`` empty: nothing is."""
 
     file: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return printable(f"{self.file}:{self.line} in {self.function}")
+        return printable(f"{self.file}:{self.line} in {self.function}") if self.file else "an unknown place"
 
 
 class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -53,6 +53,7 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
         lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")
+    lines += [f"assumed: {each}" for each in diagnosis.assumed]
     return "\n".join(lines)
 
 

@@ -130,7 +130,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     ``shared``: groups that several threads use at once, which may be why.
     ``ranks``: those of the job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then who is
-    waited for is no longer only late.
+    waited for is no longer only late. ``assumed``: what was taken for granted, where the ranks' logs do not say it.
     """
 
     findings: tuple[Trouble, ...]
@@ -140,6 +140,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     is_timeout: bool
     under_way: tuple[Waiter, ...] = ()
     shared: tuple[Shared, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def has_found(self) -> bool:

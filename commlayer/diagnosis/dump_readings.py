@@ -1,0 +1,328 @@
+"""The diagnosis of a job from dumps of torch's Flight Recorder, of any backend.
+
+Each dump is read as the log of a rank, and the logs are diagnosed as those that our own ranks write. A dump says less than a log.
+What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings.Diagnosis.assumed` says so:
+
+- Gloo's recorder notes when a call was made and when it ended. A thread is taken to wait in its last call, if that
+  has not ended. Messages are not recorded, and neither are a group's ranks: its members are those that recorded
+  calls of it.
+- NCCL's recorder, and those of other devices, note what the host has enqueued. A call that has begun on the device is
+  one that the rank has made; one that is only enqueued is held by calls that have begun. Which calls have begun is
+  recorded where the job had TORCH_NCCL_ENABLE_TIMING=1. Without it, two readings are tried. The first takes all calls
+  that are enqueued as made: what is wrong then is proven. The second takes calls to begin in the order in which they
+  were enqueued: what is wrong then is likely.
+- A host that has enqueued nothing more is taken to wait for its device.
+
+Rejected: judging each group by itself, as torch's analyzer does: a circle over two groups has nothing wrong in either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from commlayer.diagnosis.call_logs import (
+    CallLog,
+    GroupLog,
+    MessageCount,
+    RankLog,
+    Site,
+    WaitLog,
+    as_foreign,
+)
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
+from commlayer.diagnosis.recorder_dumps import Dump, Entry
+from commlayer.profiles.counted import counted
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
+
+__all__ = ["diagnose_dumps"]
+
+_LONG_WAIT_S = 60.0
+_KINDS = (
+    ("barrier", "barrier"),
+    ("all_reduce", "all_reduce"),
+    ("allreduce", "all_reduce"),
+    ("all_gather", "all_gather"),
+    ("allgather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("all_to_all", "all_to_all"),
+    ("alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+)
+"""Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
+_DTYPES = {
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "Half": ("float16", 2),
+    "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8),
+    "Int": ("int32", 4),
+    "Short": ("int16", 2),
+    "Char": ("int8", 1),
+    "Byte": ("uint8", 1),
+    "Bool": ("bool", 1),
+    "Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "Float8_e5m2": ("float8_e5m2", 1),
+    "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+}
+"""Names of dtypes in dumps, and the dtype's name and bytes."""
+
+
+def diagnose_dumps(dumps: Sequence[Dump]) -> tuple[list[RankLog], Diagnosis]:
+    """Return the logs that the dumps of one job amount to, and what is wrong.
+
+    Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a device, and be waited for
+    later on a host, so the dumps of a sound job may look like a circle for a moment.
+
+    Raises:
+        UsageError: dumps that contradict each other.
+    """
+    groups = _Groups(dumps)
+    assumed = []
+    if groups.inferred:
+        assumed.append(f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls")
+    is_on_device = any(not entry.is_on_host for dump in dumps for entry in dump.entries)
+    knows_beginnings = not is_on_device or all(dump.knows_beginnings for dump in dumps if dump.entries)
+    logs = [_log(dump, groups, "recorded" if knows_beginnings else "enqueued") for dump in dumps]
+    diagnosis = diagnose(logs)
+    if not any(log.reason == "timeout" for log in logs):
+        mismatches = tuple(each for each in diagnosis.findings if isinstance(each, Mismatch))
+        diagnosis = msgspec.structs.replace(diagnosis, findings=mismatches)
+    elif not knows_beginnings and not diagnosis.findings:
+        in_order = [_log(dump, groups, "in order") for dump in dumps]
+        likely = diagnose(in_order)
+        if likely.findings:
+            logs, diagnosis = in_order, likely
+            assumed.append(
+                "the dumps do not say which calls have begun on the device (TORCH_NCCL_ENABLE_TIMING=1 has them do so): "
+                "a rank's calls are taken to begin in the order in which they were enqueued"
+            )
+    if is_on_device and any(isinstance(finding, Cycle) for finding in diagnosis.findings):
+        assumed.append("a host that has enqueued nothing more is taken to wait for its device")
+    return logs, msgspec.structs.replace(diagnosis, assumed=tuple(assumed))
+
+
+# Groups
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group: ``name`` and ``description`` as recorded; ``ranks``: global, in the group's order; ``key``: no other group's."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    key: str
+
+
+class _Groups:
+    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists."""
+
+    def __init__(self, dumps: Sequence[Dump]) -> None:
+        self.listed: dict[str, set[tuple[int, ...]]] = {}
+        users: dict[str, set[int]] = {}
+        self.descriptions: dict[str, str] = {}
+        for dump in dumps:
+            for name, ranks in dump.group_ranks.items():
+                self.listed.setdefault(name, set()).add(ranks)
+            for name, description in {entry.process_group for entry in dump.entries}:
+                users.setdefault(name, set()).add(dump.rank)
+                if description and description != "undefined":
+                    self.descriptions[name] = description
+        listed_ranks = (rank for each in self.listed.values() for ranks in each for rank in ranks)
+        self.ranks = tuple(sorted({dump.rank for dump in dumps}.union(listed_ranks)))
+        self.users = {name: tuple(sorted(ranks)) for name, ranks in users.items()}
+        self.inferred = sorted(set(self.users) - set(self.listed))
+
+    @property
+    def inferred_words(self) -> str:
+        """The groups whose members no dump lists, by what they are called."""
+        names = [shortened(self.descriptions.get(name, name)) for name in self.inferred]
+        return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+
+    def group(self, dump: Dump, name: str) -> _Group:
+        """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
+        description = self.descriptions.get(name, "")
+        ranks = dump.group_ranks.get(name)
+        if ranks is None and name in self.listed:
+            with_rank = [each for each in self.listed[name] if dump.rank in each]
+            ranks = with_rank[0] if len(with_rank) == 1 else ()
+        elif ranks is None:
+            ranks = self.ranks if description == "default_pg" else self.users[name]
+        if dump.rank not in ranks:
+            raise UsageError(
+                f"{dump.path}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
+                f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
+            )
+        return _Group(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+
+
+# Logs
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for collectives."""
+
+    entry: Entry
+    group: _Group
+    peer: int
+
+    @property
+    def number(self) -> int:
+        return self.entry.collective_seq_id if self.entry.message is None else self.entry.message.number
+
+    @property
+    def line(self) -> tuple[str, str, int]:
+        """The calls that it is numbered with: its group's, or the messages with that peer."""
+        return self.group.key, self.entry.message.kind if self.entry.message else "", self.peer
+
+
+def _records(dump: Dump, groups: _Groups) -> list[_Record]:
+    of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
+    records = []
+    for entry in dump.entries:
+        group = of_name[entry.process_group[0]]
+        peer = -1
+        if entry.message is not None:
+            if entry.message.peer >= len(group.ranks):
+                raise UsageError(
+                    f"{dump.path}: expected messages between the {len(group.ranks)} ranks of group "
+                    f"{shortened(group.name)}, got {shortened(entry.profiling_name)}"
+                )
+            peer = sorted(group.ranks)[entry.message.peer]
+        records.append(_Record(entry, group, peer))
+    return records
+
+
+def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
+    """Return the log of the rank of ``dump``. ``reading``: which calls have begun on a device, see :func:`_begun`."""
+    records = _records(dump, groups)
+    order = {group: place for place, group in enumerate(dict.fromkeys(record.group for record in records))}
+    is_on_host = all(record.entry.is_on_host for record in records)
+    begun = records if is_on_host else _begun(records, reading)
+    # A device's rank has a thread for each call that the device is in; without any, one for a host that no call holds.
+    in_flight = {} if is_on_host else {id(record): index for index, record in enumerate(_in_flight(begun), 1)}
+    calls, waits = [], []
+    for record in records:
+        thread = _thread(record.entry) if is_on_host else in_flight.get(id(record), -1)
+        call = _call(record, order[record.group], thread, is_on_host=is_on_host)
+        calls.append(call)
+        if id(record) in in_flight:
+            waits.append(
+                WaitLog(
+                    thread=thread,
+                    group=call.group,
+                    kind=call.kind,
+                    number=call.number,
+                    site=call.site,
+                    peer=call.peer,
+                    since_ns=call.issued_ns,
+                )
+            )
+    now_ns = max([dump.written_ns, *(record.entry.time_created_ns for record in records)])
+    return as_foreign(
+        RankLog(
+            job="",
+            rank=dump.rank,
+            ranks=groups.ranks,
+            reason="timeout" if any(_is_overdue(record.entry, now_ns) for record in records) else "asked",
+            now_ns=now_ns,
+            groups=tuple(_group_log(group, [each for each in begun if each.group is group]) for group in order),
+            calls=tuple(calls),
+            waits=tuple(waits),
+            hidden=() if is_on_host else tuple(in_flight.values()) or (0,),
+        )
+    )
+
+
+def _begun(records: Sequence[_Record], reading: str) -> list[_Record]:
+    """Return the calls that the rank is taken to have made.
+
+    ``reading``: ``recorded``: those of which the recorder says that they have begun; ``enqueued``: all; ``in order``:
+    those that have ended, and the oldest of the others (a message with the others of its batch).
+    """
+    if reading == "enqueued":
+        return list(records)
+    if reading == "recorded":
+        return [record for record in records if record.entry.has_begun]
+    oldest = next((record.entry for record in records if not record.entry.has_ended), None)
+
+    def is_with_oldest(entry: Entry) -> bool:
+        if oldest is None or oldest.message is None or entry.message is None:
+            return entry is oldest
+        return (entry.pg_id, entry.p2p_seq_id) == (oldest.pg_id, oldest.p2p_seq_id)
+
+    return [record for record in records if record.entry.has_ended or is_with_oldest(record.entry)]
+
+
+def _in_flight(begun: Sequence[_Record]) -> list[_Record]:
+    """The calls that the device is in: the oldest of each line that has begun and has not ended."""
+    oldest: dict[tuple[str, str, int], _Record] = {}
+    for record in begun:
+        if not record.entry.has_ended:
+            oldest.setdefault(record.line, record)
+    return list(oldest.values())
+
+
+def _thread(entry: Entry) -> int:
+    return int(entry.thread_id) if entry.thread_id.isdigit() else 0
+
+
+def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> CallLog:
+    entry = record.entry
+    dtypes = [*entry.input_dtypes, *entry.output_dtypes]
+    dtype, width = _DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
+    name = entry.profiling_name.partition(":")[2]
+    # Ranks need not have these alike, or their sizes are not those of the call.
+    has_sizes = (width or not entry.input_sizes) and "_v" not in name and "coalesced" not in name
+    frame = entry.frames[0] if entry.frames else None
+    return CallLog(
+        group=place,
+        number=record.number,
+        kind=entry.message.kind if entry.message else _kind(name),
+        site=Site("", 0, "") if frame is None else Site(frame.filename, frame.line, frame.name),
+        state="done" if entry.has_ended else "started" if entry.has_begun else "issued",
+        dtype=dtype,
+        sent=width * sum(map(math.prod, entry.input_sizes)) if has_sizes else -1,
+        received=width * sum(map(math.prod, entry.output_sizes)) if has_sizes else -1,
+        peer=record.peer,
+        thread=thread,
+        is_async=not is_on_host,
+        issued_ns=entry.time_created_ns,
+    )
+
+
+def _kind(name: str) -> str:
+    return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
+
+
+def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
+    collectives = [record for record in begun if record.entry.message is None]
+    messages = Counter((record.entry.message.kind, record.peer) for record in begun if record.entry.message)
+    issued = max((record.number for record in collectives), default=0)
+    open_numbers = [record.number for record in collectives if not record.entry.has_ended]
+    return GroupLog(
+        key=group.key,
+        name=group.name,
+        ranks=group.ranks,
+        description=group.description,
+        issued=issued,
+        done=min(open_numbers) - 1 if open_numbers else issued,
+        messages=tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items()),
+    )
+
+
+def _is_overdue(entry: Entry, now_ns: int) -> bool:
+    """Whether a call has taken as long as its timeout, or a minute."""
+    limit_s = min(entry.timeout_ms / 1e3 or _LONG_WAIT_S, _LONG_WAIT_S)
+    return not entry.has_ended and now_ns - entry.time_created_ns >= limit_s * 1e9

@@ -1,0 +1,283 @@
+"""Dumps of torch's Flight Recorder, of any backend: found among files, and read as data.
+
+Pickled or in JSON, of versions from 2.0 on. A large job's dumps are read by several processes, each of which keeps of a dump what
+a diagnosis needs: the calls that have not ended, and the last ones of each group that have.
+
+Rejected: torch's own reader, which needs torch, and unpickles by importing and calling what the file names.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import os
+import pickle
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.printable import shortened
+from commlayer.profiles.strict_json import each_sound
+
+__all__ = ["Dump", "Entry", "Frame", "MessageEnd", "find_dumps", "read_dumps"]
+
+_MOST_BYTES = 1 << 28
+_MOST_ENDED = 16
+"""The number of calls that are kept of each group beside those that have not ended: by them calls that differ are compared."""
+_LEAST_PARALLEL = 16
+"""The number of dumps from which on several processes read them."""
+_HOST_BACKENDS = ("gloo", "mpi", "ucc", "fake", "commlayer")
+_RANK = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
+_LAST_DIGITS = re.compile(r"(\d+)\D*$")
+_MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_Sizes = Annotated[list[Annotated[list[int], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=1 << 16)]
+
+
+class Frame(msgspec.Struct):
+    """A place in a program, innermost first in an entry."""
+
+    name: str = ""
+    filename: str = ""
+    line: int = 0
+
+
+class MessageEnd(msgspec.Struct):
+    """The other end of a message: ``peer``: its place in the group; ``number``: among those of this ``kind`` with it."""
+
+    kind: str
+    peer: int
+    number: int
+
+
+class Entry(msgspec.Struct):
+    """A call, by the fields of torch's recorder that are used here; a dump has more.
+
+    ``process_group``: the group's name and description; ``profiling_name``: backend and collective, as ``nccl:all_reduce``.
+    """
+
+    process_group: tuple[str, str]
+    profiling_name: str
+    collective_seq_id: int
+    state: str
+    pg_id: int = 0
+    record_id: int = 0
+    p2p_seq_id: int = 0
+    is_p2p: bool = False
+    retired: bool = False
+    input_sizes: _Sizes = []
+    output_sizes: _Sizes = []
+    input_dtypes: list[str] = []
+    output_dtypes: list[str] = []
+    time_created_ns: int = 0
+    time_discovered_started_ns: int | None = None
+    timeout_ms: int = 0
+    frames: Annotated[list[Frame], msgspec.Meta(max_length=1024)] = []
+    thread_id: str = "0"
+    message: MessageEnd | None = None
+    """Set by :func:`read_dumps`."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the call was made by a backend of the CPU, which runs it where it is made."""
+        return self.profiling_name.partition(":")[0].lower() in _HOST_BACKENDS
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call is known to have ended."""
+        # On a device a call that is retired and not completed has timed out; Gloo leaves the state as it was at first.
+        return self.state == "completed" or (self.is_on_host and self.retired)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the call is known to have begun."""
+        return self.has_ended or self.state == "started" or bool(self.time_discovered_started_ns)
+
+
+class _Config(msgspec.Struct):
+    ranks: str = "[]"
+
+
+class _Content(msgspec.Struct):
+    version: str
+    entries: Annotated[list[Entry], msgspec.Meta(max_length=1 << 20)] = []
+    pg_config: dict[str, _Config] = {}
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The dump of one rank.
+
+    ``written_ns``: when its file was written; ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of
+    groups, by name, where the dump lists them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is
+    recorded which calls have begun on the device.
+    """
+
+    path: Path
+    rank: int
+    written_ns: int
+    entries: list[Entry]
+    group_ranks: dict[str, tuple[int, ...]]
+    backends: tuple[str, ...]
+    knows_beginnings: bool
+
+
+def find_dumps(paths: Iterable[Path]) -> list[Path]:
+    """List the files that look like dumps, among ``paths`` and in folders among them, at any depth. Raises OSError."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return [path for path in files if _looks_like_dump(path)]
+
+
+def _looks_like_dump(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return head[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head))
+
+
+def read_dumps(
+    paths: Sequence[Path], damaged: list[str] | None = None, advance: Callable[[str], None] = lambda _: None
+) -> list[Dump]:
+    """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
+
+    Args:
+        damaged: takes the errors of files that are not sound, where there are others that are.
+        advance: called with the name of each file that was read.
+
+    Raises:
+        UsageError: two dumps of one rank; and, unless ``damaged`` takes them, files that are damaged, have no rank in their
+            names, or are of a version before 2.0: with all of them named.
+    """
+    if len(paths) < _LEAST_PARALLEL:
+        results = map(_read_or_error, paths)
+        dumps = _sorted(paths, results, damaged, advance)
+    else:
+        with ProcessPoolExecutor(min(os.cpu_count() or 1, len(paths))) as pool:
+            dumps = _sorted(paths, pool.map(_read_or_error, paths, chunksize=4), damaged, advance)
+    for one, other in itertools.pairwise(dumps):
+        if one.rank == other.rank:
+            raise UsageError(
+                f"{other.path}: expected one dump of each rank, got a second one of rank {one.rank} beside {one.path}: "
+                "give the dumps of one moment"
+            )
+    return dumps
+
+
+def _sorted(
+    paths: Sequence[Path], results: Iterable[Dump | str], damaged: list[str] | None, advance: Callable[[str], None]
+) -> list[Dump]:
+    """Sort dumps by rank; ``results``: of each path, or what is wrong with it. Raises UsageError, see :func:`each_sound`."""
+    coming = iter(results)
+
+    def take(path: Path) -> Dump:
+        result = next(coming)
+        advance(path.name)
+        if isinstance(result, str):
+            raise UsageError(result)
+        return result
+
+    return sorted(each_sound(paths, take, damaged), key=lambda dump: dump.rank)
+
+
+class _DataOnly(pickle.Unpickler):
+    """Reads plain data: a file that names anything to be imported or called is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {shortened(module)}.{shortened(name)}, and a dump is plain data")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects outside of the file, and a dump is plain data")
+
+
+def _read_or_error(path: Path) -> Dump | str:
+    """The dump in a file, or what is wrong with it."""
+    where = shortened(str(path))
+    rank = _RANK.findall(path.name) or _LAST_DIGITS.findall(path.stem)
+    if not rank:
+        return f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it"
+    collects = gc.isenabled()
+    gc.disable()  # a dump is a hundred thousand objects, none of which is garbage before it is read
+    try:
+        data = read_file(path, _MOST_BYTES)
+        if data[:1] == b"{":
+            content = msgspec.json.decode(data, type=_Content, strict=False)
+        else:
+            content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
+    except OSError as error:
+        return f"{where}: cannot read the dump of a rank: {error.strerror or error}"
+    except Exception as error:  # noqa: BLE001  # what a damaged pickle raises is not listed anywhere
+        return (
+            f"{where}: expected a dump of torch's Flight Recorder, got a damaged or foreign file: "
+            f"{shortened(str(error) or type(error).__name__, 400)}. Copy it again, or remove it to go on without"
+        )
+    finally:
+        if collects:
+            gc.enable()
+    if not re.fullmatch(r"[2-9]\d*\.\d+", content.version):
+        return (
+            f"{where}: expected a dump of version 2.0 or later, got {shortened(content.version)}: record it with "
+            "torch ≥ 2.4"
+        )
+    group_ranks = {name: _ranks(config.ranks) for name, config in content.pg_config.items()}
+    return Dump(
+        path=path,
+        rank=int(rank[-1]),
+        written_ns=path.stat().st_mtime_ns,
+        entries=_kept(content.entries),
+        group_ranks={name: ranks for name, ranks in group_ranks.items() if ranks},
+        backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
+        knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
+    )
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks in a text such as ``[0, 1]``."""
+    return tuple(int(each) for each in re.findall(r"\d{1,9}", text[: 1 << 20]))
+
+
+def _kept(entries: Sequence[Entry]) -> list[Entry]:
+    """Choose the entries to keep, each with the place that it was called from, messages with their numbers.
+
+    Messages of the two ends are paired by counting them. Where the ring has lost some, those that have not ended are
+    counted alone: they are the newest at both ends.
+    """
+    has_lost = bool(entries) and entries[0].record_id > 0
+    counts: Counter[tuple[str, str, str]] = Counter()
+    ended: dict[tuple[str, str], deque[int]] = {}
+    kept: dict[int, Entry] = {}
+    for place, entry in enumerate(entries):
+        is_over = entry.has_ended
+        entry.message = None
+        message = _MESSAGE.fullmatch(entry.profiling_name.partition(":")[2])
+        if message is not None and not (has_lost and is_over):
+            line = entry.process_group[0], message[1], message[3]
+            counts[line] += 1
+            entry.message = MessageEnd(message[1], int(message[3]), counts[line])
+        elif message is not None or entry.is_p2p or entry.collective_seq_id <= 0:
+            continue
+        kept[place] = entry
+        if is_over and message is None:
+            last = ended.setdefault(entry.process_group, deque())
+            last.append(place)
+            if len(last) > _MOST_ENDED:
+                del kept[last.popleft()]
+    for entry in kept.values():
+        entry.frames = _innermost(entry.frames)
+    return list(kept.values())
+
+
+def _innermost(frames: list[Frame]) -> list[Frame]:
+    """The innermost place that is not torch's, alone; the innermost of all where each is."""
+    for frame in frames:
+        if frame.filename and "/torch/" not in frame.filename and frame.filename[:1] != "<":
+            return [frame]
+    return frames[:1]

@@ -1,0 +1,263 @@
+"""Dumps of torch's Flight Recorder: read as data, and diagnosed as logs are; of NCCL's recorder in memory, of Gloo's for real."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from dumps_in_memory import START_NS, device_dump, write_dumps
+from jobs_in_memory import Groups, Job, Op, legal_program, run
+from test_graph import FAULTS, blocking
+
+from commlayer.cli.main import main
+from commlayer.diagnosis.diagnosis_words import in_words
+from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
+from commlayer.diagnosis.recorder_dumps import find_dumps, read_dumps
+from commlayer.emulation import EmulatedCluster
+from commlayer.profiles.errors import UsageError
+
+A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
+HANGS = {
+    name: fault
+    for name, fault in FAULTS.items()
+    if name in ("two groups", "three groups", "missing", "dtype", "message")
+}
+"""The faults that NCCL's recorder shows: it notes no splits, roots and waits of the host."""
+
+
+def diagnosed(paths: list[Path]) -> Diagnosis:
+    return diagnose_dumps(read_dumps(paths))[1]
+
+
+def circle(folder: Path, **options: Any) -> list[Path]:
+    """The dumps of two ranks that wait for each other, and of a third."""
+    groups = {"world": (0, 1, 2), "dp": (0, 1), "tp": (0, 1)}
+    job = Job(groups, {0: [A, B], 1: [B, A], 2: [Op("barrier", "world", 3, 30, dtype="", op="")]})
+    run(job, random.Random(1))
+    return write_dumps(folder, job, random.Random(2), **options)
+
+
+# What hangs
+
+
+@pytest.mark.parametrize("has_timing", [True, False], ids=["timing", "no timing"])
+@pytest.mark.parametrize("fault", HANGS)
+@pytest.mark.parametrize("seed", range(10))
+def test_seeded_faults_are_named(fault: str, seed: int, has_timing: bool, tmp_path: Path) -> None:
+    """Behind a random program that is right; some ranks that have no part in it leave no dump, some rings lose calls."""
+    random_ = random.Random(f"{fault}{seed}")
+    groups, legal = legal_program(random_, random_.randint(4, 8), 20)
+    program = blocking(legal)
+    spoil, kind = HANGS[fault]
+    culprits = spoil(random_, groups, program)
+    job = Job(groups, program)
+    run(job, random_)
+    others = sorted(set(program) - culprits)
+    most = 12 if seed % 3 == 0 and fault != "dtype" else 2000  # in memory, calls that differ end, and may be lost
+    absent = (others[0],) if fault in ("two groups", "three groups") and seed % 2 else ()
+    diagnosis = diagnosed(write_dumps(tmp_path, job, random_, has_timing=has_timing, absent=absent, most=most))
+    text = in_words(diagnosis)
+    assert diagnosis.has_found, text
+    first = (*diagnosis.findings, *diagnosis.waits)[0]
+    assert type(first) is kind, text
+    if isinstance(first, Cycle):
+        assert {step.call.rank for step in first.steps} >= culprits, text
+        assert all(step.site.file == "train.py" for step in first.steps), "the innermost place that is not torch's"
+    elif isinstance(first, Missing):
+        assert {each.call.rank for each in diagnosis.waits} == culprits, text
+    else:
+        assert isinstance(first, Mismatch)
+        assert culprits <= set(first.odd) or len(groups[first.group.removeprefix("the ")]) == 2, text
+    assert "the world" in text or "group the r" in text or "group the g" in text, "groups go by their descriptions"
+    assert diagnosis.without == absent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_cut_of_a_legal_program_gives_an_alarm(seed: int, tmp_path: Path) -> None:
+    """Ten programs a seed, each rank seen at a moment of its own, a second after its first call."""
+    for index in range(10):
+        random_ = random.Random(seed * 1000 + index)
+        groups, program = legal_program(random_, random_.randint(2, 8), random_.randint(1, 30))
+        job = Job(groups, blocking(program))
+        dumps = {}
+        for rank in random_.sample(list(job.ranks), len(job.ranks)):
+            run(job, random_, random_.randint(0, 12))
+            dumps[rank] = device_dump(job, rank, ahead=random_.randint(0, 3), has_timing=bool(index % 2))
+        paths = []
+        for rank, dump in dumps.items():
+            path = tmp_path / f"{index}_rank_{rank}"
+            path.write_bytes(pickle.dumps(dump, protocol=2))
+            os.utime(path, ns=(START_NS + 1_000_000_000,) * 2)
+            paths.append(path)
+        diagnosis = diagnosed(paths)
+        assert not diagnosis.has_found, in_words(diagnosis)
+        assert diagnosis.findings == ()
+
+
+def test_what_the_dumps_do_not_say_is_told(tmp_path: Path) -> None:
+    diagnosis = diagnosed(circle(tmp_path, has_timing=True))
+    (cycle,) = diagnosis.findings
+    assert isinstance(cycle, Cycle)
+    assert cycle.behind == (2,)
+    assert diagnosis.assumed == ("a host that has enqueued nothing more is taken to wait for its device",)
+    groups: Groups = {"dp": (0, 1), "tp": (0, 1)}
+    job = Job(groups, {0: [A, B], 1: [B, A]})
+    run(job, random.Random(1))
+    for rank in (0, 1):  # both hosts have enqueued both calls, and it is not known which has begun
+        dump = device_dump(job, rank, ahead=1, has_timing=False)
+        (tmp_path / f"all_{rank}").write_bytes(pickle.dumps(dump))
+    diagnosis = diagnosed([tmp_path / "all_0", tmp_path / "all_1"])
+    assert [type(each) for each in diagnosis.findings] == [Cycle]
+    assert any("TORCH_NCCL_ENABLE_TIMING" in each for each in diagnosis.assumed)
+    assert "assumed: the dumps do not say which calls have begun" in in_words(diagnosis)
+
+
+def test_a_circle_of_calls_that_are_young_is_no_alarm(tmp_path: Path) -> None:
+    """On a device two calls may run side by side, so that both orders are right."""
+    assert not diagnosed(circle(tmp_path, has_timing=True, age_s=1.0)).has_found
+
+
+def test_a_call_that_all_have_come_to_is_under_way(tmp_path: Path) -> None:
+    job = Job({"world": (0, 1)}, {0: [A], 1: [A]})
+    job.groups = {"dp": (0, 1)}
+    for rank in (0, 1):
+        job.step(rank)
+    diagnosis = diagnosed(write_dumps(tmp_path, job, random.Random(1), has_timing=True))
+    assert diagnosis.findings == ()
+    assert "no call is missing" in in_words(diagnosis)
+
+
+# Files
+
+
+def test_the_command_says_the_circle_and_draws_it(tmp_path: Path) -> None:
+    circle(tmp_path, has_timing=True)
+    (tmp_path / "notes.txt").write_text("not a dump", encoding="utf-8")
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "-o", str(tmp_path / "hang.html")])
+    assert result.exit_code == 1, result.output
+    assert "ranks 0 and 1 wait for each other, in a circle of 2" in result.output
+    assert "dumps of torch's Flight Recorder (nccl): ranks 0, 1 and 2" in result.output
+    assert "rank 2" in (tmp_path / "hang.html").read_text(encoding="utf-8")
+    single = CliRunner().invoke(main, ["diagnose", *map(str, find_dumps([tmp_path])), "--json"])
+    assert json.loads(single.stdout)["findings"][0]["type"] == "cycle"
+    foreign = CliRunner().invoke(main, ["diagnose", str(tmp_path / "notes.txt")])
+    assert foreign.exit_code == 2
+    assert "expected dumps of torch's Flight Recorder, or one folder" in foreign.output
+
+
+class _Opens:
+    """A pickle that would write a file where it is loaded as torch's reader loads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_dump_is_data_and_nothing_in_it_is_executed(tmp_path: Path) -> None:
+    paths = circle(tmp_path, has_timing=True)
+    hostile = tmp_path / "nccl_trace_rank_7"
+    hostile.write_bytes(pickle.dumps({"version": "2.10", "entries": [_Opens(tmp_path / "written")]}))
+    damaged: list[str] = []
+    assert [dump.rank for dump in read_dumps([*paths, hostile], damaged)] == [0, 1, 2]
+    assert "nccl_trace_rank_7" in damaged[0]
+    assert "a dump is plain data" in damaged[0]
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rank_1", b"\x80\x04nonsense", "got a damaged or foreign file"),
+        ("rank_1", pickle.dumps({"entries": 3, "version": "2.10"}), "got a damaged or foreign file"),
+        ("rank_1", pickle.dumps({"version": "1.4"}), "expected a dump of version 2.0 or later, got 1.4"),
+        ("rank_1", b'{"version": "2.10", "entries": [{', "got a damaged or foreign file"),
+        ("trace", pickle.dumps({"version": "2.10"}), "expected a name with the rank"),
+        ("rank_1", pickle.dumps([[]] * 10), "got a damaged or foreign file"),
+    ],
+)
+def test_files_that_are_no_dumps_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=words) as refused:
+        read_dumps([path])
+    assert str(path) in str(refused.value)
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}_rank_1" for name in "ab"]
+    for path in paths:
+        path.write_bytes(pickle.dumps({"version": "2.10"}))
+    with pytest.raises(UsageError, match="expected one dump of each rank"):
+        read_dumps(paths)
+
+
+def test_every_shortened_dump_is_read_or_refused(tmp_path: Path) -> None:
+    (whole, *_) = circle(tmp_path, has_timing=True)
+    data, path = whole.read_bytes(), tmp_path / "cut_rank_0"
+    for end in range(0, len(data), 7):
+        path.write_bytes(data[:end])
+        with pytest.raises(UsageError, match="cut_rank_0"):
+            read_dumps([path])
+
+
+# Gloo, for real
+
+
+def _hangs_on_gloo(folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    timeout = timedelta(seconds=6)
+    dist.init_process_group("gloo", timeout=timeout)
+    rank = dist.get_rank()
+    dp, tp = (dist.new_group([0, 1], group_desc=name, timeout=timeout) for name in ("dp", "tp"))
+    tensor = torch.ones(4)
+    dist.barrier()
+    if rank < 2:
+        dist.barrier(group=dp)
+        dist.barrier(group=tp)
+
+    def dump() -> None:
+        time.sleep(3)  # by then all ranks are where they stay
+        content = torch._C._distributed_c10d._dump_fr_trace(True)  # type: ignore[attr-defined]
+        Path(folder, f"gloo_rank_{rank}").write_bytes(content)
+
+    dumping = threading.Thread(target=dump)
+    dumping.start()
+    with contextlib.suppress(RuntimeError):  # they time out
+        if rank == 2:
+            dist.barrier()
+        for group in (dp, tp) if rank == 0 else (tp, dp):
+            dist.all_reduce(tensor, group=group)
+    dumping.join()
+
+
+@pytest.mark.usefixtures("emulated_cluster")
+def test_dumps_of_torchs_own_recorder_on_gloo_name_the_circle(tmp_path: Path) -> None:
+    with EmulatedCluster(1, 3) as cluster:
+        cluster.run(_hangs_on_gloo, str(tmp_path))
+    diagnosis = diagnosed([*tmp_path.iterdir()])
+    (cycle,) = (each for each in diagnosis.findings if isinstance(each, Cycle))
+    assert {(step.call.rank, step.call.group, step.missing.rank) for step in cycle.steps} == {
+        (0, "dp", 1),
+        (1, "tp", 0),
+    }
+    assert cycle.behind == (2,)
+    assert all(step.site.function == "_hangs_on_gloo" for step in cycle.steps)
+    assert diagnosis.assumed == (
+        "no dump lists the ranks of 3 groups (default_pg, dp, tp): taken from who recorded their calls",
+    )
