@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.engine.plain import as_bytes
 from commlayer.scheduler.wire import NATIVE, Scaling, Wire, WireFormat
 
-__all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "sizes_of"]
+__all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "memory_of", "sizes_of"]
 
 _AT_ONCE = 1 << 20
 """Elements that are compared at a time: the bounds of all would take twice their memory."""
@@ -119,7 +118,7 @@ def compare_results(
     got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, allowance: Allowance | None
 ) -> ResultDifference:
     """Compare two contiguous tensors of ``dtype``, or their bytes; by their bits, where nothing is allowed."""
-    got, expected = as_bytes(got), as_bytes(expected)
+    got, expected = memory_of(got), memory_of(expected)
     if allowance is None:
         if torch.equal(got, expected):
             return _SAME
@@ -142,3 +141,8 @@ def sizes_of(terms: torch.Tensor, op: str) -> list[torch.Tensor]:
     """The sizes of a rank's terms, FP64, whose sums over all ranks an :class:`Allowance` needs; of a product, whose products."""
     sizes = terms.view(-1).abs().double()
     return [sizes.clamp(min=1.0), sizes.clamp(max=1.0)] if op == "product" else [sizes]
+
+
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as 1-D uint8 [bytes], a view that leaves its version as it is."""
+    return x.data.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -51,7 +51,6 @@ _OFFLINE = {
         "commlayer.cli.routing", "routing", "Record how tokens choose experts, and predict other placements of them."
     ),
     "diagnose": _Entry("commlayer.cli.diagnose", "diagnose_command", "Say who waits for whom in a job that hangs."),
-    "replay": _Entry("commlayer.cli.replay", "replay", "Run a call again that COMMLAYER_SHADOW found to differ."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
 _MAPPINGS = {

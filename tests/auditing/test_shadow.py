@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +22,6 @@ from step_flips import flipped_in_step
 
 import commlayer
 from commlayer import GroupCommunicator, WireFormat, WirePolicy
-from commlayer.auditing.replaying import replay_call
-from commlayer.auditing.saved_calls import read_call
 from commlayer.auditing.shadow import Shadow
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.named_plans import parse_plan
@@ -253,9 +251,9 @@ def is_right(result: torch.Tensor, expected: torch.Tensor, name: str) -> bool:
 CORRUPTIONS = 24
 
 
-def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[str], str]]:
+def every_corruption_is_caught() -> list[tuple[str, str, Any, list[str], str]]:
     """The call of each corruption, its plan, what was flipped where, what was said, and whether it is well."""
-    group = start(COMMLAYER_CACHE=folder)
+    group = start()
     calls, shadow, chooser = Calls(group), group.instruments.find(Shadow), random.Random(17)
     names = sorted(name for name in vars(Calls) if not name.startswith("_"))
     found = []
@@ -275,7 +273,7 @@ def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[st
         with heard(said), flip if calls.rank == liar else nullcontext() as lie:
             result, expected = getattr(calls, name)(number)
             assert is_right(result, expected, name), f"{name}, {plan}: not the right result"
-            assert result.untyped_storage().resizable(), f"{name}, {plan}: keeping the call has changed its storage"
+            assert result.untyped_storage().resizable(), f"{name}, {plan}: comparing has changed its storage"
         where = [None] * calls.n
         dist.all_gather_object(where, None if lie is None else lie.where)
         was_over = [None] * calls.n
@@ -288,14 +286,15 @@ def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[st
     return found
 
 
-def test_every_flipped_byte_is_caught_named_and_replayed(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    by_rank = emulated_cluster(2, 2, mode="loopback").run(every_corruption_is_caught, str(tmp_path), timeout_s=110.0)
+def test_every_flipped_byte_is_caught_and_named(emulated_cluster: ClusterFactory) -> None:
+    by_rank = emulated_cluster(2, 2, mode="loopback").run(every_corruption_is_caught, timeout_s=110.0)
     assert all(not said for found in by_rank[1:] for *_, said, _ in found), "one warning, not one of each rank"
     num_named = 0
     for name, plan, (liar, where), said, was_over in by_rank[0]:
         assert where is not None, f"{name}, {plan}: nothing was flipped"
         assert was_over == "{True}", f"{name}, {plan}: {where} of rank {liar} was not caught by all"
         assert len(said) == 1
+        assert re.search(r"planned call \d+: \w+ by .*first in element \d+ of rank \d", said[0])
         assert plan.partition(":")[0] in said[0]
         step, kind, source = where
         place = f"from rank {source} to rank {liar}" if kind == "message" else f"on rank {liar}"
@@ -303,15 +302,6 @@ def test_every_flipped_byte_is_caught_named_and_replayed(emulated_cluster: Clust
             f"step {step} " in part and place in part for part in said[0].partition("brought by")[2].split(", or ")
         )
     assert num_named == CORRUPTIONS, [said for *_, said, _ in by_rank[0]]
-    folders = sorted((tmp_path / "shadow").iterdir())
-    assert len(folders) == CORRUPTIONS
-    for folder in folders:
-        saved = read_call(folder)
-        assert saved[0].header.call.dtype != "uint8", "the dtype is that of the program's elements"
-        replayed = replay_call(saved)
-        assert not replayed.is_repeated, "the plan is sound: the byte was flipped on its way"
-        assert any(each.in_job.num_wrong for each in replayed.ranks)
-        assert any(each.unlike_job.num_wrong for each in replayed.ranks)
 
 
 def sampled_alike(every: int) -> list[int]:
@@ -375,7 +365,7 @@ def queued_behind_a_difference() -> list[str]:
     return said
 
 
-def test_calls_that_are_queued_behind_a_difference_go_flat(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+def test_calls_that_are_queued_behind_a_difference_go_flat(emulated_cluster: ClusterFactory) -> None:
     cluster = emulated_cluster(2, 2, mode="loopback")
     said = cluster.run(queued_behind_a_difference)
     assert [len(each) for each in said] == [1, 0, 0, 0]

@@ -1,26 +1,24 @@
-"""The pieces of the shadow without processes: which calls, how far sums may be apart, every plan run again, files of others."""
+"""The pieces of the shadow without processes: which calls, how far sums may be apart, which move was wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import pytest
 import torch
-from click.testing import CliRunner
+from plans_in_memory import run_in_memory
 
 from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
-from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.retracing import suspects
-from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, read_call, saved_name, write_call
-from commlayer.cli.main import main
-from commlayer.profiles.errors import PlanError, SettingsError, UsageError
+from commlayer.engine.encoded import RowCoder
+from commlayer.engine.reducers import reducer
+from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.call_moves import everyones_moves
-from commlayer.scheduler.plan import Plan, Span
-from commlayer.scheduler.rails import exchange_over
+from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
 from commlayer.settings import Settings
 from commlayer.wire.codecs import Codec
@@ -119,109 +117,91 @@ def test_sums_of_what_was_encoded_are_within_their_bound(wire_format: WireFormat
     assert compare_results(wrong, terms.sum(0), torch.float32, allowed(terms, wire=wire)) == (7 * 96 + 9, 1)
 
 
-# Plans run again
+# Plans
 
 
-def shape_of(
-    collective: str, num_bytes: int, strategy: Strategy, chunks: int, *, root: int = 0, wire: Wire | None = None
-) -> CallShape | None:
-    traffic = Traffic.on_nodes(collective, num_bytes, (2, 2))
-    try:
-        if wire is None:
-            plan = build(traffic, strategy, chunks)
-        else:
-            plan = build(replace(traffic, wires=(wire,), element_bytes=4), strategy, chunks, wire=wire)
-    except PlanError:
-        return None
-    return CallShape.of("whole" if wire is None else "encoded", plan, NODES, torch.float32, root=root)
+class PlannedSums(NamedTuple):
+    """A call of a plan by the ranks of :data:`NODES`: ``inputs`` and flat's results, of each rank."""
 
+    kind: str
+    plan: Plan
+    inputs: list[torch.Tensor]
+    flats: list[torch.Tensor]
+    root: int = 0
+    splits: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
-def saved(
-    shape: CallShape, inputs: list[torch.Tensor], flats: list[torch.Tensor], splits: object = None
-) -> list[SavedCall]:
-    everyones = splits or [((), ())] * 4
-    return [
-        SavedCall(
-            SavedHeader(
-                call=shape,
-                group="0",
-                number=3,
-                made_ns=1,
-                global_ranks=(0, 1, 2, 3),
-                rank=rank,
-                sent=everyones[rank][0],  # type: ignore[index]
-                received=everyones[rank][1],  # type: ignore[index]
-                first=-1,
-                said="on no rank",
-            ),
-            given.reshape(-1).view(torch.uint8),
-            flat.reshape(-1).view(torch.uint8),
-            flat.reshape(-1).view(torch.uint8),
-        )
-        for rank, (given, flat) in enumerate(zip(inputs, flats, strict=True))
-    ]
+    def outputs(self) -> list[torch.Tensor]:
+        """What the plan gives each rank, in the memory of one process."""
+        plan = self.plan
+        moves = everyones_moves(self.kind, plan, NODES, root=self.root, splits=self.splits)
+        buffers = []
+        for given, flat in zip(self.inputs, self.flats, strict=True):
+            x = given.clone().view(-1).view(torch.uint8)
+            is_in_place = plan.traffic.collective in ("all_reduce", "broadcast")
+            output = x if is_in_place else torch.zeros(flat.nbytes, dtype=torch.uint8)
+            buffers.append({Buffer.INPUT: x, Buffer.OUTPUT: output})
+        coder = None if plan.wire.is_native else RowCoder(Codec(plan.wire, torch.float32))
+        run_in_memory(plan, moves, buffers, reducer(torch.float32, "sum"), coder)
+        return [each[Buffer.OUTPUT].view(torch.float32) for each in buffers]
+
+    def num_wrong(self, outputs: list[torch.Tensor]) -> int:
+        """How many elements are further from flat's than the shadow allows."""
+        collective, wire = self.plan.traffic.collective, self.plan.wire
+        allowance = None
+        if collective in ("all_reduce", "reduce_scatter"):
+            terms = torch.stack([each.view(-1) for each in self.inputs])
+            allowance = allowed(terms, wire=None if wire.is_native else wire)
+            allowance = replace(allowance, is_result_encoded=collective == "all_reduce" and not wire.is_native)
+        count = 0
+        for rank, (output, flat) in enumerate(zip(outputs, self.flats, strict=True)):
+            own = allowance
+            if allowance is not None and collective == "reduce_scatter":
+                own = replace(allowance, magnitude=allowance.magnitude.chunk(4)[rank])
+            count += compare_results(output, flat, torch.float32, own).num_wrong
+        return count
 
 
 def draw(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
 
 
-def calls() -> list[tuple[CallShape, list[torch.Tensor], list[torch.Tensor], object]]:
-    """A sound call of every plan that applies."""
-    found: list[tuple[CallShape, list[torch.Tensor], list[torch.Tensor], object]] = []
+def planned_calls() -> list[PlannedSums]:
+    """A call of every plan that applies."""
+    calls = []
     x, rows = draw(1000), draw(4, 1000)
+    of_all = {
+        "all_gather": (16000, x, [torch.cat(x)] * 4),
+        "all_reduce": (4000, x, [torch.stack(x).sum(0)] * 4),
+        "reduce_scatter": (16000, rows, list(torch.stack(rows).sum(0))),
+        "broadcast": (4000, x, [x[1].clone()] * 4),
+    }
     for strategy, chunks in PLANS:
-        of_all = {
-            "all_gather": (16000, x, [torch.cat(x)] * 4),
-            "all_reduce": (4000, x, [torch.stack(x).sum(0)] * 4),
-            "reduce_scatter": (16000, rows, list(torch.stack(rows).sum(0))),
-            "broadcast": (4000, x, [x[1].clone()] * 4),
-        }
         for collective, (size, given, flat) in of_all.items():
-            shape = shape_of(collective, size, strategy, chunks, root=1 if collective == "broadcast" else 0)
-            if shape is not None:
-                found.append((shape, given, flat, None))
+            with suppress(PlanError):
+                plan = build(Traffic.on_nodes(collective, size, (2, 2)), strategy, chunks)
+                calls.append(PlannedSums("whole", plan, given, flat, int(collective == "broadcast")))
         for wire in (Wire(WireFormat.BF16, 100), Wire(WireFormat.FP8_E4M3, 100)):
-            shape = shape_of("all_reduce", 4000, strategy, chunks, wire=wire)
-            if shape is not None:
-                found.append((shape, x, [torch.stack(x).sum(0)] * 4, None))
+            with suppress(PlanError):
+                traffic = replace(Traffic.on_nodes("all_reduce", 4000, (2, 2)), wires=(wire,), element_bytes=4)
+                plan = build(traffic, strategy, chunks, wire=wire)
+                calls.append(PlannedSums("encoded", plan, x, [torch.stack(x).sum(0)] * 4))
     counts = [[(5 * a + 3 * b) % 7 * 8 for b in range(4)] for a in range(4)]
-    splits = [(tuple(counts[a]), tuple(row[a] for row in counts)) for a in range(4)]
+    splits = tuple((tuple(counts[a]), tuple(row[a] for row in counts)) for a in range(4))
     given = [torch.randn(sum(row) // 4, generator=torch.Generator().manual_seed(a)) for a, row in enumerate(counts)]
     parts = [part.split([count // 4 for count in row]) for part, row in zip(given, counts, strict=True)]
     plan = build(Traffic.on_nodes("all_to_all_v", 256, (2, 2)), Strategy.HIERARCHICAL)
     flats = [torch.cat([part[a] for part in parts]) for a in range(4)]
-    found.append((CallShape.of("split", plan, NODES, torch.float32), given, flats, splits))
-    return found
+    return [*calls, PlannedSums("split", plan, given, flats, splits=splits)]
 
 
-def test_every_plan_run_again_gives_what_flat_gives() -> None:
-    kinds = set()
-    for shape, inputs, flats, splits in calls():
-        replayed = replay_call(saved(shape, inputs, flats, splits))
-        assert not replayed.is_repeated, (shape.plan().name, shape.traffic.collective)
-        kinds.add((shape.kind, shape.traffic.collective, shape.strategy))
-        files = saved(shape, inputs, flats, splits)
-        flats[2].view(-1)[0] += 1000
-        assert replay_call(saved(shape, inputs, flats, splits)).is_repeated
-        flats[2].view(-1)[0] = files[2].flat.view(torch.float32)[0]
-    assert len(kinds) > 15
-
-
-def test_rows_over_rails_and_in_place() -> None:
-    partners = (1, 0, 3, 2)
-    splits = [tuple(400 if k in (a, partner) else 0 for k in range(4)) for a, partner in enumerate(partners)]
-    given = draw(200)
-    plan = exchange_over(Span.RAIL, (2, 2), 800)
-    halves = [slice(100, 200) if a > partner else slice(0, 100) for a, partner in enumerate(partners)]
-    flats = [torch.cat([given[b][halves[a]] for b in sorted((a, partner))]) for a, partner in enumerate(partners)]
-    shape = CallShape.of("over", plan, NODES, torch.float32)
-    assert not replay_call(saved(shape, given, flats, [(each, each) for each in splits])).is_repeated
-    bf16 = Wire(WireFormat.BF16)
-    one_node = replace(Traffic.on_nodes("reduce_scatter", 16000, (4,)), wires=(bf16,), element_bytes=4)
-    in_place = CallShape.of("in place", build(one_node, Strategy.DIRECT, wire=bf16), NODES, torch.float32)
-    rows = draw(4, 1000)
-    assert not replay_call(saved(in_place, rows, list(torch.stack(rows).sum(0)))).is_repeated
+def test_every_plan_in_memory_is_within_what_the_shadow_allows_and_a_wrong_element_is_not() -> None:
+    calls = planned_calls()
+    assert len({(call.kind, call.plan.traffic.collective, call.plan.strategy) for call in calls}) > 15
+    for call in calls:
+        outputs = call.outputs()
+        assert call.num_wrong(outputs) == 0, call.plan
+        outputs[2][0] += 1000
+        assert call.num_wrong(outputs) == 1, call.plan
 
 
 def test_the_message_that_brought_a_wrong_byte_is_found() -> None:
@@ -238,76 +218,3 @@ def test_the_message_that_brought_a_wrong_byte_is_found() -> None:
     assert brought({1}) == [("message", 3, 1)]
     assert brought({3}) == []  # it went on to others as it should be
     assert brought({0, 1, 2, 3}) == []
-
-
-# Files
-
-
-def written(folder: Path) -> list[Path]:
-    shape, inputs, flats, _ = calls()[0]
-    return [write_call(folder / "call", each) for each in saved(shape, inputs, flats)]
-
-
-def test_a_kept_call_is_read_and_replayed_by_the_command(tmp_path: Path) -> None:
-    paths = written(tmp_path)
-    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 4
-    assert paths[0].parent.stat().st_mode & 0o777 == 0o700
-    found = CliRunner().invoke(main, ["replay", str(paths[2]), "--json"])
-    assert found.exit_code == 0, found.output
-    told = msgspec.json.decode(found.output)
-    assert (told["repeats"], told["collective"], len(told["ranks"])) == (False, "all_gather", 4)
-    shape, inputs, flats, _ = calls()[0]
-    for each in saved(shape, inputs, [flat * 2 for flat in flats]):
-        write_call(tmp_path / "call", each)
-    found = CliRunner().invoke(main, ["replay", str(tmp_path / "call")])
-    assert found.exit_code == 1
-    assert "differs again" in found.output
-
-
-def test_files_that_are_not_sound_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path)[1]
-    whole = path.read_bytes()
-    start = whole.index(b"{")
-    stop = start + int.from_bytes(whole[start - 4 : start], "little")
-
-    def with_header(old: bytes, new: bytes) -> bytes:
-        header = whole[start:stop].replace(old, new)
-        assert header != whole[start:stop]
-        return whole[: start - 4] + len(header).to_bytes(4, "little") + header + whole[stop:]
-
-    damaged = {
-        "cut": whole[:-1],
-        "longer": whole + b"\0",
-        "empty": b"",
-        "other": b"\x80\x04pickle" + whole,
-        "no header": whole[: start - 4] + b"\xff\xff\xff\xff" + whole[start:],
-        "no json": whole[:start] + b"x" + whole[start + 1 :],
-        "unknown field": with_header(b'{"call"', b'{"more":1,"call"'),
-        "unknown field within": with_header(b'"logical_bytes"', b'"more":1,"logical_bytes"'),
-        "huge": with_header(b'"logical_bytes":16000', b'"logical_bytes":1600000000000'),
-        "negative": with_header(b'"logical_bytes":16000', b'"logical_bytes":-16'),
-        "many chunks": with_header(b'"chunks":1', b'"chunks":16385'),
-        "no such plan": with_header(b'"strategy":"flat_direct"', b'"strategy":"pipelined_copy"'),
-        "other ranks": with_header(b'"nodes":[[0,2],[1,3]]', b'"nodes":[[0,2],[1,1]]'),
-        "dtype": with_header(b'"dtype":"float32"', b'"dtype":"__class__"'),
-        "another call": with_header(b'"number":3', b'"number":4'),
-        "another rank": with_header(b'"rank":1', b'"rank":2'),
-    }
-    for name, content in damaged.items():
-        path.write_bytes(content)
-        with pytest.raises(UsageError):
-            read_call(path.parent)
-        found = CliRunner().invoke(main, ["replay", str(path.parent)])
-        assert found.exit_code == 2, (name, found.output)
-    path.unlink()
-    with pytest.raises(UsageError, match="none of rank 1"):
-        read_call(path.parent)
-    with pytest.raises(UsageError, match=saved_name(0)):
-        read_call(tmp_path)
-
-
-def test_a_shape_says_what_makes_its_plan_again() -> None:
-    for shape, *_ in calls():
-        plan: Plan = shape.plan()
-        assert CallShape.of(shape.kind, plan, NODES, torch.float32, op=shape.op, root=shape.root) == shape
-        assert msgspec.json.decode(msgspec.json.encode(shape), type=CallShape).plan() == plan

@@ -18,7 +18,6 @@ from synthetic_profiles import synthetic_profile
 
 import commlayer.cli.profiles
 from commlayer.auditing.audit_files import RankAudit, audit_name, write_audit
-from commlayer.auditing.saved_calls import saved_name
 from commlayer.cli.main import main
 from commlayer.diagnosis.call_logs import GroupLog, RankLog
 from commlayer.diagnosis.log_files import log_name, write_log
@@ -70,7 +69,6 @@ READS = {
     "routing show of a folder": ("routing show {bad.parent}", routing_path("", 0).name),
     "routing replay": (f"routing replay {{bad}} {PLACE}", "r.json"),
     "diagnose": ("diagnose {bad.parent}", log_name(0)),
-    "replay": ("replay {bad}", saved_name(0)),
     "estimate, cluster": (f"estimate {JOB.replace('h100-eos', '{bad}')} {MAPPING}", "c.json"),
     "estimate, model": (f"estimate {JOB.replace('mixtral-8x7b', '{bad}')} {MAPPING}", "m.json"),
     "search, routing": (f"search {JOB} {MAPPING} --routing {{bad}}", "r.json"),

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from fence_cases import Case, Facts
+from plans_in_memory import run_in_memory
 
-from commlayer.auditing.retracing import run_in_memory
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.reducers import reducer
 from commlayer.profiles.errors import PlanError

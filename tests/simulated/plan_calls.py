@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
+from plans_in_memory import run_in_memory
 
-from commlayer.auditing.retracing import run_in_memory
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, drive
@@ -31,9 +31,9 @@ _LIMIT_S = 60.0
 class DeviceCall:
     """One call of a plan by all ranks of a group.
 
-    ``kind``: as of :class:`commlayer.auditing.saved_calls.CallShape`, or ``replicated``. ``splits``: of an exchange, the bytes
-    that each rank sends to each member, and gets from each. ``seed``: of the data: small integers, so that sums are exact in any
-    order. ``is_doubled``: the result is doubled behind the call, as a mean is divided.
+    ``kind``: one of :data:`commlayer.scheduler.call_moves.MovesKind`, or ``replicated``. ``splits``: of an exchange, the
+    bytes that each rank sends to each member, and gets from each. ``seed``: of the data: small integers, so that sums are
+    exact in any order. ``is_doubled``: the result is doubled behind the call, as a mean is divided.
     """
 
     kind: str
