@@ -65,6 +65,11 @@ def test_the_import_contracts_hold() -> None:
             "what runs calls does not know who listens",
         ),
         ("commlayer/calls/ring.py", "import commlayer.statistics", "what runs calls does not know who listens"),
+        (
+            "commlayer/auditing/watch.py",
+            "def later() -> None:\n    from commlayer.engine import planned",
+            "who listens to calls does not know what runs them",
+        ),
         ("commlayer/a_new_module.py", "", "rooms import what is below them"),
     ],
 )

@@ -65,19 +65,16 @@ def attach_of_calls(group: NewGroup) -> None:
     planned, instruments, settings = group.planned, group.instruments, group.settings
     ledger = None
     if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
-        where = f" on {group.device}" if group.device else ""
-        ledger = Ledger(group.counters, planned, f"{group.counters.group}{where}")
+        ledger = Ledger(group.counters, planned, group.device)
         ledger.places = group.places
         instruments.add_here(ledger)
         can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
         if settings.replan != "off" and can_change:
-            store = PrefixStore(f"replan{where}/", group.store)
+            store = PrefixStore(f"replan{f' on {group.device}' if group.device else ''}/", group.store)
+            watch = GroupWatch(planned, ledger, store, group.calls.plan_anew, group.time_links)
             if group.device:
-                watch = GroupWatch(
-                    planned, ledger, store, group.calls.plan_anew, partial(group.order.in_turn, "re-planning")
-                )
+                watch.in_turn = partial(group.order.in_turn, "re-planning")
             else:
-                watch = GroupWatch(planned, ledger, store, group.calls.plan_anew)
                 group.order.may_pass = watch.pass_by
             instruments.add_here(watch)
     if settings.shadow is not None:

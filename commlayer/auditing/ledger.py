@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from commlayer.auditing.audited_plans import AuditedChoices, AuditedPlans
 from commlayer.auditing.group_audits import (
     EVENTS_KEPT,
     Audit,
@@ -28,16 +29,12 @@ from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
 from commlayer.calls.under_way import calls_under_way, settle_calls
-from commlayer.engine.device_plans import DevicePlans
-from commlayer.engine.group_plans import Choices
-from commlayer.engine.planned import PlannedGroup
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
-from commlayer.settings import Settings
 
 __all__ = [
     "Ledger",
@@ -53,7 +50,6 @@ _WINDOW = 32
 _WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
 """Collectives whose calls end on no rank before all have come and their bytes are through; and whose size is the same on all."""
 _OF_PLANS = {"all_to_all": "all_to_all_v"}
-_NO_CHOICES = Choices((1,), None, Settings())
 
 
 class StayedFlat(NamedTuple):
@@ -101,13 +97,17 @@ class Ledger(Instrument):
 
     lets_pass = True
 
-    def __init__(self, counters: GroupCounters, planned: PlannedGroup | DevicePlans, name: str = "") -> None:
-        self._counters, self._name = counters, name or counters.group
+    def __init__(self, counters: GroupCounters, planned: AuditedPlans, device: str = "") -> None:
+        self._counters = counters
+        self.group = f"{counters.group} on {device}" if device else counters.group
+        """The group's name, or that of its calls on a device."""
+        self.rank = counters.rank
+        """This rank, global."""
         self._planned, self._key = weakref.ref(planned), id(planned)
-        self._is_on_device = isinstance(planned, DevicePlans)  # of whose calls nobody on the host knows what ran beside
+        self._is_on_device = bool(device)  # of whose calls nobody on the host knows what ran beside
         self._beside, self._traffic = _Row(), calls_under_way()
-        self._choices: Choices = planned.choices
-        self._at_start: Choices = planned.choices
+        self._choices: AuditedChoices | None = planned.choices  # None: the group is gone
+        self._at_start: AuditedChoices | None = planned.choices
         self._nodes = [[planned.global_ranks[member] for member in node] for node in planned.nodes]
         self.places: tuple[int, ...] = ()
         """Which of the profile's nodes the group's are; empty: not known."""
@@ -145,7 +145,7 @@ class Ledger(Instrument):
         key = id(plan), num_bytes
         found = self._of_plans.get(key)
         if found is None:
-            if self._last is not None:
+            if self._choices is None:
                 return
             promised_us = self._choices.promised_us(plan) or 0.0
             found = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
@@ -157,7 +157,7 @@ class Ledger(Instrument):
         key = collective, num_bytes
         found = self._of_flat.get(key)
         if found is None:
-            if self._last is not None:
+            if self._choices is None:
                 return
             promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
             found = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
@@ -204,7 +204,7 @@ class Ledger(Instrument):
             for number, kind, promised_us, spent_ns in list(self._samples)
         ]
 
-    def use_choices(self, choices: Choices) -> None:
+    def use_choices(self, choices: AuditedChoices) -> None:
         """Take what is promised from ``choices`` from now on."""
         self._choices = choices
         self.generation += 1
@@ -232,7 +232,7 @@ class Ledger(Instrument):
         self.heard = None
         for kept in (self._of_plans, self._of_flat, self._kinds):
             kept.clear()
-        self._choices = self._at_start = _NO_CHOICES
+        self._choices = self._at_start = None
         _fold_ended()
 
     @property
@@ -242,18 +242,19 @@ class Ledger(Instrument):
 
     def read(self) -> GroupAudit:
         """Return what is known by now."""
-        if self._last is not None:
+        choices, planned = self._choices, self._planned()
+        if choices is None:
+            assert self._last is not None  # which the end of the group sets first
             return self._last[0]
-        planner, planned = self._choices.planner, self._planned()
         return {
             "group": self.group,
             "description": self._counters.describe(),
             "ranks": list(self._counters.ranks),
             "nodes": [list(node) for node in self._nodes],
             "began_s": self._began_s,
-            "profile": "" if planner is None else planner.profile.name,
-            "fabric_rate": self._choices.experience.links.fabric,
-            "node_rates": list(self._choices.rates),
+            "profile": "" if choices.planner is None else choices.planner.profile.name,
+            "fabric_rate": choices.experience.links.fabric,
+            "node_rates": list(choices.rates),
             "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
             "beside_calls": self._beside.calls,
             "beside_promised_us": self._beside.promised_us,
@@ -267,12 +268,14 @@ class Ledger(Instrument):
     def learnt(self) -> Profile | None:
         """The profile of the job by which the group plans now, where measurements in the running job have changed it; None on all
         but its first rank."""
-        if self._last is not None:
+        start, choices = self._at_start, self._choices
+        if start is None or choices is None:
+            assert self._last is not None
             return self._last[1]
-        base, now, choices = self._at_start.job_planner, self._choices.job_planner, self._choices
+        base, now = start.job_planner, choices.job_planner
         if base is None or now is None or self.rank != self._counters.ranks[0]:
             return None
-        has_other_nodes = choices.rates != self._at_start.rates and len(self.places) == len(self._nodes)
+        has_other_nodes = choices.rates != start.rates and len(self.places) == len(self._nodes)
         if now.profile == base.profile and not has_other_nodes:
             return None
         events = list(self.events)
@@ -293,7 +296,7 @@ class Ledger(Instrument):
         """List the collectives whose calls stayed flat by now, though the group spans nodes; empty where one plan was named for
         all calls, or the group is gone."""
         choices, found = self._choices, []
-        if self._last is not None or len(self._nodes) == 1 or choices.is_forced:
+        if choices is None or len(self._nodes) == 1 or choices.is_forced:
             return []
         for collective, row in list(self._counters.flat.items()):
             sizes = [size for of, size in list(self._of_flat) if of == collective]
@@ -308,16 +311,6 @@ class Ledger(Instrument):
         described = self._counters.describe()
         name = "" if described in ("", "undefined", "default_pg") else f"of {described} "
         return f"{name}over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
-
-    @property
-    def group(self) -> str:
-        """The group's name, or that of its calls on a device."""
-        return self._name
-
-    @property
-    def rank(self) -> int:
-        """This rank, global."""
-        return self._counters.rank
 
 
 def _copied(late: LateRank) -> LateRank:

@@ -24,12 +24,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from commlayer.agree.appointments import PATIENCE_S, Appointments
+from commlayer.auditing.audited_plans import AuditedChoices, AuditedPlans
 from commlayer.auditing.ledger import Ledger
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
-from commlayer.engine.device_plans import DevicePlans
-from commlayer.engine.group_plans import Choices
-from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
 from commlayer.forked_child import in_forked_child
 from commlayer.peer_words import read_times
@@ -70,31 +68,33 @@ _END_S = 2.0
 """How long the end of the program waits for the thread: for one question to the store."""
 
 
-def _at_once(task: Callable[[], None]) -> None:
-    task()
+def _at_once(work: Callable[[], None]) -> None:
+    work()
 
 
 class GroupWatch(Instrument):
     """Watches one group, on one of its ranks: its calls on the CPU, or those on a device.
 
-    ``plan_anew`` has the group plan by other choices, from the next call on. ``in_turn`` runs what the ranks do together on
-    the host in the turn of the group's calls there.
+    ``plan_anew`` has the group plan by other choices, from the next call on. ``time_links`` times its links by messages of
+    so many bytes, with all ranks.
     """
 
     lets_pass = True
 
     def __init__(
         self,
-        planned: PlannedGroup | DevicePlans,
+        planned: AuditedPlans,
         ledger: Ledger,
         store: Store,
-        plan_anew: Callable[[Choices], None],
-        in_turn: Callable[[Callable[[], None]], None] = _at_once,
+        plan_anew: Callable[[Any], None],
+        time_links: Callable[[int], LinkTimes],
     ) -> None:
         assert planned.choices.job_planner is not None
         self._profile = planned.choices.job_planner.profile
         self._planned, self._ledger, self._plan_anew = planned, ledger, plan_anew
-        self._in_turn = in_turn
+        self._time_links = time_links
+        self.in_turn: Callable[[Callable[[], None]], None] = _at_once
+        """Runs what the ranks do together on the host: for calls on a device, in the turn of the group's calls there."""
         self._own_store = partial(own_client, store)  # another thread that waits in the group's would hold up decisions
         self._store: Any = None
         size = len(planned.global_ranks)
@@ -148,7 +148,7 @@ class GroupWatch(Instrument):
             ) from error
         if appointment is not None:
             purposes = {MEASURE: self._measure, CONFIRM: self._confirm, TRY: self._doubt}
-            self._in_turn(partial(purposes[appointment.purpose], appointment.value))
+            self.in_turn(partial(purposes[appointment.purpose], appointment.value))
             self._appointments.end()
             _watching.wake()
 
@@ -198,10 +198,8 @@ class GroupWatch(Instrument):
 
     def _look(self, larger: float) -> LinkTimes:
         """Time links by a message that is so many times larger, and say what the usual one would have taken."""
-        from commlayer.measure.link_times import time_links  # not for those who only import the backend
-
         num_bytes = min(round(self._measured_bytes * larger), _MOST_BYTES)
-        return time_links(self._planned, num_bytes).over(num_bytes / self._measured_bytes)
+        return self._time_links(num_bytes).over(num_bytes / self._measured_bytes)
 
     def _confirm(self, slowdown: float) -> None:
         """Measure as :meth:`_measure` does, to confirm what that has seen."""
@@ -215,7 +213,7 @@ class GroupWatch(Instrument):
             self._are_plans_tried = True
             self._take(self._planned.choices.doubted(budget_us))
 
-    def _take(self, choices: Choices) -> None:
+    def _take(self, choices: AuditedChoices) -> None:
         self._plan_anew(choices)
         self._ledger.use_choices(choices)
 

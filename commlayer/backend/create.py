@@ -37,6 +37,7 @@ from commlayer.backend.patches import (
 from commlayer.calls.group_life import stage
 from commlayer.calls.instruments import NewGroup, attach_own, attach_own_on_device, inquiries
 from commlayer.devices.device_contract import Messenger
+from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
@@ -49,6 +50,7 @@ from commlayer.failures.polled_store import PolledStore
 from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import BLAMING, UsageError
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.experience.link_rates import LinkTimes
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.c10d import start_sequence
@@ -201,6 +203,7 @@ def _attach(
         is_of_job=is_of_job,
         stands_alone=request.stands_alone,
         connecting=connect.connecting,
+        time_links=partial(_time_links, inner.planned),
     )
     attach_own(made)
     for kind, on_device in inner.on_devices.items():
@@ -211,8 +214,15 @@ def _attach(
             planned=on_device.plans,
             is_planning=True,
             device=kind,
+            time_links=partial(_time_links, on_device.plans),
         )
         on_device.when_known(partial(attach_own_on_device, own))
+
+
+def _time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
+    from commlayer.measure import link_times  # not for those who only import the backend
+
+    return link_times.time_links(planned, num_bytes)
 
 
 def _notes(options: GroupOptions) -> dict[str, str]:

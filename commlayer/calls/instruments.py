@@ -247,6 +247,7 @@ class NewGroup:
         stands_alone: whether its ranks have other numbers in the job, or are not in it.
         device: the type of device of its calls; empty: the CPU's.
         connecting: makes a context in which a failure is told to the other ranks: for what is collective.
+        time_links: times the links between the group's nodes by messages of so many bytes, with all ranks, between calls.
     """
 
     instruments: Instruments
@@ -267,6 +268,7 @@ class NewGroup:
     is_of_job: bool
     stands_alone: bool
     connecting: Callable[[str, str], AbstractContextManager[None]]
+    time_links: Callable[[int], Any]
     device: str = ""
 
 

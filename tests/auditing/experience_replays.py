@@ -25,7 +25,6 @@ from commlayer.agree.appointments import Appointment
 from commlayer.auditing import watch as watching
 from commlayer.auditing.ledger import Sample
 from commlayer.engine.group_plans import Choices
-from commlayer.measure import link_times
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
@@ -256,12 +255,12 @@ class NoThread(list[Any]):
 
 
 @contextmanager
-def alone(job: Job) -> Iterator[None]:
-    """No thread of a watch, and links as the job has them."""
-    before = watching._watching, link_times.time_links
-    watching._watching, link_times.time_links = NoThread(), job.times_of_links  # type: ignore[assignment]
+def alone() -> Iterator[None]:
+    """No thread of a watch."""
+    before = watching._watching
+    watching._watching = NoThread()  # type: ignore[assignment]
     yield
-    watching._watching, link_times.time_links = before
+    watching._watching = before
 
 
 def jobs(seed: int, kind: str) -> Iterator[str]:
@@ -285,14 +284,14 @@ def jobs(seed: int, kind: str) -> Iterator[str]:
     def plan_anew(choices: Choices) -> None:
         planned.choices = choices
 
-    with alone(job):
+    with alone():
         yield from replayed(job, kind, planned, plan_anew)
 
 
 def replayed(job: Job, kind: str, planned: Any, plan_anew: Callable[[Choices], None]) -> Iterator[str]:
     """Run the job of a replay, and yield what is said in it."""
     pick, ledger = job.pick, OwnLedger(job)
-    watch: Any = watching.GroupWatch(planned, ledger, None, plan_anew)  # type: ignore[arg-type]
+    watch: Any = watching.GroupWatch(planned, ledger, None, plan_anew, partial(job.times_of_links, planned))  # type: ignore[arg-type]
     watch._store = SimpleNamespace(check=lambda keys: True, multi_get=lambda keys: [])
     watch._publishers, watch._appointments = [0], OwnAppointments(job)
     watch._pace.clear()

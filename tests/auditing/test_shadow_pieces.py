@@ -131,7 +131,7 @@ class PlannedSums(NamedTuple):
     splits: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     def outputs(self) -> list[torch.Tensor]:
-        """What the plan gives each rank, in the memory of one process."""
+        """Return what the plan gives each rank, in the memory of one process."""
         plan = self.plan
         moves = everyones_moves(self.kind, plan, NODES, root=self.root, splits=self.splits)
         buffers = []

@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from fence_cases import GOLDENS, Case, Difference, changes, differences, read_golden, rounded, sampled, write_golden
 
 __all__ = ["SECTIONS", "check", "report"]
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # tests share modules there, such as plans_in_memory
 
 SECTIONS = {"decisions": 11, "bits": 7, "estimates": 5, "layers": 5, "files": 4}
 """The sections, and how many cases of each the suite leaves out between two that it checks, plus one."""
