@@ -7,7 +7,6 @@ bounded in size, is data and nothing else, and every number in it is finite.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -17,7 +16,8 @@ from msgspec import Meta
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import convert, each_sound, parse_object
+from commlayer.profiles.strict_json import convert, parse_object
+from commlayer.readers.job_files import JobFiles
 
 __all__ = [
     "AUDIT_FORMAT",
@@ -38,7 +38,6 @@ AUDIT_FORMAT: Final = "commlayer-audit"
 AUDIT_VERSION: Final = 1
 _MOST_BYTES = 16 << 20
 """The largest file that is read: a thousand rows of a thousand groups have some 200 KB a group at most."""
-_NAME = re.compile(r"audit-rank-(\d{1,7})\.json")
 _MOST_RANKS = 1 << 20
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -175,58 +174,10 @@ def write_audit(folder: Path, audit: RankAudit) -> Path:
 
 
 def read_audits(path: Path, job: str = "", damaged: list[str] | None = None) -> list[RankAudit]:
-    """Read one file, or those of a folder, by rank.
-
-    Args:
-        job: of a folder, only the files of the job whose name begins so.
-        damaged: takes the errors of a folder's files that are not sound, where there are others that are.
-
-    Raises:
-        UsageError: none there, a damaged or foreign file that ``damaged`` does not take, files of different jobs; it names file
-            and field.
+    """Read one file, or those of a folder, by rank; arguments and errors as of
+    :meth:`commlayer.readers.job_files.JobFiles.read_all`. The error of a file that is not sound names its field.
     """
-    if not path.is_dir():
-        return [_read(path)]
-    audits = [audit for audit in _read_all(path, damaged) if audit.job.startswith(job)]
-    jobs: dict[str, list[RankAudit]] = {}
-    for audit in audits:
-        jobs.setdefault(audit.job, []).append(audit)
-    if not jobs:
-        raise UsageError(f"{path}: expected files of job {job}, got none")
-    if len(jobs) > 1:
-        each = " and ".join(
-            f"job {name} ({len(found)} of {found[0].world_size} ranks, such as {audit_name(found[0].rank)})"
-            for name, found in sorted(jobs.items())
-        )
-        raise UsageError(
-            f"{path}: expected files of one job, got {each}: choose one with --job {audits[0].job}, or give every job a folder "
-            "of its own"
-        )
-    sizes = {audit.world_size for audit in audits}
-    if len(sizes) > 1:
-        raise UsageError(f"{path}: field world_size: expected one of a job, got {', '.join(map(str, sorted(sizes)))}")
-    return audits
-
-
-def _read_all(folder: Path, damaged: list[str] | None) -> Iterator[RankAudit]:
-    names = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
-    ranks = {path: int(found[1]) for path, found in names.items() if found}
-    if not ranks:
-        raise UsageError(
-            f"{folder}: expected files such as {audit_name(0)}, got none: run the job with COMMLAYER_AUDIT={folder}, and collect "
-            "the files of all machines"
-        )
-
-    def read(path: Path) -> RankAudit:
-        audit = _read(path)
-        if path.name != audit_name(audit.rank):
-            raise UsageError(
-                f"{path}: field rank: expected {ranks[path]} by the file's name, got {audit.rank}: rename it to "
-                f"{audit_name(audit.rank)}"
-            )
-        return audit
-
-    return each_sound(sorted(ranks, key=ranks.__getitem__), read, damaged)
+    return list(_FILES.read_all(path, job, damaged)) if path.is_dir() else [_read(path)]
 
 
 def _read(path: Path) -> RankAudit:
@@ -255,3 +206,13 @@ def _check_head(content: dict[str, object], where: str) -> None:
         raise UsageError(
             f"{where}: field version: expected {AUDIT_VERSION}, {got}: read it with the commlayer that wrote it"
         )
+
+
+_FILES = JobFiles(
+    pattern=re.compile(r"audit-rank-(\d{1,7})\.json"),
+    name=audit_name,
+    remedy="run the job with COMMLAYER_AUDIT={folder}, and collect the files of all machines",
+    head=_read,
+    read=_read,
+    world_size=lambda audit: audit.world_size,
+)

@@ -11,20 +11,16 @@ from pathlib import Path
 import msgspec
 
 from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog, as_foreign
-from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
-from commlayer.profiles.strict_json import each_sound, parse_record, read_data
+from commlayer.profiles.strict_json import parse_record, read_data
+from commlayer.readers.job_files import JobFiles
 
 __all__ = ["folder_of", "folder_path", "log_name", "read_logs", "write_log"]
-
-_NAME = re.compile(r"calls-(\d+)\.json")
 
 
 class _Head(msgspec.Struct):
     format: int
-    job: str
-    rank: int
 
 
 def log_name(rank: int) -> str:
@@ -59,27 +55,8 @@ def write_log(folder: Path, log: RankLog) -> Path:
 
 
 def read_logs(folder: Path, damaged: list[str] | None = None) -> list[RankLog]:
-    """Read the logs in ``folder``, by rank.
-
-    Args:
-        damaged: takes the errors of files that are not sound, where there are others that are.
-
-    Raises:
-        UsageError: a folder without logs, files of several jobs; and, unless ``damaged`` takes them, damaged files, those of
-            another format, and names that do not fit: with all of them named.
-    """
-    paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-    if not paths:
-        raise UsageError(
-            f"{folder}: expected files such as {log_name(0)}, got none: ranks write them when a call times out, or on SIGUSR1, "
-            "into the folder that COMMLAYER_DIAGNOSE_DIR names; collect those of all machines"
-        )
-    logs = list(each_sound(paths, _read, damaged))
-    jobs = {log.job for log in logs if log.job}  # whose store was gone, a rank could not read its job's name
-    if len(jobs) > 1:
-        each = ", ".join(f"{job} ({counted(sum(log.job == job for log in logs), 'file')})" for job in sorted(jobs))
-        raise UsageError(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")
-    return sorted(logs, key=lambda log: log.rank)
+    """Read the logs in ``folder``, by rank, as :meth:`commlayer.readers.job_files.JobFiles.read_all` does."""
+    return list(_FILES.read_all(folder, damaged=damaged))
 
 
 def _read(path: Path) -> RankLog:
@@ -93,11 +70,19 @@ def _read(path: Path) -> RankLog:
             "wrote it"
         )
     log = parse_record(data, RankLog, path, what)
-    if path.name != log_name(log.rank):
-        raise UsageError(
-            f"{path}: expected a name that fits its content, rank {log.rank}: rename it to {log_name(log.rank)}"
-        )
     try:
         return as_foreign(log)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+_FILES = JobFiles(
+    pattern=re.compile(r"calls-(\d+)\.json"),
+    name=log_name,
+    remedy="ranks write them when a call times out, or on SIGUSR1, into the folder that COMMLAYER_DIAGNOSE_DIR names; collect "
+    "those of all machines",
+    head=_read,
+    read=_read,
+    world_size=lambda log: 0,
+    has_choice=False,
+)

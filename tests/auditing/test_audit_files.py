@@ -196,7 +196,7 @@ def test_a_folder_without_audits_says_how_to_get_some(tmp_path: Path) -> None:
 def test_a_file_under_another_ranks_name_is_refused(folder: Path) -> None:
     (folder / audit_name(1)).rename(folder / audit_name(5))
     with pytest.raises(
-        UsageError, match=r"field rank: expected 5 by the file's name, got 1: rename it to audit-rank-00001"
+        UsageError, match=r"expected a name that fits its content, rank 1: rename it to audit-rank-00001"
     ):
         read_audits(folder)
 
@@ -206,7 +206,7 @@ def test_two_jobs_in_a_folder_are_told_apart(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"job 00ab \(3 of 4 ranks.*and job cd00 \(1 of 4 ranks.*--job 00ab"):
         read_audits(folder)
     assert [audit.rank for audit in read_audits(folder, "cd")] == [3]
-    with pytest.raises(UsageError, match="expected files of job ef, got none"):
+    with pytest.raises(UsageError, match=r"expected files of job ef, got job 00ab \(3 of 4 ranks"):
         read_audits(folder, "ef")
 
 

@@ -135,7 +135,7 @@ def test_files_of_two_jobs_and_none_at_all_are_refused(tmp_path: Path) -> None:
         read_logs(tmp_path)
     first, second, _ = hanging()
     written(tmp_path, [first, msgspec.structs.replace(second, job="another")])
-    with pytest.raises(UsageError, match=r"another \(1 file\), simulated \(1 file\)"):
+    with pytest.raises(UsageError, match=r"job another \(1 file, .* and job simulated \(1 file, .*: give every job"):
         read_logs(tmp_path)
 
 
