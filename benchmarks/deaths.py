@@ -41,11 +41,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import commlayer.auditing.watch as watching  # before the fork, as the next ones: ranks then start in milliseconds
+import commlayer.auditing.watch  # before the fork, as the next ones: ranks then start in milliseconds
 import commlayer.backend.create
 import commlayer.measure.calibrate
 import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise
+from commlayer.auditing.watch_lead import LEAST_AHEAD, WatchLead
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
 from commlayer.failures import detector as detectors
@@ -227,13 +228,13 @@ def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
 def _plan_anew_all_the_time() -> None:
     """Have the first rank make an appointment whenever there is none: to measure, to try plans, to measure, …"""
 
-    def lead(watch: Any, _now_s: float) -> None:
-        kept = watch._appointments
+    def turn(lead: WatchLead, *_: float) -> None:
+        kept = lead.appointments
         if not kept.is_open:
             purpose, value = ((MEASURE, 1.0), (TRY, 3e5))[kept._last % 2]
-            kept.make(purpose, value, watching._LEAST_AHEAD)
+            kept.make(purpose, value, LEAST_AHEAD)
 
-    watching.GroupWatch._lead = lead  # type: ignore[method-assign, assignment]
+    WatchLead.turn = turn  # type: ignore[method-assign, assignment]
 
 
 def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | None, str, str, float]:

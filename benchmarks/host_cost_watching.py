@@ -81,7 +81,8 @@ class Parts:
                         group.instruments.add(instrument)
             if watch is not None:
                 ledger.heard = heard if level >= 3 else None
-                watch._is_replanning = level >= 4
+                if watch.lead is not None:
+                    watch.lead.is_replanning = level >= 4
                 (watching._watching.add if level >= 3 else watching._watching.discard)(watch)
 
 
@@ -182,7 +183,7 @@ def measure_parts(profile: str, rounds: int, num_calls: int) -> dict[str, list[f
         order.under_way.end(call, time.perf_counter_ns())
         ledger.note_flat("all_reduce", 1024, 900_000, (1024, 0))
 
-    parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": watch.pass_by}
+    parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": watch.appointments.pass_by}
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(rounds):
         for name, part in parts.items():

@@ -48,7 +48,9 @@ import commlayer.measure.link_times as link_times
 import commlayer.measure.trials  # noqa: F401  likewise
 from commlayer.agree.appointments import Appointment, Appointments
 from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.link_checks import LinkChecks
 from commlayer.auditing.watch import GroupWatch
+from commlayer.auditing.watch_lead import WatchLead
 from commlayer.backend.running import Calls
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure.harness import HostGroup
@@ -279,7 +281,7 @@ class WatchedStore:
 def install(struck: Struck) -> None:
     """In a rank: appointments one after another, links that are other each time, and points at which faults strike."""
     watching._TURN_S = watching._LONGEST_TURN_S = _TURN_S
-    replace(watching.GroupWatch, "_lead", lambda _: lambda watch, now_s: appoint(watch, random.Random(now_s)))
+    replace(WatchLead, "turn", lambda _: lambda lead, now_s, *_: appoint(lead, random.Random(now_s)))
     _watch_store(struck)
     _watch_edge(struck)
     _change_links(struck)
@@ -329,10 +331,11 @@ def _change_links(struck: Struck) -> None:
     rates = [1.0]
 
     def measuring(measure: Any) -> Any:
-        def measure_other(watch: Any, slowdown: float, **how: bool) -> None:
+        def measure_other(checks: Any, slowdown: float, **how: bool) -> None:
             if not how.get("is_second"):  # that confirms the one before it
-                rates[:] = [_SLOW_RATE if watch._experience.links == LinkRates(1.0, ()) else 1.0]
-            measure(watch, slowdown, **how)
+                links = checks._planned.choices.experience.links
+                rates[:] = [_SLOW_RATE if links == LinkRates(1.0, ()) else 1.0]
+            measure(checks, slowdown, **how)
 
         return measure_other
 
@@ -351,7 +354,7 @@ def _change_links(struck: Struck) -> None:
 
         return times
 
-    replace(watching.GroupWatch, "_measure", measuring)
+    replace(LinkChecks, "measure", measuring)
     replace(link_times, "time_links", timing)
 
 
@@ -370,7 +373,7 @@ def _watch_calls(struck: Struck) -> None:
             ledger, watch = calls.instruments.find(Ledger), calls.instruments.find(GroupWatch)
             if ledger is None or watch is None:
                 return look(calls, *args, **how)
-            number, generation = watch._appointments.calls, ledger.generation
+            number, generation = watch.appointments.calls, ledger.generation
             if generation:
                 struck.at("at the first call by new plans")
             plan = look(calls, *args, **how)
@@ -385,12 +388,12 @@ def _watch_calls(struck: Struck) -> None:
     replace(Calls, "look", looking)
 
 
-def appoint(watch: Any, pick: random.Random) -> None:
+def appoint(lead: WatchLead, pick: random.Random) -> None:
     """On the first rank: make an appointment wherever there is none."""
-    kept = watch._appointments
+    kept = lead.appointments
     if not kept.is_open:
         purpose = TRY if pick.random() < 0.2 else MEASURE
-        if watch._experience.suspected is not None:
+        if lead._planned.choices.experience.suspected is not None:
             purpose = CONFIRM
         kept.make(purpose, 3e4 if purpose == TRY else 1.0, pick.randrange(2, 12), _PATIENCE_S)
 

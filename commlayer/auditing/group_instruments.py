@@ -75,7 +75,7 @@ def attach_of_calls(group: NewGroup) -> None:
             if group.device:
                 watch.in_turn = partial(group.order.in_turn, "re-planning")
             else:
-                group.order.may_pass = watch.pass_by
+                group.order.may_pass = watch.appointments.pass_by
             instruments.add_here(watch)
     if settings.shadow is not None:
         instruments.add_here(Shadow(group, settings.shadow, ledger))

@@ -10,7 +10,7 @@ compare the bits that every plan gives in memory, and the warning names plan, ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter_ns as now
 from typing import Any, NamedTuple
@@ -214,13 +214,17 @@ class _Flat:
     def run(self) -> torch.Tensor:
         """Make the call, and return its result in bytes."""
         if self.movement.splits[0] or self.movement.splits[1]:
-            return self._exchanged()
+            sent, received = map(list, self.movement.splits)
+            result = torch.empty(sum(received), dtype=torch.uint8)
+            data = self._input if self.movement.codec is None else self._rounded(sent)
+            self._call(self._gloo.alltoall_base, result, data, received, sent, options=AllToAllOptions())
+            return result
         if self.collective == "all_gather":
             return self._gathered()
         if self.collective == "broadcast":
-            result, options = self._input.clone(), self._options(BroadcastOptions)
+            result, options = self._input.clone(), BroadcastOptions()
             options.rootRank = self.movement.root
-            self._settle(self._gloo.broadcast([result], options))
+            self._call(self._gloo.broadcast, [result], options=options)
             return result
         return self._reduced()
 
@@ -245,23 +249,16 @@ class _Flat:
 
     def reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         """All_reduce ``tensor`` in place, by Gloo, and return it."""
-        options = self._options(AllreduceOptions)
+        options = AllreduceOptions()
         options.reduceOp = ReduceOp(op)
-        self._settle(self._gloo.allreduce([tensor], options))
+        self._call(self._gloo.allreduce, [tensor], options=options)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors [s] of all ranks, [n·s], by Gloo."""
         everyones = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype)
-        self._settle(self._gloo._allgather_base(everyones, tensor, self._options(AllgatherOptions)))
+        self._call(self._gloo._allgather_base, everyones, tensor, options=AllgatherOptions())
         return everyones
-
-    def _exchanged(self) -> torch.Tensor:
-        sent, received = map(list, self.movement.splits)
-        result = torch.empty(sum(received), dtype=torch.uint8)
-        data = self._input if self.movement.codec is None else self._rounded(sent)
-        self._settle(self._gloo.alltoall_base(result, data, received, sent, self._options(AllToAllOptions)))
-        return result
 
     def _rounded(self, blocks: Sequence[int]) -> torch.Tensor:
         """The input after encoding and decoding; of an exchange what leaves the node, or of a single node the rank."""
@@ -295,9 +292,9 @@ class _Flat:
         is_whole = self.movement.kind == "whole"
         if is_whole and self.collective == "reduce_scatter":
             result = torch.empty(terms.numel() // self.size, dtype=terms.dtype)
-            options = self._options(ReduceScatterOptions)
+            options = ReduceScatterOptions()
             options.reduceOp = ReduceOp(op)
-            self._settle(bounded_reduce_scatter(self._gloo, result, terms, options))
+            self._call(bounded_reduce_scatter, self._gloo, result, terms, options=options)
         else:  # in a wire format sums are FP32, and rows need not be as many on each rank
             dtype = self.dtype if is_whole else torch.float32
             total = self.reduce(terms.to(dtype, copy=True), op)
@@ -313,13 +310,10 @@ class _Flat:
         start = sum(blocks[:rank]) // width
         return whole[start : start + blocks[rank] // width]
 
-    def _options(self, kind: Any) -> Any:
-        options = kind()
+    def _call(self, call: Callable[..., Work], *args: Any, options: Any) -> None:
+        """Make a call of Gloo's, within the group's timeout, and wait for its end."""
         options.timeout = self._order.inner.timeout
-        return options
-
-    def _settle(self, work: Work) -> None:
-        self._order.settle_own(f"shadow of {self.plan.name}", work)
+        self._order.settle_own(f"shadow of {self.plan.name}", call(*args, options))
 
 
 def _in_words(

@@ -293,25 +293,27 @@ def replayed(job: Job, kind: str, planned: Any, plan_anew: Callable[[Choices], N
     pick, ledger = job.pick, OwnLedger(job)
     watch: Any = watching.GroupWatch(planned, ledger, None, plan_anew, partial(job.times_of_links, planned))  # type: ignore[arg-type]
     watch._store = SimpleNamespace(check=lambda keys: True, multi_get=lambda keys: [])
-    watch._publishers, watch._appointments = [0], OwnAppointments(job)
-    watch._pace.clear()
-    watch._pace.append((0, 0.0))
+    appointments, lead = OwnAppointments(job), watch.lead
+    watch.appointments = lead.appointments = appointments
+    watch.times._others = []
+    lead._pace.clear()
+    lead._pace.append((0, 0.0))
     now_s = 0.0
     for step in range(400):
         change(job, kind, step)
         job.make_calls(pick.randrange(1, 6))
         now_s += 0.25 + 0.5 * (pick.random() < 0.1)
-        if watch._appointments.is_open and pick.random() < 0.8:
+        if appointments.is_open and pick.random() < 0.8:
             if pick.random() < 0.1:
-                watch._appointments.due = None
+                appointments.due = None
                 job.said.append("called off")
             else:
-                watch.next_call()
-        watch._lead(now_s)
+                watch.began(None)
+        lead.turn(now_s, 0.25, 0.0)
         for text in job.said:
             yield f"{number(now_s)} s: {text}"
         job.said.clear()
-    watch.close()
+    watch.ending()
 
 
 def change(job: Job, kind: str, step: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 from synthetic_profiles import synthetic_profile
 
 from commlayer.auditing import ledger
-from commlayer.auditing.audited_plans import AuditedPlans
 from commlayer.auditing.audit_files import AuditedGroup
+from commlayer.auditing.audited_plans import AuditedPlans
 from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
 from commlayer.calls.counters import MOST_ENDED, GroupCounters

@@ -40,7 +40,9 @@ def start(**environment: str) -> Any:
 def start_quiet(**environment: str) -> Any:
     """Start a job whose groups make no appointments of their own, as a busy machine's calls would have them do."""
     group = start(**environment)
-    group.instruments.find(GroupWatch)._is_replanning = False
+    lead = group.instruments.find(GroupWatch).lead
+    if lead is not None:
+        lead.is_replanning = False
     return group
 
 
@@ -76,17 +78,17 @@ def set_times(time_us: float, waited_us: float = 0.0) -> None:
 def usual_us(group: Any) -> float:
     """How long the message takes that is measured, if the profile is right."""
     bytes_per_us: float = card_gbps(group._planned.choices.agreed.job_planner.profile) * 1e3
-    return group.instruments.find(GroupWatch)._measured_bytes / bytes_per_us  # type: ignore[no-any-return]
+    return group.instruments.find(GroupWatch).checks.measured_bytes / bytes_per_us  # type: ignore[no-any-return]
 
 
 def appoint(group: Any, purpose: str, value: float, ahead: int) -> None:
     """Have the group's first rank make an appointment now, and wait until all of its ranks know of it."""
     watch = group.instruments.find(GroupWatch)
     if dist.get_rank() == 0:
-        watch._appointments.make(purpose, value, ahead)
+        watch.appointments.make(purpose, value, ahead)
     else:
-        while not watch._appointments.is_open:
-            watch._appointments.turn()
+        while not watch.appointments.is_open:
+            watch.appointments.turn()
 
 
 def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster: ClusterFactory) -> None:
@@ -241,8 +243,8 @@ def test_what_a_busy_processor_may_explain_is_measured_again_until_links_show(em
             return LinkTimes({(0, 1): 4 * once_us}, {(0, 1): once_us if asked <= 9 else 4 * once_us})
 
         link_times.time_links = time_links  # type: ignore[assignment]
-        watch._compare = lambda: None
-        watch._measuring_us = 0.0
+        watch.times.compare = list
+        watch.checks.measuring_us = 0.0
         for ratio in [1.0] * 6 + [4.0] * 6:
             group._planned.choices.experience.told("calls", 1.0, ratio)
         calls_until_changed(group)
@@ -386,7 +388,7 @@ def test_exchanges_that_go_straight_to_gloo_come_to_the_same_appointment(emulate
             exchange()
             if not changed and group._planned.choices is not before:
                 changed = number
-        return changed, group.instruments.find(GroupWatch)._appointments.calls
+        return changed, group.instruments.find(GroupWatch).appointments.calls
 
     found = emulated_cluster(2, 4, mode="loopback").run(job)
     assert set(found) == {(4, 9)}

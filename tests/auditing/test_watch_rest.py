@@ -15,7 +15,7 @@ from commlayer.auditing.watch import GroupWatch
 def looked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch that has never looked, one of two in this process."""
     made: Any = GroupWatch.__new__(GroupWatch)
-    made._appointments = SimpleNamespace(is_open=False)
+    made.appointments = SimpleNamespace(is_open=False)
     made._next_s = made._rest_s = made._cost_s = 0.0
     monkeypatch.setattr(watch, "_watching", [made, None])
     return made
@@ -37,7 +37,7 @@ def test_what_is_done_once_does_not_count_and_nothing_makes_it_wait_for_long(loo
 
 
 def test_an_open_appointment_is_looked_after_as_ever(looked: Any) -> None:
-    looked._appointments.is_open = True
+    looked.appointments.is_open = True
     looked._next_s = 100.1
     looked._rest(100.0, 0.01)
     looked._rest(100.0, 0.01)

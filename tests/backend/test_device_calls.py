@@ -316,7 +316,9 @@ def audited(path: str) -> tuple[Any, list[float]]:
     (found,) = [each for each in commlayer.audit()["groups"] if each["group"].endswith(" on simulated")]
     times = time_links(calls.plans, 1 << 12)
     before = calls.plans.choices
-    calls.order.in_turn("re-planning", partial(watch._take, before.at_other_rates(LinkRates(1.0, (0.5, 1.0)))))
+    calls.order.in_turn(
+        "re-planning", partial(watch.checks._use_choices, before.at_other_rates(LinkRates(1.0, (0.5, 1.0))))
+    )
     assert calls.plans.choices is not before
     every_verb(device, 1 << 14)  # by the new choices
     dist.destroy_process_group()

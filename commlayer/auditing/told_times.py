@@ -1,0 +1,91 @@
+"""The times of their latest calls, as the ranks of a group tell them each other, and compared call by call.
+
+Of the times of one call the shortest is that of the rank that came last, and waited for nobody: that one can be held against
+what was promised.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+from commlayer.auditing.ledger import Ledger, Sample
+from commlayer.peer_words import read_times
+
+__all__ = ["TELL_EVERY", "ComparedCall", "ToldTimes"]
+
+TELL_EVERY = 4
+"""After how many calls a rank tells what they took; or sooner, when it is looked at."""
+_MOST_TELLERS = 64
+"""How many ranks of a group tell, evenly spread: the first one reads them all."""
+
+
+class ComparedCall(NamedTuple):
+    """A call whose times were compared. ``last``: the member that came last; ``last_us``: that one's time; ``waited_us``: for
+    how long the others waited for it."""
+
+    sample: Sample
+    last: int
+    last_us: float
+    waited_us: float
+
+
+class ToldTimes:
+    """The times that member ``member`` of a group of ``size`` tells, in the group's store, and those that it reads there.
+
+    ``store``: a client of it that nobody else in this process waits on. On the thread of the watch.
+    """
+
+    def __init__(self, store: Callable[[], Any], ledger: Ledger, member: int, size: int) -> None:
+        self._store, self._ledger, self._member = store, ledger, member
+        every = -(-size // _MOST_TELLERS)
+        self._others = list(range(every, size, every))
+        self._is_telling = member % every == 0
+        self._told = self._compared = 0
+        self._have_all_told = False
+        ledger.told_from = TELL_EVERY
+
+    def tell(self) -> bool:
+        """Tell what the latest calls took. Returns whether there were any since the last time."""
+        ledger = self._ledger
+        if ledger.numbered == self._told:
+            return False
+        if self._is_telling:
+            self._store().set(f"times/{self._member}", ledger.durations().tobytes())
+        self._told = ledger.numbered
+        ledger.told_from = self._told + TELL_EVERY
+        return True
+
+    def forget(self) -> None:
+        """Compare none of the calls that there were until now."""
+        self._compared = self._ledger.numbered
+
+    def compare(self) -> Iterator[ComparedCall]:
+        """Compare the calls of which all ranks have told by now, each once; none while a rank has told nothing yet."""
+        keys = [f"times/{member}" for member in self._others]
+        self._have_all_told = self._have_all_told or self._store().check(keys)
+        if not self._have_all_told:
+            return
+        windows = {0: self._ledger.durations()}
+        for member, data in zip(self._others, self._store().multi_get(keys), strict=True):
+            windows[member] = read_times(bytes(data), f"rank {member} of the group")
+        for sample in self._ledger.samples:
+            if sample.number <= self._compared:
+                continue
+            times = {member: _time_of(window, sample.number) for member, window in windows.items()}
+            known = {member: time for member, time in times.items() if time}
+            if None in times.values() or not known:
+                continue
+            self._compared = sample.number
+            last = min(known, key=known.__getitem__)
+            yield ComparedCall(sample, last, known[last], median(known.values()) - known[last])
+
+
+def _time_of(window: array[float], number: int) -> float | None:
+    """A rank's time of the call of this number; 0.0 where it has forgotten it, None where it has not told of it yet."""
+    behind = int(window[0]) - number
+    if behind < 0:
+        return None
+    return window[len(window) - 1 - behind] if behind < len(window) - 1 else 0.0
