@@ -46,7 +46,7 @@ _OUTSTANDING, _OF_ALL = 2.0, 0.75
 def call_cells(group: GroupTotals, calls: CallTotals) -> list[str]:
     """The cells of one row of the table."""
     return [
-        _short_name(group),
+        f"{group.description[:20]} ({group.group[:8]})" if group.has_description else group.group[:24],
         calls.collective,
         calls.plan,
         format_bytes(calls.up_to_bytes),
@@ -79,11 +79,6 @@ def placement_cells(rank: int, placed: AuditedPlacement) -> list[str]:
         time(placed.step_us),
         ratio(placed.promised_step_us, placed.step_us),
     ]
-
-
-def _short_name(group: GroupTotals) -> str:
-    is_said = group.name != f"group {group.group}"
-    return f"{group.description[:20]} ({group.group[:8]})" if is_said else group.group[:24]
 
 
 def group_lines(group: GroupTotals) -> list[str]:

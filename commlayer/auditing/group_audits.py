@@ -88,38 +88,26 @@ def ended_groups(before: GroupAudit | None, group: GroupAudit) -> GroupAudit:
 
     Only what can be added up is kept: neither the profile nor rates, which each group had of its own.
     """
-    found: GroupAudit = {
+    events = [{**event, "what": f"group {group['group']}: {event['what']}"} for event in group["events"]]
+    both = [group] if before is None else [before, group]
+    return {
         "group": ENDED_GROUPS,
         "description": "",
-        "ranks": list(group["ranks"]),
-        "nodes": group["nodes"],
-        "began_s": group["began_s"],
+        "ranks": sorted({rank for each in both for rank in each["ranks"]}),
+        "nodes": _joined([node for each in both for node in each["nodes"]]),
+        "began_s": min(each["began_s"] for each in both),
         "profile": "",
         "fabric_rate": 1.0,
         "node_rates": [],
-        "calls": group["calls"],
-        "beside_calls": group["beside_calls"],
-        "beside_promised_us": group["beside_promised_us"],
-        "beside_measured_us": group["beside_measured_us"],
-        "held_us": group["held_us"],
-        "comparable_calls": group["comparable_calls"],
-        "late": group["late"],
-        "events": [{**event, "what": f"group {group['group']}: {event['what']}"} for event in group["events"]],
+        "calls": _added_calls([row for each in both for row in each["calls"]]),
+        "beside_calls": sum(each["beside_calls"] for each in both),
+        "beside_promised_us": sum(each["beside_promised_us"] for each in both),
+        "beside_measured_us": sum(each["beside_measured_us"] for each in both),
+        "held_us": sum(each["held_us"] for each in both),
+        "comparable_calls": sum(each["comparable_calls"] for each in both),
+        "late": _added_lateness([late for each in both for late in each["late"]]),
+        "events": [*([] if before is None else before["events"]), *events][-EVENTS_KEPT:],
     }
-    if before is None:
-        return found
-    found["ranks"] = sorted({*before["ranks"], *group["ranks"]})
-    found["nodes"] = _joined([*before["nodes"], *group["nodes"]])
-    found["began_s"] = min(before["began_s"], group["began_s"])
-    found["calls"] = _added_calls([*before["calls"], *group["calls"]])
-    found["beside_calls"] += before["beside_calls"]
-    found["beside_promised_us"] += before["beside_promised_us"]
-    found["beside_measured_us"] += before["beside_measured_us"]
-    found["held_us"] += before["held_us"]
-    found["comparable_calls"] += before["comparable_calls"]
-    found["late"] = _added_lateness([*before["late"], *group["late"]])
-    found["events"] = [*before["events"], *found["events"]][-EVENTS_KEPT:]
-    return found
 
 
 def _joined(nodes: list[list[int]]) -> list[list[int]]:

@@ -78,7 +78,7 @@ class CallTotals:
             self.worst_rank, self.worst_ratio = rank, ratio
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlowNode:
     """A node by whose slower card a group plans: its place in the group, its host, its ranks, its rate of the usual one."""
 
@@ -161,8 +161,12 @@ class GroupTotals:
     @property
     def name(self) -> str:
         """The group's name for people: with its description, where it has one."""
-        is_said = self.description and self.description not in ("undefined", self.group)
-        return f"{self.description} ({self.group})" if is_said else f"group {self.group}"
+        return f"{self.description} ({self.group})" if self.has_description else f"group {self.group}"
+
+    @property
+    def has_description(self) -> bool:
+        """Whether the program has described the group."""
+        return self.description not in ("", "undefined", self.group)
 
 
 @dataclass
@@ -203,7 +207,8 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
         totals.calls.sort(key=lambda calls: (calls.collective, calls.up_to_bytes, calls.plan))
         totals.late.sort(key=lambda late: (-late.waited_us, late.rank))
         totals.events.sort(key=lambda event: (event.time_s, event.call))
-        totals.slow_nodes = [_with_host(node, hosts) for node in totals.slow_nodes]
+        for node in totals.slow_nodes:
+            node.host = next((hosts[rank] for rank in node.ranks if rank in hosts), "")
     first = audits[0]
     return JobAudit(
         job=first.job,
@@ -246,8 +251,3 @@ def _summed(lateness: Iterable[AuditedLateness]) -> list[AuditedLateness]:
         calls, waited_us = found.get(late.rank, (0, 0.0))
         found[late.rank] = calls + late.calls, waited_us + late.waited_us
     return [AuditedLateness(rank=rank, calls=calls, waited_us=waited_us) for rank, (calls, waited_us) in found.items()]
-
-
-def _with_host(node: SlowNode, hosts: dict[int, str]) -> SlowNode:
-    host = next((hosts[rank] for rank in node.ranks if rank in hosts), "")
-    return SlowNode(node.node, host, node.ranks, node.rate)

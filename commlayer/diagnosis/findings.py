@@ -259,8 +259,8 @@ def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
     for rank, view in graph.views.items():
         for (key, kind, peer, tag, number), send in sorted(view.messages.items()):
             other = graph.views.get(peer)
-            if kind != "send" or other is None or (key, "recv", ANY, tag) in _any_receives(other.messages):
-                continue
+            if kind != "send" or other is None or (key, "recv", ANY, tag) in {each[:4] for each in other.messages}:
+                continue  # of receives from any rank nobody knows which one takes this message
             recv = other.messages.get((key, "recv", rank, tag, number))
             words = "" if recv is None else message_difference(send, recv)
             if recv is not None and words:
@@ -274,17 +274,13 @@ def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
                 )
 
 
-def _any_receives(messages: Iterable[tuple[str, str, int, int, int]]) -> set[tuple[str, str, int, int]]:
-    return {each[:4] for each in messages if each[2] == ANY}
-
-
 # Circles
 
 
 def _cycles(graph: Graph) -> list[Cycle]:
     """The smallest circle of each part of the graph that is stuck by itself."""
     stuck = graph.stuck_threads
-    ahead = {_id(each): _next(graph, each) for each in stuck}
+    ahead = {_id(each): graph.reasons(each) for each in stuck}
     behind: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for start, found in ahead.items():
         for _, other in found:
@@ -314,10 +310,6 @@ def _id(blocked: Blocked) -> tuple[int, int]:
 
 
 _Ahead = dict[tuple[int, int], list[tuple[Node, Blocked | None]]]
-
-
-def _next(graph: Graph, blocked: Blocked) -> list[tuple[Node, Blocked | None]]:
-    return graph.reasons(blocked)
 
 
 def _smallest(starts: Sequence[tuple[int, int]], ahead: _Ahead) -> list[tuple[Blocked, Node]]:

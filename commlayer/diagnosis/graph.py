@@ -15,12 +15,13 @@ Rejected: matching group by group, as torch's Flight Recorder does; a circle ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site
+from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 
 __all__ = ["Blocked", "Graph", "Need", "Node", "View"]
 
@@ -97,9 +98,6 @@ class View:
                 self.collectives[key, call.number] = call
         self.threads = alive
 
-    def group(self, key: str) -> GroupLog | None:
-        return self.groups.get(key)
-
     def issued(self, key: str) -> int:
         group = self.groups.get(key)
         return 0 if group is None else group.issued
@@ -127,34 +125,41 @@ class View:
                 continue
             before = found.get(call.thread)
             if before is None or before.since_ns <= call.issued_ns:
-                found[call.thread] = self._in_call(key, call)
+                found[call.thread] = Blocked(
+                    rank=self.log.rank,
+                    thread=call.thread,
+                    group=key,
+                    kind=call.kind,
+                    number=call.number,
+                    peer=ANY,
+                    tag=0,
+                    site=call.site,
+                    since_ns=call.issued_ns,
+                    call=call,
+                )
         for wait in self.log.waits:
             key = self.log.groups[wait.group].key
             if wait.kind not in _OTHER and wait.number <= self.done(key):
                 continue
             before = found.get(wait.thread)
             if before is None or before.since_ns <= wait.since_ns:
-                call_there = (
-                    self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
-                    if wait.kind in _OTHER
-                    else self.collectives.get((key, wait.number))
-                )
+                if wait.kind in _OTHER:
+                    call_there = self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
+                else:
+                    call_there = self.collectives.get((key, wait.number))
                 found[wait.thread] = Blocked(
-                    self.log.rank,
-                    wait.thread,
-                    key,
-                    wait.kind,
-                    wait.number,
-                    wait.peer,
-                    wait.tag,
-                    wait.site,
-                    wait.since_ns,
-                    call_there,
+                    rank=self.log.rank,
+                    thread=wait.thread,
+                    group=key,
+                    kind=wait.kind,
+                    number=wait.number,
+                    peer=wait.peer,
+                    tag=wait.tag,
+                    site=wait.site,
+                    since_ns=wait.since_ns,
+                    call=call_there,
                 )
         return {thread: each for thread, each in found.items() if not self._has_gone_on(each)}
-
-    def _in_call(self, key: str, call: CallLog) -> Blocked:
-        return Blocked(self.log.rank, call.thread, key, call.kind, call.number, ANY, 0, call.site, call.issued_ns, call)
 
     def _has_gone_on(self, blocked: Blocked) -> bool:
         """Whether the thread has made another call since, so that the one it waited for has failed."""
@@ -237,19 +242,11 @@ class Graph:
             return self._needs_of_making(view, node)
         if node.peer == ANY:
             others = [rank for rank in self.members.get(node.group, ()) if rank != node.rank]
-            number = {rank: self._taken(view, node, rank) + 1 for rank in others}
-            return [
-                Need(
-                    tuple(Node("made", rank, node.group, number[rank], "send", node.rank, node.tag) for rank in others)
-                )
-            ]
-        return [
-            Need((Node("made", node.peer, node.group, node.number, _OTHER[node.kind], node.rank, node.tag),), node.peer)
-        ]
-
-    def _taken(self, view: View, node: Node, sender: int) -> int:
-        """How many messages of a sender have been received by name."""
-        return view.posted(node.group, "recv", sender, node.tag)
+            received = {rank: view.posted(node.group, "recv", rank, node.tag) for rank in others}  # by its name
+            nodes = [Node("made", rank, node.group, received[rank] + 1, "send", node.rank, node.tag) for rank in others]
+            return [Need(tuple(nodes))]
+        other = Node("made", node.peer, node.group, node.number, _OTHER[node.kind], node.rank, node.tag)
+        return [Need((other,), node.peer)]
 
     def _needs_of_making(self, view: View, node: Node) -> list[Need]:
         threads = view.issuers.get(_made_by_same(node.group)) or view.threads
@@ -327,52 +324,34 @@ class Graph:
 
     def late(self) -> list[tuple[Blocked, Node]]:
         """Blocked threads that are not stuck, and the calls that they wait for of ranks that may still make them."""
-        found: list[tuple[Blocked, Node]] = []
-        for blocked in self.blocked:
-            if blocked.awaits in self.stuck:
-                continue
-            ahead, seen = [blocked.awaits], set[Node]()
-            while ahead:
-                node = ahead.pop()
-                if node in seen:
-                    continue
-                seen.add(node)
-                if node.what == "made" and self._may_be_late(node):
-                    found.append((blocked, node))
-                ahead += [each for need in self.needs(node) for each in need.nodes if each.what != "free"]
-        return found
+        free = [each for each in self.blocked if each.awaits not in self.stuck]
+        return [(blocked, node) for blocked in free for node in self._behind(blocked) if self._may_be_late(node)]
 
     def ahead(self, blocked: Blocked) -> set[Node]:
         """The calls that ranks may still make, in no call, for which a thread waits in the end: itself, or behind threads that
         would have to go on first."""
-        found: set[Node] = set()
-        left, seen = [blocked.awaits], set[Node]()
-        while left:
-            node = left.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.what == "made" and self._may_be_late(node):
-                found.add(node)
-            left += [each for need in self.needs(node) for each in need.nodes]
-        return found
+        return {node for node in self._behind(blocked, through_threads=True) if self._may_be_late(node)}
 
     def unmade(self, blocked: Blocked) -> list[Node]:
         """The calls for which a thread itself waits, and which their ranks have not made, whatever holds those."""
-        found: list[Node] = []
-        left, seen = [blocked.awaits], set[Node]()
-        while left:
-            node = left.pop(0)
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.what == "made" and not self._is_made(node):
-                found.append(node)
-            left += [each for need in self.needs(node) for each in need.nodes if each.what != "free"]
-        return found
+        return [node for node in self._behind(blocked) if node.what == "made" and not self._is_made(node)]
+
+    def _behind(self, blocked: Blocked, *, through_threads: bool = False) -> Iterator[Node]:
+        """The nodes that a thread waits for, the nearest first. ``through_threads``: also those for which others wait that would
+        have to go on first."""
+        ahead, seen = deque([blocked.awaits]), set[Node]()
+        while ahead:
+            node = ahead.popleft()
+            if node not in seen:
+                seen.add(node)
+                yield node
+                nodes = (each for need in self.needs(node) for each in need.nodes)
+                ahead += [each for each in nodes if through_threads or each.what != "free"]
 
     def _may_be_late(self, node: Node) -> bool:
-        """Whether a rank has not made that call, and is not blocked."""
+        """Whether it is a call that its rank has not made, and that rank is not blocked."""
+        if node.what != "made":
+            return False
         if node.rank not in self.views:
             return node.rank not in self.gone
         return not self._is_made(node) and not self.needs(node)

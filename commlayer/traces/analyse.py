@@ -239,7 +239,7 @@ def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     held: Counter[tuple[str, str]] = Counter()
     for shared in _matched(ranks).values():
-        compared = [(call, clock) for call, clock in shared.values() if _is_compared(call)]
+        compared = [(call, clock) for call, clock in shared.values() if call.predicted_us > 0 and call.end_ns > 0]
         if any(call.held_ns > 0 for call, _ in shared.values()):  # the others waited for those who held theirs
             held.update((call.collective, call.plan) for call, _ in compared)
             continue
@@ -260,10 +260,6 @@ def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
         )
         for kind in sorted({*alone, *held})
     ]
-
-
-def _is_compared(call: CallRecord) -> bool:
-    return call.predicted_us > 0 and call.end_ns > 0
 
 
 def _median(values: Sequence[float]) -> float | None:
