@@ -1,7 +1,9 @@
-"""The file of one rank's audit, ``COMMLAYER_AUDIT/audit-rank-00003.json``: its schema, written in one step and read strictly.
+"""The file of one rank's audit, ``COMMLAYER_AUDIT/audit-rank-00003.json``: its schema, written in
+one step and read strictly.
 
-Loads no torch: ``commlayer audit`` reads the files of a job that ran elsewhere. They may come from anybody: what is read is
-bounded in size, is data and nothing else, and every number in it is finite.
+Loads no torch: ``commlayer audit`` reads the files of a job that ran elsewhere. They may come from
+anybody: what is read is bounded in size, is data and nothing else, and every number in it is
+finite.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ __all__ = [
 AUDIT_FORMAT: Final = "commlayer-audit"
 AUDIT_VERSION: Final = 1
 _MOST_BYTES = 16 << 20
-"""The largest file that is read: a thousand rows of a thousand groups have some 200 KB a group at most."""
+"""The largest file that is read: a thousand rows of a thousand groups have some 200 KB a group at
+most."""
 _MOST_RANKS = 1 << 20
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -56,7 +59,8 @@ class AuditedWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AuditedCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Calls of one collective by one plan, of one size class: see :class:`commlayer.auditing.group_audits.AuditRow`."""
+    """Calls of one collective by one plan, of one size class: see
+    :class:`commlayer.auditing.group_audits.AuditRow`."""
 
     collective: _Text
     plan: _Text
@@ -85,7 +89,8 @@ class PlanEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One group as one of its ranks knows it: see :class:`commlayer.auditing.group_audits.GroupAudit`."""
+    """One group as one of its ranks knows it: see
+    :class:`commlayer.auditing.group_audits.GroupAudit`."""
 
     group: _Text
     description: _Text
@@ -133,10 +138,11 @@ class AuditedPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The audit of one rank: who it is, when it was written (Unix time), and what its groups did until then.
+    """The audit of one rank: who it is, when it was written (Unix time), and what its groups did
+    until then.
 
-    ``job``: the same on all ranks of a job, and of no other. ``is_final``: whether it was written when the
-    job had ended.
+    ``job``: the same on all ranks of a job, and of no other. ``is_final``: whether it was written
+    when the job had ended.
     """
 
     format: Literal["commlayer-audit"] = AUDIT_FORMAT
@@ -167,7 +173,8 @@ def audit_name(rank: int | str) -> str:
 
 
 def write_audit(folder: Path, audit: RankAudit) -> Path:
-    """Write the rank's file, whole or not at all; an earlier one of the same rank is replaced. Raises OSError."""
+    """Write the rank's file, whole or not at all; an earlier one of the same rank is replaced.
+    Raises OSError."""
     path = folder / audit_name(audit.rank)
     write_file(path, msgspec.json.format(msgspec.json.encode(audit), indent=1) + b"\n")
     return path

@@ -1,4 +1,5 @@
-"""Rows and sentences that say what an audit holds: the same at exit, in ``commlayer audit`` and on its page."""
+"""Rows and sentences that say what an audit holds: the same at exit, in ``commlayer audit`` and on
+its page."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ PLACEMENT_COLUMNS = (
 """The columns of :func:`placement_cells`: of a migration of experts, and of the steps behind it."""
 MOST_LATE, MOST_EVENTS = 3, 5
 _OUTSTANDING, _OF_ALL = 2.0, 0.75
-"""How many times as long as for a usual rank the others wait for one that is named; of two ranks, this part of all waiting."""
+"""How many times as long as for a usual rank the others wait for one that is named; of two ranks,
+this part of all waiting."""
 
 
 def call_cells(group: GroupTotals, calls: CallTotals) -> list[str]:
@@ -82,7 +84,8 @@ def placement_cells(rank: int, placed: AuditedPlacement) -> list[str]:
 
 
 def group_lines(group: GroupTotals) -> list[str]:
-    """Sentences on one group: what was lost, to whom, and over which links. Events are :func:`event_lines`."""
+    """Sentences on one group: what was lost, to whom, and over which links. Events are
+    :func:`event_lines`."""
     lines = [_lost_line(group)] if group.calls else []
     lines += _shared_lines(group)
     lines += _late_lines(group)
@@ -93,7 +96,8 @@ def group_lines(group: GroupTotals) -> list[str]:
 
 
 def _shared_lines(group: GroupTotals) -> list[str]:
-    """The part of other groups: calls that ran beside theirs, against those that ran alone, and holds for lanes."""
+    """The part of other groups: calls that ran beside theirs, against those that ran alone, and
+    holds for lanes."""
     lines, beside = [], group.beside
     if beside.rank_calls and beside.promised_us:
         num_calls = sum(calls.rank_calls for calls in group.calls)
@@ -111,7 +115,8 @@ def _shared_lines(group: GroupTotals) -> list[str]:
 
 
 def _late_lines(group: GroupTotals) -> list[str]:
-    """The ranks for which the others waited much longer than for a usual one: some rank always comes last."""
+    """The ranks for which the others waited much longer than for a usual one: some rank always
+    comes last."""
     usual_us = sum(late.waited_us for late in group.late) / len(group.ranks)
     least_us = min(_OUTSTANDING, _OF_ALL * len(group.ranks)) * usual_us
     outstanding = [late for late in group.late[:MOST_LATE] if usual_us and late.waited_us >= least_us]

@@ -1,4 +1,5 @@
-"""The interface to who plans and runs a group's calls, as far as audits use it: those who listen to calls import no engine."""
+"""The interface to who plans and runs a group's calls, as far as audits use it: those who listen to
+calls import no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ __all__ = ["AuditedChoices", "AuditedPlans"]
 
 
 class AuditedChoices(Protocol):
-    """Chooses the plans of a group's calls; :class:`commlayer.engine.group_plans.Choices` describes each of these."""
+    """Chooses the plans of a group's calls; :class:`commlayer.engine.group_plans.Choices` describes
+    each of these."""
 
     shape: tuple[int, ...]
     rates: tuple[float, ...]
@@ -35,7 +37,8 @@ class AuditedChoices(Protocol):
 
 
 class AuditedPlans(Protocol):
-    """Runs the plans of a group's calls, on the CPU or on a device; see :class:`commlayer.engine.planned.PlannedGroup`."""
+    """Runs the plans of a group's calls, on the CPU or on a device; see
+    :class:`commlayer.engine.planned.PlannedGroup`."""
 
     rank: int
     held_s: float

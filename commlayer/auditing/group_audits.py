@@ -14,10 +14,12 @@ EVENTS_KEPT = 256
 
 
 class AuditRow(TypedDict):
-    """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and more than half of that).
+    """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and
+    more than half of that).
 
-    ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without waiting in the queue.
-    ``logical_bytes``, ``wire_bytes``: as in :class:`commlayer.calls.counters.CallStats`.
+    ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without
+    waiting in the queue. ``logical_bytes``, ``wire_bytes``: as in
+    :class:`commlayer.calls.counters.CallStats`.
     """
 
     collective: str
@@ -31,7 +33,8 @@ class AuditRow(TypedDict):
 
 
 class LateRank(TypedDict):
-    """A global rank that came last to calls of the group, how often, and for how long the others waited, in all, µs."""
+    """A global rank that came last to calls of the group, how often, and for how long the others
+    waited, in all, µs."""
 
     rank: int
     calls: int
@@ -39,7 +42,8 @@ class LateRank(TypedDict):
 
 
 class Event(TypedDict):
-    """Something that happened to a group's plans: at which Unix time (s), before which of its calls, what."""
+    """Something that happened to a group's plans: at which Unix time (s), before which of its
+    calls, what."""
 
     time_s: float
     call: int
@@ -49,11 +53,13 @@ class Event(TypedDict):
 class GroupAudit(TypedDict):
     """The audit of one group. ``late`` and ``events`` are known on its first rank.
 
-    ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by which it plans now;
-    ``fabric_rate``: the rate of links between nodes by which it plans, of that at its start; ``node_rates``: that of the card of
-    each of ``nodes`` beside the usual one, empty where all are alike. ``comparable_calls``: those that ranks compare, of which
-    ``late`` counts as many as were compared. ``beside_calls``: calls that ran beside one of another group of this rank, with what
-    they were promised to take and took; ``held_us``: for how long chunks were held for lanes that go before the group's.
+    ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by
+    which it plans now; ``fabric_rate``: the rate of links between nodes by which it plans, of that
+    at its start; ``node_rates``: that of the card of each of ``nodes`` beside the usual one, empty
+    where all are alike. ``comparable_calls``: those that ranks compare, of which ``late`` counts as
+    many as were compared. ``beside_calls``: calls that ran beside one of another group of this
+    rank, with what they were promised to take and took; ``held_us``: for how long chunks were held
+    for lanes that go before the group's.
     """
 
     group: str
@@ -75,8 +81,8 @@ class GroupAudit(TypedDict):
 
 
 class Audit(TypedDict):
-    """The audit of this rank's planned calls; ``rank`` is None before the first group. ``placements``: the last 256 migrations of
-    experts, on the first rank of a pipeline stage."""
+    """The audit of this rank's planned calls; ``rank`` is None before the first group.
+    ``placements``: the last 256 migrations of experts, on the first rank of a pipeline stage."""
 
     rank: int | None
     groups: list[GroupAudit]
@@ -84,9 +90,11 @@ class Audit(TypedDict):
 
 
 def ended_groups(before: GroupAudit | None, group: GroupAudit) -> GroupAudit:
-    """Add the audit of ``group``, which is gone, to the sum of those that were gone before it; None: there were none.
+    """Add the audit of ``group``, which is gone, to the sum of those that were gone before it;
+    None: there were none.
 
-    Only what can be added up is kept: neither the profile nor rates, which each group had of its own.
+    Only what can be added up is kept: neither the profile nor rates, which each group had of its
+    own.
     """
     events = [{**event, "what": f"group {group['group']}: {event['what']}"} for event in group["events"]]
     both = [group] if before is None else [before, group]

@@ -1,4 +1,5 @@
-"""The instruments that a new group is given: its ledger, its watch, its shadow, the job's recorder; and what is told at the end.
+"""The instruments that a new group is given: its ledger, its watch, its shadow, the job's recorder;
+and what is told at the end.
 
 Nothing that runs calls imports this module: it is named in :data:`commlayer.calls.instruments.OWN`.
 """
@@ -40,10 +41,11 @@ class _JobFiles(Instrument):
 
 
 def attach(group: NewGroup) -> None:
-    """Give ``group`` the instruments that its settings ask for. Collective over the group. Raises what connecting does.
+    """Give ``group`` the instruments that its settings ask for. Collective over the group. Raises
+    what connecting does.
 
-    A group that stands alone has no files: its ranks have other numbers each time it is made, and those of the job belong to its
-    replica.
+    A group that stands alone has no files: its ranks have other numbers each time it is made, and
+    those of the job belong to its replica.
     """
     attach_of_calls(group)
     settings = group.settings
@@ -61,7 +63,8 @@ def attach(group: NewGroup) -> None:
 
 
 def attach_of_calls(group: NewGroup) -> None:
-    """Give ``group``, its CPU calls or those on a device, the instruments that watch what plans do."""
+    """Give ``group``, its CPU calls or those on a device, the instruments that watch what plans
+    do."""
     planned, instruments, settings = group.planned, group.instruments, group.settings
     ledger = None
     if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
@@ -82,8 +85,8 @@ def attach_of_calls(group: NewGroup) -> None:
 
 
 def _report_at_exit(group: NewGroup) -> None:
-    """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
-    where the default one is another backend's."""
+    """Have statistics and audits printed and written, as settings say: from the default group on,
+    or from the first group where the default one is another backend's."""
     settings = group.settings
     is_printed = settings.stats == "1"
     is_first = group.is_default or audit_report() is None

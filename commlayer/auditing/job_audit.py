@@ -1,8 +1,10 @@
-"""The audit of a job, merged from those of its ranks: what the plans are to blame for, and what late ranks are.
+"""The audit of a job, merged from those of its ranks: what the plans are to blame for, and what
+late ranks are.
 
-A call's time on one rank holds the wait for the rank that came last. Of the calls that ranks compare (those that end on none
-before all have come) the group's first rank knows by how much the last rank's time was shorter than the others': that was
-waiting. It compares as many of them as it comes to; what was lost to late ranks in all follows from their share.
+A call's time on one rank holds the wait for the rank that came last. Of the calls that ranks
+compare (those that end on none before all have come) the group's first rank knows by how much the
+last rank's time was shorter than the others': that was waiting. It compares as many of them as it
+comes to; what was lost to late ranks in all follows from their share.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ __all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits"]
 class CallTotals:
     """Calls of one collective by one plan and size class, of all ranks that told.
 
-    ``promised_us``, ``measured_us``, the bytes: sums over ranks and calls; ``num_calls``: of the rank that made the most;
-    ``rank_calls``: of all ranks together. ``worst_rank``: whose calls took the most of what was promised, ``worst_ratio``.
-    ``inter_bytes`` and ``intra_bytes`` are None where a rank does not know them.
+    ``promised_us``, ``measured_us``, the bytes: sums over ranks and calls; ``num_calls``: of the
+    rank that made the most; ``rank_calls``: of all ranks together. ``worst_rank``: whose calls took
+    the most of what was promised, ``worst_ratio``. ``inter_bytes`` and ``intra_bytes`` are None
+    where a rank does not know them.
     """
 
     collective: str
@@ -80,7 +83,8 @@ class CallTotals:
 
 @dataclass
 class SlowNode:
-    """A node by whose slower card a group plans: its place in the group, its host, its ranks, its rate of the usual one."""
+    """A node by whose slower card a group plans: its place in the group, its host, its ranks, its
+    rate of the usual one."""
 
     node: int
     host: str
@@ -94,8 +98,8 @@ class SlowNode:
 
 @dataclass
 class GroupTotals:
-    """One group of a job. ``told``: the ranks whose files are there. ``has_first``: also that of its first rank, which alone
-    knows ``late``, ``events`` and rates."""
+    """One group of a job. ``told``: the ranks whose files are there. ``has_first``: also that of
+    its first rank, which alone knows ``late``, ``events`` and rates."""
 
     group: str
     description: str
@@ -139,20 +143,22 @@ class GroupTotals:
 
     @property
     def late_us(self) -> float | None:
-        """How long a rank waited for ranks that came late, µs, in all comparable calls; None where none was compared."""
+        """How long a rank waited for ranks that came late, µs, in all comparable calls; None where
+        none was compared."""
         if not self.compared_calls:
             return None
         return sum(late.waited_us for late in self.late) * max(1.0, self.comparable_calls / self.compared_calls)
 
     @property
     def plan_us(self) -> float | None:
-        """The rest of :attr:`lost_us`, which plans, links and what shares these are to blame for, µs; None where nobody knows who
-        came late."""
+        """The rest of :attr:`lost_us`, which plans, links and what shares these are to blame for,
+        µs; None where nobody knows who came late."""
         return None if self.late_us is None else self.lost_us - self.late_us
 
     @property
     def alone_ratio(self) -> float:
-        """Measured over promised of the calls that ran beside none of another group; 0: there are none."""
+        """Measured over promised of the calls that ran beside none of another group; 0: there are
+        none."""
         promised_us = sum(calls.promised_us for calls in self.calls) - self.beside.promised_us
         measured_us = sum(calls.measured_us for calls in self.calls) - self.beside.measured_us
         has_some = self.beside.rank_calls < sum(calls.rank_calls for calls in self.calls)
@@ -171,8 +177,8 @@ class GroupTotals:
 
 @dataclass
 class JobAudit:
-    """The audit of a job. ``missing``: ranks without a file. ``placements``: what the first rank of a pipeline stage told of each
-    migration of experts, behind its number."""
+    """The audit of a job. ``missing``: ranks without a file. ``placements``: what the first rank of
+    a pipeline stage told of each migration of experts, behind its number."""
 
     job: str
     world_size: int
@@ -223,7 +229,8 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
 
 
 def _add(totals: GroupTotals, audit: RankAudit, group: AuditedGroup) -> None:
-    """Add what one rank knows of the group beside its calls. A group may be there twice: destroyed, and made again."""
+    """Add what one rank knows of the group beside its calls. A group may be there twice: destroyed,
+    and made again."""
     if audit.rank not in totals.told:
         totals.told.append(audit.rank)
     totals.began_s = min(totals.began_s or group.began_s, group.began_s)

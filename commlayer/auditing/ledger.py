@@ -1,7 +1,7 @@
 """The ledger of one group: for every planned call, the time that was promised and the time it took.
 
-Every rank keeps its own, a few additions a call; :func:`audit` reads them. A call is audited where the plan that runs, flat ones
-included, was chosen by a price.
+Every rank keeps its own, a few additions a call; :func:`audit` reads them. A call is audited where
+the plan that runs, flat ones included, was chosen by a price.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ __all__ = [
 _MAX_KEPT = 1024
 _WINDOW = 32
 _WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
-"""Collectives whose calls end on no rank before all have come and their bytes are through; and whose size is the same on all."""
+"""Collectives whose calls end on no rank before all have come and their bytes are through; and
+whose size is the same on all."""
 _OF_PLANS = {"all_to_all": "all_to_all_v"}
 
 
 class StayedFlat(NamedTuple):
-    """The calls of one collective that went to the backend's own: how many, of how many bytes together, and why the largest of
-    them had no plan."""
+    """The calls of one collective that went to the backend's own: how many, of how many bytes
+    together, and why the largest of them had no plan."""
 
     collective: str
     calls: int
@@ -72,9 +73,11 @@ class _Row:
 
 
 class _Kind:
-    """The calls of one collective by one plan, of one size: where they are added up, and what is promised for each of them.
+    """The calls of one collective by one plan, of one size: where they are added up, and what is
+    promised for each of them.
 
-    ``number``: of the kind, among those that ranks compare; −1: they do not. ``plan``: keeps its ``id`` from being another's.
+    ``number``: of the kind, among those that ranks compare; −1: they do not. ``plan``: keeps its
+    ``id`` from being another's.
     """
 
     __slots__ = ("number", "plan", "promised_us", "row")
@@ -84,7 +87,8 @@ class _Kind:
 
 
 class Sample(NamedTuple):
-    """An audited call that ranks compare: its number among those, its kind, and its promised and measured time, µs."""
+    """An audited call that ranks compare: its number among those, its kind, and its promised and
+    measured time, µs."""
 
     number: int
     kind: int
@@ -93,7 +97,8 @@ class Sample(NamedTuple):
 
 
 class Ledger(Instrument):
-    """The ledger of one group's calls, on the CPU or on a device. One call at a time notes itself; any thread reads."""
+    """The ledger of one group's calls, on the CPU or on a device. One call at a time notes itself;
+    any thread reads."""
 
     lets_pass = True
 
@@ -125,7 +130,8 @@ class Ledger(Instrument):
         self.late: dict[int, LateRank] = {}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.heard: Callable[[], None] | None = None
-        """Told of the calls that ranks compare, from number ``told_from`` on, when they were noted."""
+        """Told of the calls that ranks compare, from number ``told_from`` on, when they were
+        noted."""
         self.told_from = 0
         _ledgers.append(self)
 
@@ -141,7 +147,8 @@ class Ledger(Instrument):
         self.close()
 
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""
+        """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this
+        one."""
         key = id(plan), num_bytes
         found = self._of_plans.get(key)
         if found is None:
@@ -212,7 +219,8 @@ class Ledger(Instrument):
         self._of_flat.clear()
 
     def durations(self) -> array[float]:
-        """The number of the latest comparable call, and the times of those up to it, µs: what ranks tell each other."""
+        """The number of the latest comparable call, and the times of those up to it, µs: what ranks
+        tell each other."""
         samples = self.samples
         return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
 
@@ -227,7 +235,8 @@ class Ledger(Instrument):
         self.events.append({"time_s": time.time(), "call": call, "what": what})
 
     def close(self) -> None:
-        """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing else of it."""
+        """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing
+        else of it."""
         self._last = self.read(), self.learnt()
         self.heard = None
         for kept in (self._of_plans, self._of_flat, self._kinds):
@@ -237,7 +246,8 @@ class Ledger(Instrument):
 
     @property
     def is_history(self) -> bool:
-        """Whether the group is gone and has learnt nothing of its links, so that its numbers may be added to those of others."""
+        """Whether the group is gone and has learnt nothing of its links, so that its numbers may be
+        added to those of others."""
         return self._last is not None and self._last[1] is None
 
     def read(self) -> GroupAudit:
@@ -266,8 +276,8 @@ class Ledger(Instrument):
         }
 
     def learnt(self) -> Profile | None:
-        """The profile of the job by which the group plans now, where measurements in the running job have changed it; None on all
-        but its first rank."""
+        """The profile of the job by which the group plans now, where measurements in the running
+        job have changed it; None on all but its first rank."""
         start, choices = self._at_start, self._choices
         if start is None or choices is None:
             assert self._last is not None
@@ -289,12 +299,13 @@ class Ledger(Instrument):
         return learnt_profile(now.profile, learning)
 
     def _placed(self, rates: tuple[float, ...]) -> dict[int, float]:
-        """The rates of the group's nodes by their place in the profile; all alike where there are none."""
+        """The rates of the group's nodes by their place in the profile; all alike where there are
+        none."""
         return dict(zip(self.places, rates or (1.0,) * len(self.places), strict=True))
 
     def stayed_flat(self) -> list[StayedFlat]:
-        """List the collectives whose calls stayed flat by now, though the group spans nodes; empty where one plan was named for
-        all calls, or the group is gone."""
+        """List the collectives whose calls stayed flat by now, though the group spans nodes; empty
+        where one plan was named for all calls, or the group is gone."""
         choices, found = self._choices, []
         if choices is None or len(self._nodes) == 1 or choices.is_forced:
             return []
@@ -361,19 +372,19 @@ def open_ledgers() -> list[Ledger]:
 
 
 def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
-    """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says something: of a group that was
-    made again, what the latest says."""
+    """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says
+    something: of a group that was made again, what the latest says."""
     found = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in open_ledgers()}
     return {group: profile for group, profile in found.items() if profile is not None}
 
 
 def audit() -> Audit:
-    """Return promised against measured time of this rank's planned calls, by group, collective, plan and size, since the start,
-    and of migrations of experts.
+    """Return promised against measured time of this rank's planned calls, by group, collective,
+    plan and size, since the start, and of migrations of experts.
 
-    Plain data (:class:`Audit`), also of groups that are destroyed: the last 64 of these each, all earlier ones as one group,
-    ``ended groups``. Not collective: every rank has its own numbers. Which ranks came late, and when plans changed, the first
-    rank of each group knows.
+    Plain data (:class:`Audit`), also of groups that are destroyed: the last 64 of these each, all
+    earlier ones as one group, ``ended groups``. Not collective: every rank has its own numbers.
+    Which ranks came late, and when plans changed, the first rank of each group knows.
     """
     settle_calls()
     with _folding:

@@ -1,4 +1,5 @@
-"""The work of all ranks of a group at an appointment: they time their links, and plan by what these can do now."""
+"""The work of all ranks of a group at an appointment: they time their links, and plan by what these
+can do now."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from commlayer.scheduler.group_profiles import most_siblings
 __all__ = ["LinkChecks"]
 
 _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
-"""How long a message between two nodes takes that is measured, if the profile is right; and how large it is."""
+"""How long a message between two nodes takes that is measured, if the profile is right; and how
+large it is."""
 _MOST_LOOKS = 6
 """How often such a message usually goes between two nodes."""
 
@@ -25,7 +27,8 @@ class LinkChecks:
     Attributes:
         measured_bytes: the size of a message between two nodes that is measured.
         measuring_us: how long measuring usually takes.
-        seen: the links as they were seen at the last appointment; None: it is not kept yet, or has been settled.
+        seen: the links as they were seen at the last appointment; None: it is not kept yet, or has
+            been settled.
         are_plans_tried: whether plans are tried since that appointment.
     """
 
@@ -45,14 +48,16 @@ class LinkChecks:
         self.are_plans_tried = False
 
     def keep(self, purpose: str, value: float) -> None:
-        """Do what an appointment was made for: measure, measure again to confirm what was seen, or try plans."""
+        """Do what an appointment was made for: measure, measure again to confirm what was seen, or
+        try plans."""
         if purpose == TRY:
             self._try_plans(value)
         elif purpose in (MEASURE, CONFIRM):
             self.measure(value, is_second=purpose == CONFIRM)
 
     def measure(self, slowdown: float, *, is_second: bool = False) -> None:
-        """Time the links, with all ranks, and plan by what they can do now. ``is_second``: to confirm what was seen."""
+        """Time the links, with all ranks, and plan by what they can do now. ``is_second``: to
+        confirm what was seen."""
         choices = self._planned.choices
         cluster = tuple(map(len, Topology.parse(self._profile.topology).nodes))
         seen = choices.experience.look_at_links(
@@ -67,13 +72,14 @@ class LinkChecks:
         self.seen = seen
 
     def _look(self, larger: float) -> LinkTimes:
-        """Time links by a message that is so many times larger, and say what the usual one would have taken."""
+        """Time links by a message that is so many times larger, and say what the usual one would
+        have taken."""
         num_bytes = min(round(self.measured_bytes * larger), _MOST_BYTES)
         return self._time_links(num_bytes).over(num_bytes / self.measured_bytes)
 
     def _try_plans(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were measured,
-        which trials would take for wrong prices."""
+        """Try the plans of calls to come, whatever they are priced at; unless links have changed
+        since they were measured, which trials would take for wrong prices."""
         self.measure(1.0)
         choices = self._planned.choices
         if self.seen is not None and not self.seen.has_changed and choices.experience.suspected is None:

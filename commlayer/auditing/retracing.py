@@ -1,4 +1,5 @@
-"""The moves of a plan that have brought a byte of its result: bytes are followed back, over all ranks, to the inputs."""
+"""The moves of a plan that have brought a byte of its result: bytes are followed back, over all
+ranks, to the inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class _Place(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """``target`` becomes what ``sources`` are. ``is_whole``: each byte comes from all of them, as where it is decoded."""
+    """``target`` becomes what ``sources`` are. ``is_whole``: each byte comes from all of them, as
+    where it is decoded."""
 
     target: Region
     sources: tuple[_Place, ...]
@@ -50,7 +52,8 @@ class _Write(NamedTuple):
 
 
 class _Trail:
-    """Follows bytes through the moves of all members. ``is_in_place``: input and output are one memory."""
+    """Follows bytes through the moves of all members. ``is_in_place``: input and output are one
+    memory."""
 
     def __init__(self, ranks: Sequence[RankMoves], *, is_in_place: bool) -> None:
         self._ranks, self._is_in_place = ranks, is_in_place
@@ -68,7 +71,8 @@ class _Trail:
         return found
 
     def _back(self, place: _Place, step: int, writes: Sequence[_Write], found: set[Hop], earlier: set[_Place]) -> None:
-        """Add to ``earlier`` where bytes were before a step; ``writes``: of the step, the last one first."""
+        """Add to ``earlier`` where bytes were before a step; ``writes``: of the step, the last one
+        first."""
         for nth, write in enumerate(writes):
             region = self._known(place.region)
             if not _overlaps(region, write.target):
@@ -140,10 +144,11 @@ def _part(source: Region, write: _Write, start: int, stop: int) -> Region:
 def suspects(
     ranks: Sequence[RankMoves], firsts: Sequence[int], width: int, *, is_in_place: bool, is_shared: bool
 ) -> list[Hop]:
-    """The moves that alone can have brought the first wrong elements, of ``width`` bytes; in the order of steps, perhaps none.
+    """The moves that alone can have brought the first wrong elements, of ``width`` bytes; in the
+    order of steps, perhaps none.
 
-    ``firsts``: the first wrong element of each rank, −1: none. ``is_shared``: all ranks get the same result, so a rank whose
-    element is right clears what has brought it.
+    ``firsts``: the first wrong element of each rank, −1: none. ``is_shared``: all ranks get the
+    same result, so a rank whose element is right clears what has brought it.
     """
     trail = _Trail(ranks, is_in_place=is_in_place)
 

@@ -1,11 +1,13 @@
-"""``COMMLAYER_SHADOW``: one in so many planned calls of a group runs flat too, and both results are compared.
+"""``COMMLAYER_SHADOW``: one in so many planned calls of a group runs flat too, and both results are
+compared.
 
-Which calls is counted, alike on all ranks. A difference on one rank is told to all before any of them goes on, in the order
-of the group's calls: from the same call on none of them plans again, and the caller has the right result. docs/shadow.md
-says more.
+Which calls is counted, alike on all ranks. A difference on one rank is told to all before any of
+them goes on, in the order of the group's calls: from the same call on none of them plans again, and
+the caller has the right result. docs/shadow.md says more.
 
-Rejected: keeping the tensors of such a call in files, and a command that runs its plan on them again. The suite and the fence
-compare the bits that every plan gives in memory, and the warning names plan, call, rank, first element and step.
+Rejected: keeping the tensors of such a call in files, and a command that runs its plan on them
+again. The suite and the fence compare the bits that every plan gives in memory, and the warning
+names plan, call, rank, first element and step.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
 from commlayer.scheduler.call_moves import everyones_moves
+from commlayer.scheduler.group_moves import Nodes
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["Shadow"]
@@ -54,8 +57,9 @@ _REASON = "a planned call differed from flat (COMMLAYER_SHADOW)"
 
 
 class Shadow(Instrument):
-    """Compares one in ``every`` planned calls of a group; in its order, on the thread that runs them. ``is_over``: a call has
-    differed, and no plan of the group is used any more, which ``ledger`` is told.
+    """Compares one in ``every`` planned calls of a group; in its order, on the thread that runs
+    them. ``is_over``: a call has differed, and no plan of the group is used any more, which
+    ``ledger`` is told.
     """
 
     lets_pass = True
@@ -123,7 +127,8 @@ class Shadow(Instrument):
 
 
 class _Sample(NamedTuple):
-    """A call that is compared: ``number`` among the planned ones, and the flat call with a copy of its input."""
+    """A call that is compared: ``number`` among the planned ones, and the flat call with a copy of
+    its input."""
 
     shadow: Shadow
     order: Any
@@ -133,7 +138,8 @@ class _Sample(NamedTuple):
     def check(self) -> None:
         """Compare the plan's result with that of the backend's own call. Collective.
 
-        Where any rank's differs, all ranks go on flat, and each gets the own call's result. Raises as calls do.
+        Where any rank's differs, all ranks go on flat, and each gets the own call's result. Raises
+        as calls do.
         """
         try:
             with torch._C._InferenceMode(True):
@@ -177,12 +183,12 @@ class _Sample(NamedTuple):
         if sent:
             report[4:] = torch.tensor([*sent, *received])
         rows = self.flat.gather(report).view(size, -1).tolist()
-        return [_Report(*row[:4], row[4 : 4 + size], row[4 + size :]) for row in rows]
+        return [_Report(row[0], row[1], row[2], row[3], row[4 : 4 + size], row[4 + size :]) for row in rows]
 
 
 class _Report(NamedTuple):
-    """How a rank's result differs: its first wrong element, −1 for none, and how many are; the bits of both its values, where
-    they have 64 at most; and the rank's splits."""
+    """How a rank's result differs: its first wrong element, −1 for none, and how many are; the bits
+    of both its values, where they have 64 at most; and the rank's splits."""
 
     first: int
     num_wrong: int
@@ -229,8 +235,9 @@ class _Flat:
         return self._reduced()
 
     def allowance(self) -> Allowance | None:
-        """How far the plan's result may be from this one; None where all bits must be the same. Collective over the group for
-        sums of floating point, whose bound follows from the sizes of all terms."""
+        """How far the plan's result may be from this one; None where all bits must be the same.
+        Collective over the group for sums of floating point, whose bound follows from the sizes of
+        all terms."""
         if self.collective not in ("all_reduce", "reduce_scatter") or not self.dtype.is_floating_point:
             return None
         movement, plan = self.movement, self.plan
@@ -261,7 +268,8 @@ class _Flat:
         return everyones
 
     def _rounded(self, blocks: Sequence[int]) -> torch.Tensor:
-        """The input after encoding and decoding; of an exchange what leaves the node, or of a single node the rank."""
+        """The input after encoding and decoding; of an exchange what leaves the node, or of a
+        single node the rank."""
         codec, rank, nodes = self.movement.codec, self._order.members.rank, self._order.inner.planned.nodes
         near = (rank,) if len(nodes) == 1 else next(node for node in nodes if rank in node)
         edges, rounded = [0, *accumulate(blocks)], self._input.clone()
@@ -316,9 +324,7 @@ class _Flat:
         self._order.settle_own(f"shadow of {self.plan.name}", call(*args, options))
 
 
-def _in_words(
-    flat: _Flat, nodes: Sequence[Sequence[int]], global_ranks: Sequence[int], reports: Sequence[_Report]
-) -> str:
+def _in_words(flat: _Flat, nodes: Nodes, global_ranks: Sequence[int], reports: Sequence[_Report]) -> str:
     """Which ranks' results differ, where, and by which step; behind "differs from flat"."""
     wrong = [member for member, report in enumerate(reports) if report.num_wrong]
     lead = min(wrong, key=lambda member: (reports[member].first, member))
@@ -333,7 +339,7 @@ def _in_words(
     )
 
 
-def _blame(flat: _Flat, nodes: Sequence[Sequence[int]], global_ranks: Sequence[int], reports: Sequence[_Report]) -> str:
+def _blame(flat: _Flat, nodes: Nodes, global_ranks: Sequence[int], reports: Sequence[_Report]) -> str:
     """The moves of the plan that alone can have brought the first wrong elements, in words."""
     movement, plan = flat.movement, flat.plan
     try:

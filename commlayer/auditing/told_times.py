@@ -1,7 +1,8 @@
-"""The times of their latest calls, as the ranks of a group tell them each other, and compared call by call.
+"""The times of their latest calls, as the ranks of a group tell them each other, and compared call
+by call.
 
-Of the times of one call the shortest is that of the rank that came last, and waited for nobody: that one can be held against
-what was promised.
+Of the times of one call the shortest is that of the rank that came last, and waited for nobody:
+that one can be held against what was promised.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _MOST_TELLERS = 64
 
 
 class ComparedCall(NamedTuple):
-    """A call whose times were compared. ``last``: the member that came last; ``last_us``: that one's time; ``waited_us``: for
-    how long the others waited for it."""
+    """A call whose times were compared. ``last``: the member that came last; ``last_us``: that
+    one's time; ``waited_us``: for how long the others waited for it."""
 
     sample: Sample
     last: int
@@ -33,7 +34,8 @@ class ComparedCall(NamedTuple):
 
 
 class ToldTimes:
-    """The times that member ``member`` of a group of ``size`` tells, in the group's store, and those that it reads there.
+    """The times that member ``member`` of a group of ``size`` tells, in the group's store, and
+    those that it reads there.
 
     ``store``: a client of it that nobody else in this process waits on. On the thread of the watch.
     """
@@ -63,7 +65,8 @@ class ToldTimes:
         self._compared = self._ledger.numbered
 
     def compare(self) -> Iterator[ComparedCall]:
-        """Compare the calls of which all ranks have told by now, each once; none while a rank has told nothing yet."""
+        """Compare the calls of which all ranks have told by now, each once; none while a rank has
+        told nothing yet."""
         keys = [f"times/{member}" for member in self._others]
         self._have_all_told = self._have_all_told or self._store().check(keys)
         if not self._have_all_told:
@@ -84,7 +87,8 @@ class ToldTimes:
 
 
 def _time_of(window: array[float], number: int) -> float | None:
-    """A rank's time of the call of this number; 0.0 where it has forgotten it, None where it has not told of it yet."""
+    """A rank's time of the call of this number; 0.0 where it has forgotten it, None where it has
+    not told of it yet."""
     behind = int(window[0]) - number
     if behind < 0:
         return None

@@ -1,9 +1,11 @@
-"""Watching the audits of a process's groups while its job runs, and having all ranks re-plan at the same call.
+"""Watching the audits of a process's groups while its job runs, and having all ranks re-plan at the
+same call.
 
 One sleeping thread a process, woken by calls. Every rank publishes how long its latest calls took
-(:mod:`commlayer.auditing.told_times`); the first rank of each group compares them, and decides what the ranks are to do
-(:mod:`commlayer.auditing.watch_lead`). For that they make an appointment (:mod:`commlayer.agree.appointments`): they time
-their links at it, and go on with plans for what these can do (:mod:`commlayer.auditing.link_checks`).
+(:mod:`commlayer.auditing.told_times`); the first rank of each group compares them, and decides what
+the ranks are to do (:mod:`commlayer.auditing.watch_lead`). For that they make an appointment
+(:mod:`commlayer.agree.appointments`): they time their links at it, and go on with plans for what
+these can do (:mod:`commlayer.auditing.link_checks`).
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ if TYPE_CHECKING:
 __all__ = ["GroupWatch"]
 
 _IDLE_S, _TURN_S, _STORE_PER_S = 30.0, 0.25, 1024
-"""A group is looked at this often while it makes calls, and until it has made none for so long; less often where all ranks
-of the job, with all their groups, would ask the store more than so many times a second."""
+"""A group is looked at this often while it makes calls, and until it has made none for so long;
+less often where all ranks of the job, with all their groups, would ask the store more than so many
+times a second."""
 _SHARE, _LONGEST_TURN_S = 0.0015, 4.0
-"""The part of a core that the watch of all groups may take, by its thread's clock: they are looked at less often where a
-look costs more, but no less often than this; and as often as ever while an appointment is open, for which calls may wait.
-Waking up, handing the interpreter over and the store's own work cost twice as much again: all of it stays below half a
-percent."""
+"""The part of a core that the watch of all groups may take, by its thread's clock: they are looked
+at less often where a look costs more, but no less often than this; and as often as ever while an
+appointment is open, for which calls may wait. Waking up, handing the interpreter over and the
+store's own work cost twice as much again: all of it stays below half a percent."""
 _OPEN_TURNS = 4
-"""So many times as often a group is looked at while an appointment is open: what ranks wait for at its call."""
+"""So many times as often a group is looked at while an appointment is open: what ranks wait for at
+its call."""
 _END_S = 2.0
 """How long the end of the program waits for the thread: for one question to the store."""
 
@@ -56,14 +60,16 @@ def _at_once(work: Callable[[], None]) -> None:
 class GroupWatch(Instrument):
     """Watches one group, on one of its ranks: its calls on the CPU, or those on a device.
 
-    ``plan_anew`` has the group plan by other choices, from the next call on. ``time_links`` times its links by messages of
-    so many bytes, with all ranks.
+    ``plan_anew`` has the group plan by other choices, from the next call on. ``time_links`` times
+    its links by messages of so many bytes, with all ranks.
 
     Attributes:
-        appointments: that the group's ranks make. Where calls run they are kept; the watch's thread talks about them.
+        appointments: that the group's ranks make. Where calls run they are kept; the watch's thread
+            talks about them.
         checks: the work of the ranks at an appointment.
         lead: the part of the group's first rank; None on others.
-        in_turn: runs what the ranks do together on the host: for calls on a device, in the turn of the group's calls there.
+        in_turn: runs what the ranks do together on the host: for calls on a device, in the turn of
+            the group's calls there.
     """
 
     lets_pass = True
@@ -98,7 +104,8 @@ class GroupWatch(Instrument):
 
         def heard() -> None:
             watch = me()
-            # Sooner the watch's thread would only look at the clock, and take the interpreter's lock for it.
+            # Sooner the watch's thread would only look at the clock, and take the interpreter's
+            # lock for it.
             if watch is not None and time.monotonic() >= watch._next_s:
                 _watching.wake()
 
@@ -110,7 +117,8 @@ class GroupWatch(Instrument):
     def began(self, call: Call) -> None:
         """Count the call that runs now, and keep the appointment before it, if there is one.
 
-        Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a call does.
+        Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a
+        call does.
         """
         del call
         if self.appointments.pass_by():
@@ -143,7 +151,8 @@ class GroupWatch(Instrument):
     # On the thread of the watch
 
     def turn(self, now_s: float) -> bool:
-        """Do what there is to do now. Returns whether to look at the group again soon though nobody wakes the thread."""
+        """Do what there is to do now. Returns whether to look at the group again soon though nobody
+        wakes the thread."""
         known = self._planned.board.detector.knowledge
         is_ending = bool(known.left or known.gone) and not self.appointments.is_open
         if self._is_closed or is_ending:
@@ -168,7 +177,8 @@ class GroupWatch(Instrument):
         return self.appointments.is_open or now_s - self._latest_s < _IDLE_S
 
     def _rest(self, now_s: float, cost_s: float) -> None:
-        """Look again no sooner than what this look cost allows; connecting to the store, which is done once, does not count."""
+        """Look again no sooner than what this look cost allows; connecting to the store, which is
+        done once, does not count."""
         usual_s, self._cost_s = min(cost_s, self._cost_s), cost_s
         self._rest_s = min(usual_s * len(_watching) / _SHARE, _LONGEST_TURN_S)
         if not self.appointments.is_open:
@@ -226,7 +236,8 @@ class _Watching:
                     self._thread.start()
 
     def end(self) -> None:
-        """End the thread, before the interpreter does: one that came back from C++ then would end the process by SIGABRT."""
+        """End the thread, before the interpreter does: one that came back from C++ then would end
+        the process by SIGABRT."""
         self._is_over = True
         self._bell.set()
         if self._thread is not None and self._thread is not threading.current_thread():

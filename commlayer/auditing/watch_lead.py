@@ -1,7 +1,8 @@
-"""The first rank's part of a group's watch: it compares the ranks' times, and has them make appointments.
+"""The first rank's part of a group's watch: it compares the ranks' times, and has them make
+appointments.
 
-The group's experience (:mod:`commlayer.scheduler.experience.experience`) is told what calls took, and says what the ranks are
-to do.
+The group's experience (:mod:`commlayer.scheduler.experience.experience`) is told what calls took,
+and says what the ranks are to do.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from commlayer.profiles.printable import say
 __all__ = ["LEAST_AHEAD", "WatchLead"]
 
 _AHEAD_TURNS, LEAST_AHEAD = 1.5, 4
-"""How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
+"""How far ahead an appointment is: as many calls as the group makes in so many turns, for every
+rank must have heard of it."""
 _MOST_MISSED = 3
-"""So often in turn an appointment that was called off is made again, each time twice as far ahead, before there is a pause."""
+"""So often in turn an appointment that was called off is made again, each time twice as far ahead,
+before there is a pause."""
 
 
 class WatchLead:
@@ -48,7 +51,8 @@ class WatchLead:
         self._calls_per_s = 0.0
 
     def turn(self, now_s: float, turn_s: float, rest_s: float) -> None:
-        """Compare, and have the others act. The group is looked at every ``turn_s``, or every ``rest_s`` if that is longer."""
+        """Compare, and have the others act. The group is looked at every ``turn_s``, or every
+        ``rest_s`` if that is longer."""
         self._compare()
         self._keep_pace(now_s, turn_s)
         if self.appointments.is_open:
@@ -81,7 +85,8 @@ class WatchLead:
             self._planned.choices.experience.told(call.sample.kind, call.sample.promised_us, call.last_us)
 
     def _keep_pace(self, now_s: float, turn_s: float) -> None:
-        """Note how many calls are made in a second: by the last two turns, or by the last one where that was faster."""
+        """Note how many calls are made in a second: by the last two turns, or by the last one where
+        that was faster."""
         calls, pace = self.appointments.calls, self._pace
         if now_s - pace[-1][1] < turn_s / 2:
             return

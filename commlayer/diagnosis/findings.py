@@ -1,4 +1,5 @@
-"""The diagnosis of a job that hangs, from its ranks' logs: calls that differ, the smallest circle, or the missing rank."""
+"""The diagnosis of a job that hangs, from its ranks' logs: calls that differ, the smallest circle,
+or the missing rank."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from commlayer.profiles.counted import counted, listed
 __all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
 
 _MOST_STARTS = 64
-"""The number of stuck threads from which the smallest circle is looked for: in a large job one circle holds up thousands."""
+"""The number of stuck threads from which the smallest circle is looked for: in a large job one
+circle holds up thousands."""
 _MOST_CYCLES = 4
 _MOST_SHIFT = 2
 _MOMENT_NS = 1_000_000_000
-"""Who has ended may have made the call that others are still in, as at the end of a job: so long that is taken for granted."""
+"""Who has ended may have made the call that others are still in, as at the end of a job: so long
+that is taken for granted."""
 
 
 class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call in a finding. ``number``: of its group's collectives, or of the messages with ``peer`` and ``tag``."""
+    """A call in a finding. ``number``: of its group's collectives, or of the messages with ``peer``
+    and ``tag``."""
 
     rank: int
     group: str
@@ -58,7 +62,8 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CycleStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank of a circle: blocked in ``call`` at ``site``, which needs ``missing`` of the next one."""
+    """A rank of a circle: blocked in ``call`` at ``site``, which needs ``missing`` of the next
+    one."""
 
     call: NamedCall
     site: Site
@@ -74,14 +79,16 @@ class Waiter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cycle(msgspec.Struct, frozen=True, kw_only=True, tag="cycle"):
-    """Ranks that wait for each other, each for the next one, the last for the first. ``behind``: others that wait for them."""
+    """Ranks that wait for each other, each for the next one, the last for the first. ``behind``:
+    others that wait for them."""
 
     steps: tuple[CycleStep, ...]
     behind: tuple[int, ...]
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
-    """Calls of one number in one group that differ. ``what``: collective, dtype, operation, root, size or splits."""
+    """Calls of one number in one group that differ. ``what``: collective, dtype, operation, root,
+    size or splits."""
 
     group: str
     number: int
@@ -93,11 +100,12 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
-    """A rank that has not made a call for which others wait. ``why``: ``gone`` (it has ended), ``late`` (no call holds it),
-    ``silent`` (no log of it) or ``held`` (it waits in calls of its own, ``held``, for a rank of which another thread waits here).
+    """A rank that has not made a call for which others wait. ``why``: ``gone`` (it has ended),
+    ``late`` (no call holds it), ``silent`` (no log of it) or ``held`` (it waits in calls of its
+    own, ``held``, for a rank of which another thread waits here).
 
-    ``last``: its last call of that group, or else of any; ``at``: where its program is now. ``behind``: who waits for one that
-    waits for it."""
+    ``last``: its last call of that group, or else of any; ``at``: where its program is now.
+    ``behind``: who waits for one that waits for it."""
 
     call: NamedCall
     why: str
@@ -111,7 +119,8 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
-    """A group whose collectives two threads of a rank call at once, so that no order of them is the same on all ranks.
+    """A group whose collectives two threads of a rank call at once, so that no order of them is the
+    same on all ranks.
 
     ``ranks``: those on which it is seen; ``calls``: of the first of them, where its threads wait.
     """
@@ -125,12 +134,13 @@ Trouble = Mismatch | Cycle | Missing
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may still come; ``under_way``: ranks
-    in calls that all have come to, and that have not ended.
+    """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may
+    still come; ``under_way``: ranks in calls that all have come to, and that have not ended.
 
-    ``shared``: groups that several threads use at once, which may be why.
-    ``ranks``: those of the job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then who is
-    waited for is no longer only late. ``assumed``: what was taken for granted, where the ranks' logs do not say it.
+    ``shared``: groups that several threads use at once, which may be why. ``ranks``: those of the
+    job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
+    who is waited for is no longer only late. ``assumed``: what was taken for granted, where the
+    ranks' logs do not say it.
     """
 
     findings: tuple[Trouble, ...]
@@ -149,14 +159,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_cause(self) -> bool:
-        """Whether calls are found to be wrong, and not only ranks that do not come: then no rank's log says more."""
+        """Whether calls are found to be wrong, and not only ranks that do not come: then no rank's
+        log says more."""
         return any(isinstance(finding, Mismatch | Cycle) for finding in self.findings)
 
 
 def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     """Merge the logs of ranks, of one job and of about one moment, and find what is wrong.
 
-    Nothing is found where every blocked rank waits for one that is free; :attr:`Diagnosis.waits` says for whom.
+    Nothing is found where every blocked rank waits for one that is free; :attr:`Diagnosis.waits`
+    says for whom.
     """
     graph = Graph(sorted(logs, key=lambda log: log.rank))
     mismatches = [*_mismatches(graph), *_message_mismatches(graph)]
@@ -313,7 +325,8 @@ _Ahead = dict[tuple[int, int], list[tuple[Node, Blocked | None]]]
 
 
 def _smallest(starts: Sequence[tuple[int, int]], ahead: _Ahead) -> list[tuple[Blocked, Node]]:
-    """The shortest circle through any of ``starts``: each thread with the call that it needs of the next one."""
+    """The shortest circle through any of ``starts``: each thread with the call that it needs of the
+    next one."""
     best: list[tuple[Blocked, Node]] = []
     for start in starts:
         path = _circle(start, ahead, len(best) or len(ahead) + 1)
@@ -397,7 +410,8 @@ def _gone(graph: Graph, least_ns: int) -> list[Missing]:
 
 
 def _late(graph: Graph) -> Iterable[Missing]:
-    """For each rank that others wait for, the call of it that most wait for; every thread that waits is in one of them."""
+    """For each rank that others wait for, the call of it that most wait for; every thread that
+    waits is in one of them."""
     found: dict[Node, list[Blocked]] = {}
     for blocked, node in graph.late():
         found.setdefault(node, []).append(blocked)
@@ -491,7 +505,8 @@ def _call(graph: Graph, rank: int, key: str, call: CallLog) -> NamedCall:
 
 
 def _needed(graph: Graph, node: Node) -> NamedCall:
-    """A call that has not been made, or not been started; what it should be another member knows."""
+    """A call that has not been made, or not been started; what it should be another member
+    knows."""
     if node.kind:
         kind = node.kind
         return NamedCall(

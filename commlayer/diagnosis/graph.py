@@ -1,16 +1,20 @@
 """The wait-for graph of a job over all its groups, and who is stuck in it for good.
 
-A call of a group ends when every member has made its own call of that number (a send when its receive has been posted, as with
-Gloo, and a receive when its send has), and after the group's calls before it. A member that has not made it yet will, unless it
-is gone, or all threads that could make it are blocked in other calls. So a node of this graph waits for all of its clauses, and a
-clause is met by any of its nodes: an AND-OR graph, as MPI's deadlock detectors have it (Hilbrich et al., "MPI runtime error
-detection with MUST: advances in deadlock detection", SC 2012). Whatever cannot be reached from what is free is stuck.
+A call of a group ends when every member has made its own call of that number (a send when its
+receive has been posted, as with Gloo, and a receive when its send has), and after the group's calls
+before it. A member that has not made it yet will, unless it is gone, or all threads that could make
+it are blocked in other calls. So a node of this graph waits for all of its clauses, and a clause is
+met by any of its nodes: an AND-OR graph, as MPI's deadlock detectors have it (Hilbrich et al., "MPI
+runtime error detection with MUST: advances in deadlock detection", SC 2012). Whatever cannot be
+reached from what is free is stuck.
 
-Collectives are taken to wait for all members, as the MPI standard lets them: a program that needs a broadcast's root to return
-early is wrong, even where it happens to run. Logs of ranks need not be of one moment: a rank that was seen blocked, before
-or after another one, goes on only when the call that it waits for has been made, so a circle of such ranks was one all along.
+Collectives are taken to wait for all members, as the MPI standard lets them: a program that needs a
+broadcast's root to return early is wrong, even where it happens to run. Logs of ranks need not be
+of one moment: a rank that was seen blocked, before or after another one, goes on only when the call
+that it waits for has been made, so a circle of such ranks was one all along.
 
-Rejected: matching group by group, as torch's Flight Recorder does; a circle over two groups has nothing wrong in either.
+Rejected: matching group by group, as torch's Flight Recorder does; a circle over two groups has
+nothing wrong in either.
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ ANY = -1
 class Node(NamedTuple):
     """Something that has to happen.
 
-    ``done``: that call of ``rank`` ends; ``made``: ``rank`` makes it (of a message: number ``number`` of ``kind``, with ``peer``
-    and ``tag``); ``free``: thread ``number`` of ``rank`` comes back from what it waits for.
+    ``done``: that call of ``rank`` ends; ``made``: ``rank`` makes it (of a message: number
+    ``number`` of ``kind``, with ``peer`` and ``tag``); ``free``: thread ``number`` of ``rank``
+    comes back from what it waits for.
     """
 
     what: str
@@ -46,14 +51,16 @@ class Node(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A clause: any of ``nodes`` has to happen. None of them: it cannot, because ``rank`` is gone."""
+    """A clause: any of ``nodes`` has to happen. None of them: it cannot, because ``rank`` is
+    gone."""
 
     nodes: tuple[Node, ...]
     rank: int = ANY
 
 
 class Blocked(NamedTuple):
-    """A thread of a rank that waits for one of its calls. ``site``: of the wait; ``call``: where the ring still has it."""
+    """A thread of a rank that waits for one of its calls. ``site``: of the wait; ``call``: where
+    the ring still has it."""
 
     rank: int
     thread: int
@@ -115,7 +122,8 @@ class View:
 
     @cached_property
     def blocked(self) -> dict[int, Blocked]:
-        """The call that each thread waits for: in an explicit wait, or the last one it made, which returns only at its end."""
+        """The call that each thread waits for: in an explicit wait, or the last one it made, which
+        returns only at its end."""
         found: dict[int, Blocked] = {}
         for call in self.log.calls:
             key = self.log.groups[call.group].key
@@ -162,7 +170,8 @@ class View:
         return {thread: each for thread, each in found.items() if not self._has_gone_on(each)}
 
     def _has_gone_on(self, blocked: Blocked) -> bool:
-        """Whether the thread has made another call since, so that the one it waited for has failed."""
+        """Whether the thread has made another call since, so that the one it waited for has
+        failed."""
         return any(
             call.thread == blocked.thread and call.issued_ns > blocked.since_ns
             for call in reversed(self.log.calls[-_LOOK_BACK:])
@@ -173,15 +182,16 @@ _LOOK_BACK = 64
 
 
 def _made_by_same(key: str) -> str:
-    """A key that groups share whose calls the same threads make: a thread that has made one group makes the next one too."""
+    """A key that groups share whose calls the same threads make: a thread that has made one group
+    makes the next one too."""
     return LIFE_KEY if key.endswith(LIFE_KEY) else key
 
 
 class Graph:
     """The graph of these logs. ``gone``: ranks that have ended, and how.
 
-    A rank that has written a log was there then. Who hears a moment later that it has ended cannot say what it called between:
-    mostly the call that others are still in, and its program's end.
+    A rank that has written a log was there then. Who hears a moment later that it has ended cannot
+    say what it called between: mostly the call that others are still in, and its program's end.
     """
 
     def __init__(self, logs: Sequence[RankLog]) -> None:
@@ -258,7 +268,8 @@ class Graph:
 
     @cached_property
     def stuck(self) -> set[Node]:
-        """All nodes behind blocked threads that cannot happen any more, whatever free threads do."""
+        """All nodes behind blocked threads that cannot happen any more, whatever free threads
+        do."""
         needs: dict[Node, list[Need]] = {}
         ahead = [each.awaits for each in self.blocked]
         while ahead:
@@ -292,8 +303,8 @@ class Graph:
         return [each for each in self.blocked if each.awaits in self.stuck]
 
     def reasons(self, blocked: Blocked) -> list[tuple[Node, Blocked | None]]:
-        """Why a stuck thread is: calls that are not made (or, of a call made, not ended), and the stuck threads that would
-        have to make them; None: the rank is gone."""
+        """Why a stuck thread is: calls that are not made (or, of a call made, not ended), and the
+        stuck threads that would have to make them; None: the rank is gone."""
         found: list[tuple[Node, Blocked | None]] = []
         seen: set[Node] = set()
         ahead = [blocked.awaits]
@@ -317,28 +328,31 @@ class Graph:
     # Who is waited for, but not stuck
 
     def under_way(self) -> list[Blocked]:
-        """Blocked threads that wait for nobody: all that they wait for has been called, and has not ended yet."""
+        """Blocked threads that wait for nobody: all that they wait for has been called, and has not
+        ended yet."""
         late = {(blocked.rank, blocked.thread) for blocked, _ in self.late()}
         stuck = self.stuck
         return [each for each in self.blocked if each.awaits not in stuck and (each.rank, each.thread) not in late]
 
     def late(self) -> list[tuple[Blocked, Node]]:
-        """Blocked threads that are not stuck, and the calls that they wait for of ranks that may still make them."""
+        """Blocked threads that are not stuck, and the calls that they wait for of ranks that may
+        still make them."""
         free = [each for each in self.blocked if each.awaits not in self.stuck]
         return [(blocked, node) for blocked in free for node in self._behind(blocked) if self._may_be_late(node)]
 
     def ahead(self, blocked: Blocked) -> set[Node]:
-        """The calls that ranks may still make, in no call, for which a thread waits in the end: itself, or behind threads that
-        would have to go on first."""
+        """The calls that ranks may still make, in no call, for which a thread waits in the end:
+        itself, or behind threads that would have to go on first."""
         return {node for node in self._behind(blocked, through_threads=True) if self._may_be_late(node)}
 
     def unmade(self, blocked: Blocked) -> list[Node]:
-        """The calls for which a thread itself waits, and which their ranks have not made, whatever holds those."""
+        """The calls for which a thread itself waits, and which their ranks have not made, whatever
+        holds those."""
         return [node for node in self._behind(blocked) if node.what == "made" and not self._is_made(node)]
 
     def _behind(self, blocked: Blocked, *, through_threads: bool = False) -> Iterator[Node]:
-        """The nodes that a thread waits for, the nearest first. ``through_threads``: also those for which others wait that would
-        have to go on first."""
+        """The nodes that a thread waits for, the nearest first. ``through_threads``: also those for
+        which others wait that would have to go on first."""
         ahead, seen = deque([blocked.awaits]), set[Node]()
         while ahead:
             node = ahead.popleft()

@@ -1,4 +1,5 @@
-"""The folder of a job's logs: a file of JSON for each rank, which the rank replaces whenever it is asked again."""
+"""The folder of a job's logs: a file of JSON for each rank, which the rank replaces whenever it is
+asked again."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def folder_path(job: str, given: str | None) -> Path:
 
 
 def folder_of(job: str, given: str | None) -> Path:
-    """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of the job's own among the
-    temporary files, for this user alone. Raises OSError."""
+    """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of
+    the job's own among the temporary files, for this user alone. Raises OSError."""
     folder = folder_path(job, given)
     if given:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,8 @@ def write_log(folder: Path, log: RankLog) -> Path:
 
 
 def read_logs(folder: Path, damaged: list[str] | None = None) -> list[RankLog]:
-    """Read the logs in ``folder``, by rank, as :meth:`commlayer.readers.job_files.JobFiles.read_all` does."""
+    """Read the logs in ``folder``, by rank, as
+    :meth:`commlayer.readers.job_files.JobFiles.read_all` does."""
     return list(_FILES.read_all(folder, damaged=damaged))
 
 

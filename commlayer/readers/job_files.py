@@ -1,6 +1,8 @@
-"""The files that the ranks of a job write into one folder, a file each: found by their names, read, and held against each other.
+"""The files that the ranks of a job write into one folder, a file each: found by their names, read,
+and held against each other.
 
-Audits, traces and logs of calls are such files. A damaged one hides no other, and those of two jobs are never mixed.
+Audits, traces and logs of calls are such files. A damaged one hides no other, and those of two jobs
+are never mixed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ __all__ = ["JobFiles", "OfJob", "OfRank"]
 
 
 class OfJob(Protocol):
-    """A file, or its head: whose it is. ``job``: "" where the rank could not find out its job's name."""
+    """A file, or its head: whose it is. ``job``: "" where the rank could not find out its job's
+    name."""
 
     @property
     def job(self) -> str: ...
@@ -41,7 +44,8 @@ class JobFiles(Generic[_File]):
     """One kind of such files.
 
     Attributes:
-        pattern: of their names: the rank, and perhaps the number of the job among those of its process.
+        pattern: of their names: the rank, and perhaps the number of the job among those of its
+            process.
         name: the name of a file, by these numbers.
         remedy: how to get files of this kind; ``{folder}`` is where they are looked for.
         head: reads whose a file is.
@@ -59,7 +63,8 @@ class JobFiles(Generic[_File]):
     has_choice: bool = True
 
     def paths(self, folder: Path) -> list[Path]:
-        """List the files in ``folder``, by rank, first those of the first job. Raises UsageError where there are none."""
+        """List the files in ``folder``, by rank, first those of the first job. Raises UsageError
+        where there are none."""
         matches = {path: self.pattern.fullmatch(path.name) for path in folder.iterdir()}
         numbers = {path: _numbers(match)[::-1] for path, match in matches.items() if match}
         if not numbers:
@@ -72,11 +77,12 @@ class JobFiles(Generic[_File]):
 
         Args:
             job: only the files of the job whose name begins so.
-            damaged: takes the errors of files that are not sound, where there are others that are; at the end.
+            damaged: takes the errors of files that are not sound, where there are others that are;
+                at the end.
 
         Raises:
-            UsageError: no file there, a damaged one that ``damaged`` does not take, files of different jobs or none of ``job``, a
-                rank's file twice.
+            UsageError: no file there, a damaged one that ``damaged`` does not take, files of
+                different jobs or none of ``job``, a rank's file twice.
         """
         paths: dict[int, Path] = {}
         known: tuple[str, int] | None = None

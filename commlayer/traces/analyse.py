@@ -1,4 +1,5 @@
-"""Analysis of the traces of a job's ranks: time by lane, who comes late, what was predicted. No files, no printing."""
+"""Analysis of the traces of a job's ranks: time by lane, who comes late, what was predicted. No
+files, no printing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _Key = tuple[str, tuple[int, ...], int, int]
 class Window:
     """The window of an analysis: the calls that the program issued in this part of the job.
 
-    ``step``: in the mark "step 3" of each rank. ``since_us``, ``until_us``: in this time from the first call or mark of any rank.
+    ``step``: in the mark "step 3" of each rank. ``since_us``, ``until_us``: in this time from the
+    first call or mark of any rank.
     """
 
     step: int | None = None
@@ -40,13 +42,15 @@ class Selected:
 
     @property
     def span_ns(self) -> int:
-        """The time from the first call issued to the last one's end, or to the end of the program's waiting."""
+        """The time from the first call issued to the last one's end, or to the end of the program's
+        waiting."""
         ends = [max([call.end_ns, call.enqueue_ns, *(end for _, end in call.waited)]) for call in self.calls]
         return max(ends) - min(call.enqueue_ns for call in self.calls) if ends else 0
 
 
 def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Selected]:
-    """Select the calls of each rank that lie in the window. Raises UsageError for a step that no rank has marked."""
+    """Select the calls of each rank that lie in the window. Raises UsageError for a step that no
+    rank has marked."""
     window = window or Window()
     clocks = [trace.job_clock() for trace in traces]
     begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
@@ -87,13 +91,15 @@ def _require_step(traces: Sequence[RankTrace], step: int) -> None:
 
 @dataclass(slots=True)
 class LaneTimes:
-    """One lane, over ranks: counts and bytes are sums, times are means over the ranks that have calls in the lane, µs.
+    """One lane, over ranks: counts and bytes are sums, times are means over the ranks that have
+    calls in the lane, µs.
 
-    ``busy_us``: at least one of its steps was under way; of a call without steps the call counts. ``queued_us``: from issue to
-    the queue's turn, and ``held_us``: at chunk edges for higher lanes; sums over calls. ``exposed_us``: a thread of the program
-    was blocked by one of its calls. ``inter_bytes``, ``intra_bytes``: sent by those calls of which it is known;
-    ``known_logical_bytes``: what the callers of those moved. ``num_unknown``: the other calls; one of 0 bytes sends none.
-    ``num_unfinished``: calls without an end, which are in no time.
+    ``busy_us``: at least one of its steps was under way; of a call without steps the call counts.
+    ``queued_us``: from issue to the queue's turn, and ``held_us``: at chunk edges for higher lanes;
+    sums over calls. ``exposed_us``: a thread of the program was blocked by one of its calls.
+    ``inter_bytes``, ``intra_bytes``: sent by those calls of which it is known;
+    ``known_logical_bytes``: what the callers of those moved. ``num_unknown``: the other calls; one
+    of 0 bytes sends none. ``num_unfinished``: calls without an end, which are in no time.
     """
 
     lane: str
@@ -112,14 +118,16 @@ class LaneTimes:
 
     @property
     def wire_ratio(self) -> float | None:
-        """Bytes sent over logical bytes, of the calls whose bytes are known; None where those moved nothing."""
+        """Bytes sent over logical bytes, of the calls whose bytes are known; None where those moved
+        nothing."""
         if not self.known_logical_bytes:
             return None
         return (self.inter_bytes + self.intra_bytes) / self.known_logical_bytes
 
 
 def lane_times(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
-    """Add up each lane that has calls, those that go first above. ``together``: all of them as one, named "all"."""
+    """Add up each lane that has calls, those that go first above. ``together``: all of them as one,
+    named "all"."""
     found: dict[str, LaneTimes] = {}
     for rank in ranks:
         by_lane: defaultdict[str, list[CallRecord]] = defaultdict(list)
@@ -155,10 +163,12 @@ def _add_rank(times: LaneTimes, calls: Sequence[CallRecord]) -> None:
 
 @dataclass(slots=True)
 class RankLateness:
-    """The lateness of one rank at the calls that it shares with others, µs after the first rank of each call.
+    """The lateness of one rank at the calls that it shares with others, µs after the first rank of
+    each call.
 
-    A rank has come to a call when its queue has: from then on the others wait for it. ``num_last``: calls to which it came last,
-    and later than the first by more than the clocks can be wrong. ``worst``: the call of ``worst_us``.
+    A rank has come to a call when its queue has: from then on the others wait for it. ``num_last``:
+    calls to which it came last, and later than the first by more than the clocks can be wrong.
+    ``worst``: the call of ``worst_us``.
     """
 
     rank: int
@@ -172,8 +182,9 @@ class RankLateness:
 
 
 def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
-    """Compute the lateness of each rank, also of one without calls; those that are last most often first. Calls of one
-    rank alone do not count, and so no batch of messages: nobody says which of another rank's belongs to it.
+    """Compute the lateness of each rank, also of one without calls; those that are last most often
+    first. Calls of one rank alone do not count, and so no batch of messages: nobody says which of
+    another rank's belongs to it.
     """
     found = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
@@ -198,8 +209,8 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
 
 
 def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]]:
-    """The records of one call on its ranks. A group that was made anew under its old name counts from the beginning: then the
-    nth record of a number belongs to the nth of the others."""
+    """The records of one call on its ranks. A group that was made anew under its old name counts
+    from the beginning: then the nth record of a number belongs to the nth of the others."""
     found: dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]] = {}
     for rank in ranks:
         seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
@@ -212,13 +223,14 @@ def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord
 
 @dataclass(slots=True)
 class PlanErrors:
-    """Predicted against measured times of one collective moved by one plan, of the calls that no rank held for a higher lane:
-    of the others nobody knows how long they would have taken.
+    """Predicted against measured times of one collective moved by one plan, of the calls that no
+    rank held for a higher lane: of the others nobody knows how long they would have taken.
 
-    ``ratio``: median over the ranks' calls of measured / predicted time, each from where the rank came to the call;
-    ``ratio_together``: median over calls of the time from where the last rank came to the last end, which no late rank makes
-    longer; None where no call has the records of all its ranks. ``num_calls`` counts ranks' calls that are compared, and
-    ``num_held`` those left out because a rank held its part; where that is all of them, the times are None.
+    ``ratio``: median over the ranks' calls of measured / predicted time, each from where the rank
+    came to the call; ``ratio_together``: median over calls of the time from where the last rank
+    came to the last end, which no late rank makes longer; None where no call has the records of all
+    its ranks. ``num_calls`` counts ranks' calls that are compared, and ``num_held`` those left out
+    because a rank held its part; where that is all of them, the times are None.
     """
 
     collective: str
@@ -232,8 +244,8 @@ class PlanErrors:
 
 
 def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
-    """Compare predicted and measured times by collective and plan, of the calls that had a prediction and have ended;
-    medians.
+    """Compare predicted and measured times by collective and plan, of the calls that had a
+    prediction and have ended; medians.
     """
     alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)

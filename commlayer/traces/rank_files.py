@@ -1,4 +1,5 @@
-"""The file of one rank: a Chrome trace that opens in Perfetto as it is, and the records that it was drawn from."""
+"""The file of one rank: a Chrome trace that opens in Perfetto as it is, and the records that it was
+drawn from."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ _PACKAGES = ("commlayer", "torch", "numpy")
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The records of one rank.
 
-    Times are as it stamped them; :meth:`job_clock` makes them comparable. ``pid``: of the process. ``num_dropped``: calls and
-    marks that there was no room for. ``closed_ns``: the end of the recording.
+    Times are as it stamped them; :meth:`job_clock` makes them comparable. ``pid``: of the process.
+    ``num_dropped``: calls and marks that there was no room for. ``closed_ns``: the end of the
+    recording.
     """
 
     job: str
@@ -50,8 +52,8 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     format: int = TRACE_FORMAT
 
     def job_clock(self) -> Callable[[int], int]:
-        """Return the function that turns a stamp of this rank into ns since the job's origin on rank 0's clock; without
-        readings, since the opening.
+        """Return the function that turns a stamp of this rank into ns since the job's origin on
+        rank 0's clock; without readings, since the opening.
         """
         return to_job_ns(self.readings or (ClockReading(self.opened_ns, 0, -1, self.opened_ns),))
 
@@ -78,7 +80,8 @@ class _Probe(msgspec.Struct):
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a trace names, those that are installed."""
+    """Return the versions of Python and of the packages that a trace names, those that are
+    installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -87,7 +90,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
-    """Write a Chrome trace, with ``more`` beside its events. Whoever looks sees the whole file or none. Raises OSError."""
+    """Write a Chrome trace, with ``more`` beside its events. Whoever looks sees the whole file or
+    none. Raises OSError."""
     encode = msgspec.json.Encoder().encode
     with replacing(path) as file:
         file.write(b'{"traceEvents":[')
@@ -101,12 +105,14 @@ def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
 
 
 def read_folder(folder: Path, job: str | None = None, damaged: list[str] | None = None) -> Iterator[RankTrace]:
-    """Read the traces in ``folder``, as :meth:`commlayer.readers.job_files.JobFiles.read_all` does."""
+    """Read the traces in ``folder``, as :meth:`commlayer.readers.job_files.JobFiles.read_all`
+    does."""
     return _FILES.read_all(folder, job or "", damaged)
 
 
 def rank_paths(folder: Path) -> list[Path]:
-    """List the files of ranks in ``folder``, first those of the first job. Raises UsageError where there are none."""
+    """List the files of ranks in ``folder``, first those of the first job. Raises UsageError where
+    there are none."""
     return _FILES.paths(folder)
 
 
