@@ -237,10 +237,10 @@ def _begin_anew() -> None:
 
 
 def _print() -> None:
-    found = stats()
+    numbers = stats()
     rank, replica = _printing or (0, "")
-    if rank == 0 and found["rank"] is not None:
-        print_table(found, f"commlayer, {replica + ', ' if replica else ''}rank {rank}")
+    if rank == 0 and numbers["rank"] is not None:
+        print_table(numbers, f"commlayer, {replica + ', ' if replica else ''}rank {rank}")
 
 
 def print_table(found: Stats, title: str = "") -> None:

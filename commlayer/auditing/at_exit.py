@@ -77,7 +77,7 @@ class AuditReport:
 
     def audit(self, *, is_final: bool) -> RankAudit:
         """The audit as it is now, as it goes into the file."""
-        found = audit()
+        known = audit()
         return RankAudit(
             job=self.job,
             rank=self.rank,
@@ -88,8 +88,8 @@ class AuditReport:
             commlayer=__version__,
             written_s=time.time(),
             is_final=is_final,
-            groups=tuple(msgspec.convert(_fitting(group), AuditedGroup) for group in found["groups"]),
-            placements=tuple(msgspec.convert(_fitting(each), AuditedPlacement) for each in found["placements"]),
+            groups=tuple(msgspec.convert(_fitting(group), AuditedGroup) for group in known["groups"]),
+            placements=tuple(msgspec.convert(_fitting(each), AuditedPlacement) for each in known["placements"]),
         )
 
     def write(self, *, is_final: bool = False) -> None:
@@ -111,12 +111,12 @@ class AuditReport:
                 self._complaint = complaint
 
     def _write_learnt(self, folder: Path) -> None:
-        found = learnt_profiles()
-        for group, profile in found.items():
+        profiles = learnt_profiles()
+        for group, profile in profiles.items():
             fingerprint, path = self._learnt.get(group, ("", None))
             if fingerprint != profile.fingerprint:
                 self._learnt[group] = profile.fingerprint, _saved(profile, folder, group[0], path)
-        for group in self._learnt.keys() - found.keys():  # links are again as the job found them
+        for group in self._learnt.keys() - profiles.keys():  # links are again as the job found them
             _, path = self._learnt.pop(group)
             path.unlink(missing_ok=True)
 
@@ -196,8 +196,8 @@ def open_audit_report(*, job: str, rank: int, world_size: int, folder: str | Non
         _report._ended.set()
     else:
         atexit.register(close_audit_report)
-    place = Path(folder) if folder else None
-    _report = AuditReport(job=job, rank=rank, world_size=world_size, folder=place, is_printed=is_printed)
+    path = Path(folder) if folder else None
+    _report = AuditReport(job=job, rank=rank, world_size=world_size, folder=path, is_printed=is_printed)
 
 
 def note_job_over() -> None:

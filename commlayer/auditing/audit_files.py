@@ -162,9 +162,9 @@ class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank: expected one below {self.world_size}")
-        for place, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             if self.rank not in group.ranks:
-                raise ValueError(f"groups[{place}]: expected a group of rank {self.rank}")
+                raise ValueError(f"groups[{index}]: expected a group of rank {self.rank}")
 
 
 def audit_name(rank: int | str) -> str:
@@ -204,9 +204,9 @@ def _read(path: Path) -> RankAudit:
 
 
 def _check_head(content: dict[str, object], where: str) -> None:
-    found, version = content.get("format"), content.get("version")
-    if found != AUDIT_FORMAT:
-        got = f"got {shortened(repr(found))}" if "format" in content else "but it is missing"
+    file_format, version = content.get("format"), content.get("version")
+    if file_format != AUDIT_FORMAT:
+        got = f"got {shortened(repr(file_format))}" if "format" in content else "but it is missing"
         raise UsageError(f"{where}: field format: expected {AUDIT_FORMAT!r}, {got}: this is not a rank's audit")
     if version != AUDIT_VERSION or isinstance(version, bool):
         got = f"got {shortened(repr(version))}" if "version" in content else "but it is missing"

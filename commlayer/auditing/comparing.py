@@ -38,11 +38,11 @@ def is_sampled(number: int, every: int) -> bool:
     The first call is. In each later window of so many calls it is another one, all in turn, or a
     program that makes as many calls in each of its steps would have the same one compared for ever.
     """
-    window, place = divmod(number, every)
+    window, offset = divmod(number, every)
     stride = max(1, round(every * _GOLDEN))
     while math.gcd(stride, every) > 1:
         stride += 1
-    return place == window * stride % every
+    return offset == window * stride % every
 
 
 class ResultDifference(NamedTuple):
@@ -139,10 +139,10 @@ def compare_results(
     for start in range(0, got.numel(), step):
         stop = min(start + step, got.numel())
         wrong = allowance.wrong(got[start:stop], expected[start:stop], start, stop)
-        found = int(wrong.count_nonzero())
-        if found and first < 0:
+        num_wrong = int(wrong.count_nonzero())
+        if num_wrong and first < 0:
             first = start + int(wrong.nonzero()[0])
-        count += found
+        count += num_wrong
     return ResultDifference(first, count)
 
 

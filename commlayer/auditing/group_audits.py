@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TypedDict
 
 from commlayer.calls.counters import ENDED_GROUPS
+from commlayer.forked_child import in_forked_child
 from commlayer.statistics import PlacementStats
 
-__all__ = ["EVENTS_KEPT", "Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "ended_groups"]
+__all__ = [
+    "EVENTS_KEPT",
+    "Audit",
+    "AuditRow",
+    "Event",
+    "GroupAudit",
+    "LateRank",
+    "audit_placement",
+    "audited_placements",
+    "ended_groups",
+]
 
 EVENTS_KEPT = 256
 """The most events of a group that are kept: the latest."""
@@ -120,20 +132,20 @@ def ended_groups(before: GroupAudit | None, group: GroupAudit) -> GroupAudit:
 
 def _joined(nodes: list[list[int]]) -> list[list[int]]:
     """Join the lists that share a rank: each is some of the ranks of one node."""
-    found: list[set[int]] = []
+    joined: list[set[int]] = []
     for node in nodes:
-        alike = [each for each in found if not each.isdisjoint(node)]
-        found = [each for each in found if each.isdisjoint(node)] + [set(node).union(*alike)]
-    return sorted(sorted(node) for node in found)
+        alike = [each for each in joined if not each.isdisjoint(node)]
+        joined = [each for each in joined if each.isdisjoint(node)] + [set(node).union(*alike)]
+    return sorted(sorted(node) for node in joined)
 
 
 def _added_calls(rows: list[AuditRow]) -> list[AuditRow]:
-    found: dict[tuple[str, str, int], AuditRow] = {}
+    rows_by_key: dict[tuple[str, str, int], AuditRow] = {}
     for row in rows:
         key = row["collective"], row["plan"], row["up_to_bytes"]
-        before = found.get(key)
-        found[key] = row if before is None else _added(before, row)
-    return [found[key] for key in sorted(found)]
+        before = rows_by_key.get(key)
+        rows_by_key[key] = row if before is None else _added(before, row)
+    return [rows_by_key[key] for key in sorted(rows_by_key)]
 
 
 def _added(before: AuditRow, row: AuditRow) -> AuditRow:
@@ -149,9 +161,25 @@ def _added(before: AuditRow, row: AuditRow) -> AuditRow:
 
 
 def _added_lateness(lateness: list[LateRank]) -> list[LateRank]:
-    found: dict[int, LateRank] = {}
+    by_rank: dict[int, LateRank] = {}
     for late in lateness:
-        before = found.get(late["rank"], {"rank": late["rank"], "calls": 0, "waited_us": 0.0})
+        before = by_rank.get(late["rank"], {"rank": late["rank"], "calls": 0, "waited_us": 0.0})
         calls, waited_us = before["calls"] + late["calls"], before["waited_us"] + late["waited_us"]
-        found[late["rank"]] = {"rank": late["rank"], "calls": calls, "waited_us": waited_us}
-    return sorted(found.values(), key=lambda late: -late["waited_us"])
+        by_rank[late["rank"]] = {"rank": late["rank"], "calls": calls, "waited_us": waited_us}
+    return sorted(by_rank.values(), key=lambda late: -late["waited_us"])
+
+
+_migrations: deque[PlacementStats] = deque(maxlen=256)
+"""Migrations of experts, on the first rank of each pipeline stage: those of :func:`commlayer.stats`
+that moved something."""
+in_forked_child(_migrations.clear)  # a child's migrations are its own
+
+
+def audit_placement(noted: PlacementStats) -> None:
+    """Keep a migration, of which more may become known as steps pass."""
+    _migrations.append(noted)
+
+
+def audited_placements() -> list[PlacementStats]:
+    """Return the last migrations, at most 256, as they are known by now."""
+    return [each.copy() for each in list(_migrations)]

@@ -193,14 +193,14 @@ class JobAudit:
 def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
     """Merge the audits of the ranks of one job, at least one."""
     hosts = {audit.rank: audit.host for audit in audits}
-    found: dict[tuple[str, tuple[int, ...]], GroupTotals] = {}
+    groups: dict[tuple[str, tuple[int, ...]], GroupTotals] = {}
     rows: dict[tuple[str, tuple[int, ...], str, str, int], CallTotals] = {}
     for audit in audits:
         for group in audit.groups:
             key = group.group, group.ranks
-            totals = found.get(key)
+            totals = groups.get(key)
             if totals is None:
-                totals = found[key] = GroupTotals(group.group, group.description, group.ranks, group.nodes)
+                totals = groups[key] = GroupTotals(group.group, group.description, group.ranks, group.nodes)
             _add(totals, audit, group)
             for calls in group.calls:
                 row = rows.get((*key, calls.collective, calls.plan, calls.up_to_bytes))
@@ -209,7 +209,7 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
                     rows[(*key, calls.collective, calls.plan, calls.up_to_bytes)] = row
                     totals.calls.append(row)
                 row.add(audit.rank, calls)
-    for totals in found.values():
+    for totals in groups.values():
         totals.calls.sort(key=lambda calls: (calls.collective, calls.up_to_bytes, calls.plan))
         totals.late.sort(key=lambda late: (-late.waited_us, late.rank))
         totals.events.sort(key=lambda event: (event.time_s, event.call))
@@ -223,7 +223,7 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
         missing=[rank for rank in range(first.world_size) if rank not in hosts],
         written_s=max(audit.written_s for audit in audits),
         unfinished=[audit.rank for audit in audits if not audit.is_final],
-        groups=list(found.values()),
+        groups=list(groups.values()),
         placements=[(audit.rank, each) for audit in audits for each in audit.placements],
     )
 
@@ -245,7 +245,7 @@ def _add(totals: GroupTotals, audit: RankAudit, group: AuditedGroup) -> None:
     totals.has_first = True
     totals.fabric_rate = group.fabric_rate
     totals.slow_nodes = [
-        SlowNode(place, "", group.nodes[place], rate) for place, rate in enumerate(group.node_rates) if rate < 1.0
+        SlowNode(node, "", group.nodes[node], rate) for node, rate in enumerate(group.node_rates) if rate < 1.0
     ]
     totals.comparable_calls += group.comparable_calls
     totals.late = _summed([*totals.late, *group.late])
@@ -253,8 +253,10 @@ def _add(totals: GroupTotals, audit: RankAudit, group: AuditedGroup) -> None:
 
 
 def _summed(lateness: Iterable[AuditedLateness]) -> list[AuditedLateness]:
-    found: dict[int, tuple[int, float]] = {}
+    by_rank: dict[int, tuple[int, float]] = {}
     for late in lateness:
-        calls, waited_us = found.get(late.rank, (0, 0.0))
-        found[late.rank] = calls + late.calls, waited_us + late.waited_us
-    return [AuditedLateness(rank=rank, calls=calls, waited_us=waited_us) for rank, (calls, waited_us) in found.items()]
+        calls, waited_us = by_rank.get(late.rank, (0, 0.0))
+        by_rank[late.rank] = calls + late.calls, waited_us + late.waited_us
+    return [
+        AuditedLateness(rank=rank, calls=calls, waited_us=waited_us) for rank, (calls, waited_us) in by_rank.items()
+    ]

@@ -90,16 +90,16 @@ def begin(
 
 def _open_job(world_size: int) -> int:
     """The job that this rank records and can go on with; 0: none."""
-    found = recorder()
-    if found is None or found.pid != os.getpid() or found.world_size != world_size:
+    open_one = recorder()
+    if open_one is None or open_one.pid != os.getpid() or open_one.world_size != world_size:
         return 0
-    if _opener is not None and _opener.job == found.job:
+    if _opener is not None and _opener.job == open_one.job:
         is_over = (
             _opener.gloo() is None or not dist.is_initialized()
         )  # a default group is being made: there was another
         if is_over:
             return 0
-    return int(found.job, 16)
+    return int(open_one.job, 16)
 
 
 def end(gloo: Any, world_size: int, *, with_others: bool) -> None:
@@ -112,8 +112,8 @@ def end(gloo: Any, world_size: int, *, with_others: bool) -> None:
     if _opener is None or _opener.gloo() is not gloo:
         return
     opener, _opener = _opener, None
-    found = recorder()
-    if found is None or found.job != opener.job:  # the program has closed it, or opened one of its own
+    open_one = recorder()
+    if open_one is None or open_one.job != opener.job:  # the program has closed it, or opened one of its own
         return
     close_recorder(partial(_gather, gloo, opener.places, _END_S) if with_others else None)
 
@@ -123,7 +123,7 @@ def _gather(gloo: Any, places: Sequence[int], timeout_s: float | None, value: in
     options = AllgatherOptions()
     if timeout_s is not None:
         options.timeout = timedelta(seconds=timeout_s)
-    found = torch.empty(len(places), dtype=torch.int64)
-    gloo._allgather_base(found, torch.tensor([value], dtype=torch.int64), options).wait()
-    values: list[int] = found.tolist()
+    gathered = torch.empty(len(places), dtype=torch.int64)
+    gloo._allgather_base(gathered, torch.tensor([value], dtype=torch.int64), options).wait()
+    values: list[int] = gathered.tolist()
     return [values[place] for place in places]

@@ -22,9 +22,9 @@ from commlayer.auditing.group_audits import (
     Event,
     GroupAudit,
     LateRank,
+    audited_placements,
     ended_groups,
 )
-from commlayer.auditing.placements import audited_placements
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
@@ -150,26 +150,26 @@ class Ledger(Instrument):
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this
         one."""
         key = id(plan), num_bytes
-        found = self._of_plans.get(key)
-        if found is None:
+        kind = self._of_plans.get(key)
+        if kind is None:
             if self._choices is None:
                 return
             promised_us = self._choices.promised_us(plan) or 0.0
-            found = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
-        if found.promised_us:
-            self._note(found, num_bytes, spent_ns, sent)
+            kind = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
+        if kind.promised_us:
+            self._note(kind, num_bytes, spent_ns, sent)
 
     def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
         key = collective, num_bytes
-        found = self._of_flat.get(key)
-        if found is None:
+        kind = self._of_flat.get(key)
+        if kind is None:
             if self._choices is None:
                 return
             promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
-            found = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
-        if found.promised_us:
-            self._note(found, num_bytes, spent_ns, sent)
+            kind = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
+        if kind.promised_us:
+            self._note(kind, num_bytes, spent_ns, sent)
 
     def _kind(self, collective: str, name: str, num_bytes: int, promised_us: float, plan: Plan | None) -> _Kind:
         if not promised_us:
@@ -239,8 +239,8 @@ class Ledger(Instrument):
         else of it."""
         self._last = self.read(), self.learnt()
         self.heard = None
-        for kept in (self._of_plans, self._of_flat, self._kinds):
-            kept.clear()
+        for cache in (self._of_plans, self._of_flat, self._kinds):
+            cache.clear()
         self._choices = self._at_start = None
         _fold_ended()
 
@@ -306,15 +306,15 @@ class Ledger(Instrument):
     def stayed_flat(self) -> list[StayedFlat]:
         """List the collectives whose calls stayed flat by now, though the group spans nodes; empty
         where one plan was named for all calls, or the group is gone."""
-        choices, found = self._choices, []
+        choices, stayed = self._choices, []
         if choices is None or len(self._nodes) == 1 or choices.is_forced:
             return []
         for collective, row in list(self._counters.flat.items()):
             sizes = [size for of, size in list(self._of_flat) if of == collective]
             why = choices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
             if why:
-                found.append(StayedFlat(collective, row.calls, row.logical_bytes, why))
-        return found
+                stayed.append(StayedFlat(collective, row.calls, row.logical_bytes, why))
+        return stayed
 
     @property
     def where(self) -> str:
@@ -374,8 +374,8 @@ def open_ledgers() -> list[Ledger]:
 def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
     """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says
     something: of a group that was made again, what the latest says."""
-    found = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in open_ledgers()}
-    return {group: profile for group, profile in found.items() if profile is not None}
+    profiles = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in open_ledgers()}
+    return {group: profile for group, profile in profiles.items() if profile is not None}
 
 
 def audit() -> Audit:

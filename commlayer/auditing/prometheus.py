@@ -120,9 +120,9 @@ def _call_labels(calls: AuditedCalls) -> _Labels:
 def _size_range(up_to_bytes: int) -> str:
     """The size class as a range in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit, "2-4MB"."""
     lower, units = up_to_bytes // 2, ["B", "KB", "MB", "GB", "TB"]
-    place = min((max(1, lower).bit_length() - 1) // 10, len(units) - 1)
-    scale = 1024**place
-    return f"{lower // scale}-{-(-up_to_bytes // scale)}{units[place]}"
+    power = min((max(1, lower).bit_length() - 1) // 10, len(units) - 1)
+    scale = 1024**power
+    return f"{lower // scale}-{-(-up_to_bytes // scale)}{units[power]}"
 
 
 def _add_calls(samples: _Samples, labels: _Labels, calls: AuditedCalls) -> None:
@@ -155,8 +155,8 @@ def _add_first(samples: _Samples, labels: _Labels, group: AuditedGroup) -> None:
         of_rank = (*labels, ("late_rank", str(late.rank)))
         samples.add("commlayer_late_calls_total", of_rank, late.calls)
         samples.add("commlayer_late_wait_seconds_total", of_rank, late.waited_us / 1e6)
-    for place, rate in enumerate(group.node_rates):
-        samples.put("commlayer_node_rate_ratio", (*labels, ("group_node", str(place))), rate)
+    for node, rate in enumerate(group.node_rates):
+        samples.put("commlayer_node_rate_ratio", (*labels, ("group_node", str(node))), rate)
 
 
 def _escaped(text: str) -> str:

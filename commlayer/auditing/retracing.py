@@ -61,14 +61,14 @@ class _Trail:
 
     def hops(self, member: int, start: int, stop: int) -> set[Hop]:
         """All that has brought these bytes of a member's output."""
-        found: set[Hop] = set()
+        hops: set[Hop] = set()
         wanted = {_Place(member, Region(Buffer.OUTPUT, start, stop))}
         for step in reversed(range(len(self._ranks[member].steps))):
             earlier: set[_Place] = set()
             for place in wanted:
-                self._back(place, step, self._writes(place.member, step), found, earlier)
+                self._back(place, step, self._writes(place.member, step), hops, earlier)
             wanted = earlier
-        return found
+        return hops
 
     def _back(self, place: _Place, step: int, writes: Sequence[_Write], found: set[Hop], earlier: set[_Place]) -> None:
         """Add to ``earlier`` where bytes were before a step; ``writes``: of the step, the last one
@@ -107,11 +107,11 @@ class _Trail:
 
     def _listed(self, member: int, step: int) -> list[_Write]:
         moves = self._ranks[member].steps[step]
-        found = []
+        writes = []
 
         def add(kind: str, target: Region, sources: Sequence[Region], is_whole: bool) -> None:
             places = tuple(_Place(member, source) for source in sources)
-            found.append(_Write(self._known(target), places, Hop(step, kind, member, member), is_whole))
+            writes.append(_Write(self._known(target), places, Hop(step, kind, member, member), is_whole))
 
         for copy in moves.copies:
             add("copy", copy.target, [copy.source], False)
@@ -124,8 +124,8 @@ class _Trail:
         for message in moves.receives:
             sent = self._sent(message.peer, step, member, message.tag)
             place, hop = _Place(message.peer, sent), Hop(step, "message", message.peer, member)
-            found.append(_Write(self._known(message.region), (place,), hop, False, True))
-        return found[::-1]
+            writes.append(_Write(self._known(message.region), (place,), hop, False, True))
+        return writes[::-1]
 
     def _sent(self, member: int, step: int, to: int, tag: int) -> Region:
         sends = self._ranks[member].steps[step].sends
@@ -159,15 +159,15 @@ def suspects(
     if not is_shared:
         return sorted(_common(lambda member: hops(member, firsts[member]), wrong))
     lead = min(firsts[member] for member in wrong)
-    found = _common(lambda member: hops(member, lead), [member for member in wrong if firsts[member] == lead])
+    suspected = _common(lambda member: hops(member, lead), [member for member in wrong if firsts[member] == lead])
     for member, first in enumerate(firsts):
-        if first != lead and found:
-            found -= hops(member, lead)
-    return sorted(found)
+        if first != lead and suspected:
+            suspected -= hops(member, lead)
+    return sorted(suspected)
 
 
 def _common(hops: Callable[[int], set[Hop]], members: Sequence[int]) -> set[Hop]:
-    found = hops(members[0])
+    common = hops(members[0])
     for member in members[1:]:
-        found &= hops(member)
-    return found
+        common &= hops(member)
+    return common

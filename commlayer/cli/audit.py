@@ -80,8 +80,8 @@ def audit_command(
     if as_prometheus:
         _print_prometheus([audit for each in audits.values() for audit in each])
     elif as_json:
-        found = {name: _as_dict(each, notes[name]) for name, each in merged.items()}
-        print_json({"replicas": found} if len(found) > 1 else next(iter(found.values())))
+        content = {name: _as_dict(each, notes[name]) for name, each in merged.items()}
+        print_json({"replicas": content} if len(content) > 1 else next(iter(content.values())))
     else:
         for name, each in merged.items():
             if name:

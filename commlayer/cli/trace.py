@@ -58,27 +58,27 @@ def trace(
       commlayer trace trace
       commlayer trace trace --step 3 --picture step3.svg
     """
-    given = {"--output": output, "--job": job, "--picture": picture}
-    places = of_replicas(folder, "rank-*.json", tuple(name for name, value in given.items() if value))
+    options = {"--output": output, "--job": job, "--picture": picture}
+    places = of_replicas(folder, "rank-*.json", tuple(name for name, value in options.items() if value))
     window = Window(step, since_us, until_us)
     damaged: list[str] = []
-    found = {name: select(_read(place, job, damaged), window) for name, place in places}
-    notes = {name: _notes(ranks) for name, ranks in found.items()}
+    selected = {name: select(_read(place, job, damaged), window) for name, place in places}
+    notes = {name: _notes(ranks) for name, ranks in selected.items()}
     for name, place in places:
-        _write_merged(output or place / "merged.json", found[name])
+        _write_merged(output or place / "merged.json", selected[name])
     if picture is not None:
         from commlayer.drawing.trace_figure import lanes_figure
 
-        (ranks,) = found.values()
+        (ranks,) = selected.values()
         draw(picture, lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
     for name, lines in notes.items():
         for line in lines:
             echo(f"note: {name + ': ' if name else ''}{line}", err=True)
     if as_json:
-        told = {name: _as_dict(ranks, notes[name]) for name, ranks in found.items()}
-        print_json({"replicas": told} if len(told) > 1 else next(iter(told.values())))
+        content = {name: _as_dict(ranks, notes[name]) for name, ranks in selected.items()}
+        print_json({"replicas": content} if len(content) > 1 else next(iter(content.values())))
     else:
-        for name, ranks in found.items():
+        for name, ranks in selected.items():
             if name:
                 echo(f"replica {name}")
             _show(ranks, show_all)
@@ -224,19 +224,19 @@ def _within(ranks: Sequence[Selected]) -> str:
 
 
 def _show_lanes(ranks: Sequence[Selected]) -> None:
-    found = lane_times(ranks)
-    if not found:
+    lanes = lane_times(ranks)
+    if not lanes:
         return
-    together = lane_times(ranks, together=True) if len(found) > 1 else []
+    together = lane_times(ranks, together=True) if len(lanes) > 1 else []
     columns = ["lane", ">calls", ">busy ms", ">queued ms", ">held ms", ">exposed ms"]
     columns += [">logical", ">sent inter", ">sent intra", ">sent / logical"]
     print_table(
         columns,
-        [_lane_cells(times) for times in found + together],
+        [_lane_cells(times) for times in lanes + together],
         title="Lanes: time of a rank (mean), calls and bytes of all ranks",
-        dim=[len(found)] if together else [],
+        dim=[len(lanes)] if together else [],
     )
-    unknown = sum(times.num_unknown for times in found)
+    unknown = sum(times.num_unknown for times in lanes)
     if unknown:
         echo(f"≥: without {counted(unknown, 'call')} of the inner backend's own, which does not say what it sends")
     echo()
@@ -261,10 +261,10 @@ def _lane_cells(times: LaneTimes) -> list[str]:
 
 
 def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
-    found = lateness(ranks)
-    if not any(each.num_calls for each in found):
+    late = lateness(ranks)
+    if not any(each.num_calls for each in late):
         return
-    shown = found if show_all else found[:_MOST_RANKS]
+    shown = late if show_all else late[:_MOST_RANKS]
     rows = [
         [
             str(each.rank),
@@ -279,17 +279,17 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     ]
     columns = [">rank", "host", ">calls", ">late ms, median", ">worst", ">last in", "~worst call"]
     print_table(columns, rows, title="Stragglers: how long after the first rank each one came to their calls")
-    if len(shown) < len(found):
-        echo(f"{counted(len(found) - len(shown), 'rank')} less often last not shown (--all)")
-    worst = found[0]
+    if len(shown) < len(late):
+        echo(f"{counted(len(late) - len(shown), 'rank')} less often last not shown (--all)")
+    worst = late[0]
     if worst.num_last:
         echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}")
     echo()
 
 
 def _show_plans(ranks: Sequence[Selected]) -> None:
-    found = plans(ranks)
-    if not found:
+    errors = plans(ranks)
+    if not errors:
         return
     rows = [
         [
@@ -302,7 +302,7 @@ def _show_plans(ranks: Sequence[Selected]) -> None:
             _cell(each.ratio),
             _cell(each.ratio_together),
         ]
-        for each in found
+        for each in errors
     ]
     columns = ["collective", "plan", ">calls", ">left out: held", ">predicted ms", ">measured ms", ">ratio"]
     columns.append(">without late ranks")

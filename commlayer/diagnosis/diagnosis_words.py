@@ -59,21 +59,21 @@ def in_words(diagnosis: Diagnosis) -> str:
 
 def one_line(diagnosis: Diagnosis) -> str:
     """The first finding in one sentence, and how many more there are."""
-    found = [*diagnosis.findings, *diagnosis.waits]
-    if not found:
+    findings = [*diagnosis.findings, *diagnosis.waits]
+    if not findings:
         return in_words(diagnosis).splitlines()[0]
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"{headline(found[0])}{more}"
+    more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+    return f"{headline(findings[0])}{more}"
 
 
 def wait_words(log: RankLog, wait: LongWait, diagnosis: Diagnosis, folder: Path) -> str:
     """The long wait of the rank of ``log`` in a line: since when, in which call, for whom, and how to see more."""
-    place = next(place for place, group in enumerate(log.groups) if group.key == wait.key)
-    group = str(log.groups[place])
+    index = next(index for index, group in enumerate(log.groups) if group.key == wait.key)
+    group = str(log.groups[index])
     call = NamedCall(
         rank=log.rank, group=group, kind=wait.kind, number=wait.number, peer=wait.peer, tag=wait.tag, site=None
     )
-    what = place, wait.kind, wait.number, wait.peer, wait.tag
+    what = index, wait.kind, wait.number, wait.peer, wait.tag
     for each in log.calls:
         if (each.group, each.kind, each.number, each.peer, each.tag) == what:
             call = NamedCall.of_log(log.rank, group, each)
@@ -134,10 +134,10 @@ def _mismatch(found: Mismatch) -> list[str]:
 
 def _alike(calls: Sequence[NamedCall]) -> list[tuple[list[int], NamedCall]]:
     """The calls without those that read the same, and the ranks that made each."""
-    found: dict[tuple[str, str], tuple[list[int], NamedCall]] = {}
+    alike: dict[tuple[str, str], tuple[list[int], NamedCall]] = {}
     for call in calls:
-        found.setdefault((call_words(call), str(call.site)), ([], call))[0].append(call.rank)
-    return sorted(found.values(), key=lambda each: len(each[0]))[:_MOST_CALLS]
+        alike.setdefault((call_words(call), str(call.site)), ([], call))[0].append(call.rank)
+    return sorted(alike.values(), key=lambda each: len(each[0]))[:_MOST_CALLS]
 
 
 def _missing(missing: Missing) -> list[str]:
@@ -188,18 +188,18 @@ def _under_way(waiters: Sequence[Waiter]) -> list[str]:
     lines = [
         f"no call is missing, and all that can be compared agree; {ranks_words(ranks)} {are} for the end of calls:"
     ]
-    for found, waiter in _waiters(waiters):
-        are = "waits" if len(found) == 1 else "wait"
+    for alike, waiter in _waiters(waiters):
+        are = "waits" if len(alike) == 1 else "wait"
         where = f"{call_words(waiter.call)}, {_where(waiter.call, waiter.site)}"
-        lines.append(f"  {ranks_words(found)} {are} in {where}, for {waiter.waited_s:.1f} s")
+        lines.append(f"  {ranks_words(alike)} {are} in {where}, for {waiter.waited_s:.1f} s")
     return lines
 
 
 def _waiters(waiters: Sequence[Waiter]) -> list[tuple[list[int], Waiter]]:
-    found: dict[tuple[str, str], tuple[list[int], Waiter]] = {}
+    alike: dict[tuple[str, str], tuple[list[int], Waiter]] = {}
     for waiter in waiters:
-        found.setdefault((call_words(waiter.call), str(waiter.site)), ([], waiter))[0].append(waiter.call.rank)
-    return list(found.values())[:_MOST_CALLS]
+        alike.setdefault((call_words(waiter.call), str(waiter.site)), ([], waiter))[0].append(waiter.call.rank)
+    return list(alike.values())[:_MOST_CALLS]
 
 
 def _short(call: NamedCall) -> str:

@@ -200,16 +200,16 @@ def _mismatches(graph: Graph) -> Iterable[Mismatch]:
     for key in sorted(numbers):
         for number in sorted(numbers[key]):
             calls = numbers[key][number]
-            found = difference(calls, graph.members[key]) if len(calls) > 1 else None
-            if found is not None:
-                hints = _shift(graph, key, number, calls, found.odd), _threads(graph, key, number)
+            unlike = difference(calls, graph.members[key]) if len(calls) > 1 else None
+            if unlike is not None:
+                hints = _shift(graph, key, number, calls, unlike.odd), _threads(graph, key, number)
                 yield Mismatch(
                     group=graph.names[key],
                     number=number,
-                    what=found.what,
-                    odd=found.odd,
+                    what=unlike.what,
+                    odd=unlike.odd,
                     calls=tuple(_call(graph, rank, key, call) for rank, call in sorted(calls.items())),
-                    words=found.words,
+                    words=unlike.words,
                     hint="; ".join(hint for hint in hints if hint),
                 )
                 break
@@ -256,12 +256,12 @@ def _threads(graph: Graph, key: str, number: int) -> str:
 
 
 def _shared(graph: Graph) -> Iterable[Shared]:
-    found: dict[str, dict[int, list[Blocked]]] = {}
+    blocked_in: dict[str, dict[int, list[Blocked]]] = {}
     for blocked in graph.blocked:
         call = blocked.call
         if not blocked.is_message and (call is None or not call.is_async):
-            found.setdefault(blocked.group, {}).setdefault(blocked.rank, []).append(blocked)
-    for key, by_rank in sorted(found.items()):
+            blocked_in.setdefault(blocked.group, {}).setdefault(blocked.rank, []).append(blocked)
+    for key, by_rank in sorted(blocked_in.items()):
         ranks = [rank for rank, threads in sorted(by_rank.items()) if len(threads) > 1]
         if ranks:
             yield Shared(group=graph.names[key], ranks=tuple(ranks), calls=_waiters(graph, by_rank[ranks[0]]))
@@ -294,14 +294,14 @@ def _cycles(graph: Graph) -> list[Cycle]:
     stuck = graph.stuck_threads
     ahead = {_id(each): graph.reasons(each) for each in stuck}
     behind: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for start, found in ahead.items():
-        for _, other in found:
+    for start, reasons in ahead.items():
+        for _, other in reasons:
             if other is not None:
                 behind.setdefault(_id(other), set()).add(start)
     cycles: list[Cycle] = []
-    left = dict.fromkeys(_id(each) for each in stuck)
-    while left and len(cycles) < _MOST_CYCLES:
-        path = _smallest(list(left)[:_MOST_STARTS], ahead)
+    remaining = dict.fromkeys(_id(each) for each in stuck)
+    while remaining and len(cycles) < _MOST_CYCLES:
+        path = _smallest(list(remaining)[:_MOST_STARTS], ahead)
         if not path:
             break
         members = {_id(blocked) for blocked, _ in path}
@@ -313,7 +313,7 @@ def _cycles(graph: Graph) -> list[Cycle]:
             )
         )
         for each in waiting | members:
-            left.pop(each, None)
+            remaining.pop(each, None)
     return cycles
 
 
@@ -371,12 +371,12 @@ def _way(
 
 def _reach(members: set[tuple[int, int]], behind: dict[tuple[int, int], set[tuple[int, int]]]) -> set[tuple[int, int]]:
     """All that wait for these, themselves or through others."""
-    found, ahead = set(members), list(members)
+    reached, ahead = set(members), list(members)
     while ahead:
-        new = behind.get(ahead.pop(), set()) - found
-        found |= new
+        new = behind.get(ahead.pop(), set()) - reached
+        reached |= new
         ahead += new
-    return found
+    return reached
 
 
 def _step(graph: Graph, blocked: Blocked, needed: Node) -> CycleStep:
@@ -388,22 +388,22 @@ def _step(graph: Graph, blocked: Blocked, needed: Node) -> CycleStep:
 
 def _gone(graph: Graph, least_ns: int) -> list[Missing]:
     """Ranks that have ended, and for which others are stuck and have waited for so long."""
-    found: dict[Node, list[Blocked]] = {}
+    waiting: dict[Node, list[Blocked]] = {}
     for blocked in graph.stuck_threads:
         if least_ns and graph.views[blocked.rank].log.now_ns - blocked.since_ns < least_ns:
             continue
         for node, other in graph.reasons(blocked):
             if other is None:
-                found.setdefault(node, []).append(blocked)
+                waiting.setdefault(node, []).append(blocked)
     first: dict[int, Node] = {}
-    for node in sorted(found, key=lambda node: (-len(found[node]), node)):
+    for node in sorted(waiting, key=lambda node: (-len(waiting[node]), node)):
         first.setdefault(node.rank, node)
     return [
         Missing(
             call=_needed(graph, node),
             why="gone",
             how=graph.gone.get(rank, ""),
-            waiting=_waiters(graph, found[node]),
+            waiting=_waiters(graph, waiting[node]),
         )
         for rank, node in sorted(first.items())
     ]
@@ -412,10 +412,10 @@ def _gone(graph: Graph, least_ns: int) -> list[Missing]:
 def _late(graph: Graph) -> Iterable[Missing]:
     """For each rank that others wait for, the call of it that most wait for; every thread that
     waits is in one of them."""
-    found: dict[Node, list[Blocked]] = {}
+    waiting_for: dict[Node, list[Blocked]] = {}
     for blocked, node in graph.late():
-        found.setdefault(node, []).append(blocked)
-    direct = {_id(each) for waiting in found.values() for each in waiting}
+        waiting_for.setdefault(node, []).append(blocked)
+    direct = {_id(each) for waiting in waiting_for.values() for each in waiting}
     behind: dict[int, list[Blocked]] = {}
     for blocked in graph.blocked:
         if blocked.awaits in graph.stuck or _id(blocked) in direct:
@@ -426,7 +426,7 @@ def _late(graph: Graph) -> Iterable[Missing]:
         else:  # what holds those it waits for is another thread of its own rank, which perhaps waits for this one
             yield from _held(graph, blocked)
     first: dict[int, Node] = {}
-    for node in sorted(found, key=lambda node: (-len(found[node]), node)):
+    for node in sorted(waiting_for, key=lambda node: (-len(waiting_for[node]), node)):
         first.setdefault(node.rank, node)
     for rank, node in sorted(first.items()):
         view = graph.views.get(rank)
@@ -434,7 +434,7 @@ def _late(graph: Graph) -> Iterable[Missing]:
             yield Missing(
                 call=_needed(graph, node),
                 why="silent",
-                waiting=_waiters(graph, found[node]),
+                waiting=_waiters(graph, waiting_for[node]),
                 behind=_waiters(graph, behind.get(rank, ())),
             )
             continue
@@ -445,7 +445,7 @@ def _late(graph: Graph) -> Iterable[Missing]:
         yield Missing(
             call=_needed(graph, node),
             why="late",
-            waiting=_waiters(graph, found[node]),
+            waiting=_waiters(graph, waiting_for[node]),
             last=None if last is None else _call(graph, rank, view.log.groups[last.group].key, last),
             at=thread,
             idle_s=-1.0 if last is None else (view.log.now_ns - last.issued_ns) / 1e9,

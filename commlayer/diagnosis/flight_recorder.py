@@ -79,11 +79,11 @@ def _oldest(logs: Sequence[RankLog]) -> dict[tuple[object, ...], int]:
     """The number from which on the rings of all ranks that have any still have the calls."""
     oldest: dict[tuple[object, ...], int] = {}
     for log in logs:
-        mine: dict[tuple[object, ...], int] = {}
+        own: dict[tuple[object, ...], int] = {}
         for call in log.calls:
             line = _line(log, call)
-            mine[line] = min(mine.get(line, call.number), call.number)
-        for line, number in mine.items():
+            own[line] = min(own.get(line, call.number), call.number)
+        for line, number in own.items():
             oldest[line] = max(oldest.get(line, 0), number)
     return oldest
 

@@ -124,16 +124,16 @@ class View:
     def blocked(self) -> dict[int, Blocked]:
         """The call that each thread waits for: in an explicit wait, or the last one it made, which
         returns only at its end."""
-        found: dict[int, Blocked] = {}
+        by_thread: dict[int, Blocked] = {}
         for call in self.log.calls:
             key = self.log.groups[call.group].key
             if call.is_message or call.is_async or call.number <= self.done(key) or call.thread not in self.threads:
                 continue
             if call.number > self.issued(key):  # refused
                 continue
-            before = found.get(call.thread)
+            before = by_thread.get(call.thread)
             if before is None or before.since_ns <= call.issued_ns:
-                found[call.thread] = Blocked(
+                by_thread[call.thread] = Blocked(
                     rank=self.log.rank,
                     thread=call.thread,
                     group=key,
@@ -149,13 +149,13 @@ class View:
             key = self.log.groups[wait.group].key
             if wait.kind not in _OTHER and wait.number <= self.done(key):
                 continue
-            before = found.get(wait.thread)
+            before = by_thread.get(wait.thread)
             if before is None or before.since_ns <= wait.since_ns:
                 if wait.kind in _OTHER:
                     call_there = self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
                 else:
                     call_there = self.collectives.get((key, wait.number))
-                found[wait.thread] = Blocked(
+                by_thread[wait.thread] = Blocked(
                     rank=self.log.rank,
                     thread=wait.thread,
                     group=key,
@@ -167,7 +167,7 @@ class View:
                     since_ns=wait.since_ns,
                     call=call_there,
                 )
-        return {thread: each for thread, each in found.items() if not self._has_gone_on(each)}
+        return {thread: each for thread, each in by_thread.items() if not self._has_gone_on(each)}
 
     def _has_gone_on(self, blocked: Blocked) -> bool:
         """Whether the thread has made another call since, so that the one it waited for has
@@ -305,7 +305,7 @@ class Graph:
     def reasons(self, blocked: Blocked) -> list[tuple[Node, Blocked | None]]:
         """Why a stuck thread is: calls that are not made (or, of a call made, not ended), and the
         stuck threads that would have to make them; None: the rank is gone."""
-        found: list[tuple[Node, Blocked | None]] = []
+        reasons: list[tuple[Node, Blocked | None]] = []
         seen: set[Node] = set()
         ahead = [blocked.awaits]
         while ahead:
@@ -317,13 +317,13 @@ class Graph:
                 if any(each not in self.stuck for each in need.nodes):
                     continue
                 if not need.nodes:
-                    found.append((node, None))
+                    reasons.append((node, None))
                 for each in need.nodes:
                     if each.what == "free":
-                        found.append((node, self.views[each.rank].blocked[each.number]))
+                        reasons.append((node, self.views[each.rank].blocked[each.number]))
                     else:
                         ahead.append(each)
-        return found
+        return reasons
 
     # Who is waited for, but not stuck
 

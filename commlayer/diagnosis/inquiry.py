@@ -183,8 +183,9 @@ class Inquiry:
             self._round, self._answered_s, self._was_timeout = asked + 1, time.monotonic(), is_timeout
 
     def _snapshot(self, reason: str) -> RankLog:
-        gone = {rank: left.why for rank, left in list(self._detector.knowledge.left.items())}
-        gone |= dict.fromkeys(list(self._detector.knowledge.gone), PROCESS_ENDED)
+        known = self._detector.knowledge
+        gone = {rank: leaver.why for rank, leaver in list(known.left.items())}
+        gone |= dict.fromkeys(list(known.gone), PROCESS_ENDED)
         return rank_log("", self.rank, self.ranks, reason, gone, self._detector.numbering)
 
     # On threads of their own
@@ -241,14 +242,14 @@ class Inquiry:
             )
         else:
             text = wait_words(log, wait, diagnosis, where) + unread
-        found = _Found(
+        result = _Found(
             shortened(text, _MOST_TEXT),
             one_line(diagnosis),
             has_cause=diagnosis.has_cause,
             printer=self._printer(store, asked) if wait is None else self.rank,
         )
-        store.set(f"{asked}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # it takes bytes too
-        return found
+        store.set(f"{asked}/found", msgspec.msgpack.encode(result))  # type: ignore[arg-type]  # it takes bytes too
+        return result
 
     def _printer(self, store: Store, asked: int) -> int:
         """The rank that has offered to print what is found; this one where none has, or what it says is no rank."""
@@ -301,17 +302,17 @@ class Inquiry:
     def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
         """The logs of those ranks that answer in time; and why what others have answered is none."""
         logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
-        left = [rank for rank in self.ranks if rank != self.rank]
+        silent = [rank for rank in self.ranks if rank != self.rank]
         gone = set(own.gone)
-        while left:
-            there = [rank for rank in left if store.check([f"{asked}/log/{rank}"])]
+        while silent:
+            there = [rank for rank in silent if store.check([f"{asked}/log/{rank}"])]
             for rank in there:
                 try:
                     logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"), rank, self.ranks)
                 except DisagreementError as error:  # noqa: PERF203  one such log must not end the diagnosis of all
                     damaged[rank] = str(error)
-            left = [rank for rank in left if rank not in logs and rank not in damaged]
-            if not set(left) - gone or time.monotonic() - began > _GATHER_S:
+            silent = [rank for rank in silent if rank not in logs and rank not in damaged]
+            if not set(silent) - gone or time.monotonic() - began > _GATHER_S:
                 break
             time.sleep(_LOOK_S)
         return list(logs.values()), damaged
@@ -321,8 +322,8 @@ class Inquiry:
         until = time.monotonic() + _RESULT_S
         while time.monotonic() < until:
             if store.check([f"{asked}/found"]):
-                found: _Found = read_words(store.get(f"{asked}/found"), _Found, "the rank that asked first")
-                return found
+                result: _Found = read_words(store.get(f"{asked}/found"), _Found, "the rank that asked first")
+                return result
             time.sleep(_LOOK_S)
         return None
 

@@ -42,8 +42,8 @@ def folder_of(job: str, given: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(13, "expected a folder of this user alone, got another's", str(folder))
     return folder
 

@@ -56,7 +56,7 @@ def waits_of_this_rank(rank: int, numbering: str = "") -> list[LongWait]:
     def is_of_it(track: Track) -> bool:
         return track.numbering == numbering and rank in track.ranks and not track.is_broken()
 
-    found = []
+    waits = []
     open_tracks = [track for track in opened_tracks() if is_of_it(track)]
     if any(track.issued > track.done for track in open_tracks):
         busy = set(open_tracks)
@@ -64,13 +64,13 @@ def waits_of_this_rank(rank: int, numbering: str = "") -> list[LongWait]:
             track = call.track
             if track in busy and not call.is_message and not call.is_async and call.number > track.done:
                 place = track.ranks.index(rank)
-                found.append(LongWait(track.key, place, call.collective, call.number, call.issued_ns))
+                waits.append(LongWait(track.key, place, call.collective, call.number, call.issued_ns))
     for wait in waiting_threads().values():
         track = wait.track
         if is_of_it(track) and not _has_ended(wait):
             place = track.ranks.index(rank)
-            found.append(LongWait(track.key, place, wait.kind, wait.number, wait.since_ns, wait.peer, wait.tag))
-    return found
+            waits.append(LongWait(track.key, place, wait.kind, wait.number, wait.since_ns, wait.peer, wait.tag))
+    return waits
 
 
 def _has_ended(wait: Waiting) -> bool:

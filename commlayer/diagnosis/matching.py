@@ -47,14 +47,14 @@ def shared_signature(call: CallLog) -> tuple[object, ...]:
 def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
     """How the calls of these ranks (global) differ; None: they fit. ``members``: all of the group, in its order."""
     for what, value in _FIELDS:
-        found = _odd(what, {rank: value(call) for rank, call in calls.items()})
-        if found is not None:
-            return found
+        unlike = _odd(what, {rank: value(call) for rank, call in calls.items()})
+        if unlike is not None:
+            return unlike
     kind = next(iter(calls.values())).kind
     if kind in _SENT_ALIKE and all(call.of is None and call.sent >= 0 for call in calls.values()):
-        found = _odd("size", {rank: call.sent for rank, call in calls.items()}, unit=" bytes")
-        if found is not None:
-            return found
+        unlike = _odd("size", {rank: call.sent for rank, call in calls.items()}, unit=" bytes")
+        if unlike is not None:
+            return unlike
     return _parts(calls, members) if kind in _EXCHANGES else None
 
 
@@ -75,11 +75,11 @@ def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | No
 
 def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
     """The splits of each pair of ranks: what one sends to the other against what that one expects."""
-    place = {rank: index for index, rank in enumerate(members)}
+    member_of = {rank: index for index, rank in enumerate(members)}
     wrong: list[tuple[int, int, int, int]] = []
     for sender, sent in calls.items():
         for receiver, received in calls.items():
-            going, coming = _going(sent, place[receiver]), _coming(received, place[sender])
+            going, coming = _going(sent, member_of[receiver]), _coming(received, member_of[sender])
             if going is not None and coming is not None and going != coming:
                 wrong.append((sender, receiver, going, coming))
     if not wrong:

@@ -179,13 +179,13 @@ def _site(code: CodeType, offset: int) -> Site:
 
 def _threads(names: Mapping[int, str], stacks: Mapping[int, Sequence[Site]]) -> list[ThreadLog]:
     """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
-    found = []
+    threads = []
     for ident, stack in stacks.items():
         name = names.get(ident, "")
         if stack and not name.startswith(OUR_THREADS):  # the program's thread that asks is one that waits
             site = next((site for site in stack if is_of_program(site.file)), stack[0])
-            found.append(ThreadLog(ident=ident, name=name, site=site))
-    return found
+            threads.append(ThreadLog(ident=ident, name=name, site=site))
+    return threads
 
 
 def _stacks() -> tuple[dict[int, list[Site]], bool]:

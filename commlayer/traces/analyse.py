@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from commlayer.profiles.errors import UsageError
+from commlayer.traces.call_records import CallRecord, Mark
 from commlayer.traces.chrome_of_job import lane_place, running
 from commlayer.traces.intervals import length
 from commlayer.traces.rank_files import RankTrace
-from commlayer.traces.records import CallRecord, Mark
 
 __all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lane_times", "lateness", "plans", "select"]
 
@@ -58,7 +58,7 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
     until_ns = float("inf") if window.until_us is None else begin_ns + window.until_us * 1e3
     if window.step is not None:
         _require_step(traces, window.step)
-    found = []
+    selected = []
     for trace, clock in zip(traces, clocks, strict=True):
         spans = _marked(trace, window.step)
         calls = tuple(
@@ -67,8 +67,8 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
             if since_ns <= clock(call.enqueue_ns) < until_ns
             and (spans is None or any(mark.start_ns <= call.enqueue_ns < mark.end_ns for mark in spans))
         )
-        found.append(Selected(trace, calls, clock))
-    return found
+        selected.append(Selected(trace, calls, clock))
+    return selected
 
 
 def _first(trace: RankTrace, clock: Callable[[int], int]) -> int:
@@ -128,17 +128,17 @@ class LaneTimes:
 def lane_times(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
     """Add up each lane that has calls, those that go first above. ``together``: all of them as one,
     named "all"."""
-    found: dict[str, LaneTimes] = {}
+    lanes: dict[str, LaneTimes] = {}
     for rank in ranks:
         by_lane: defaultdict[str, list[CallRecord]] = defaultdict(list)
         for call in rank.calls:
             by_lane["all" if together else call.lane].append(call)
         for lane, calls in by_lane.items():
-            _add_rank(found.setdefault(lane, LaneTimes(lane)), calls)
-    for times in found.values():
+            _add_rank(lanes.setdefault(lane, LaneTimes(lane)), calls)
+    for times in lanes.values():
         for name in ("busy_us", "queued_us", "held_us", "exposed_us"):
             setattr(times, name, getattr(times, name) / times.num_ranks)
-    return sorted(found.values(), key=lambda times: lane_place(times.lane))
+    return sorted(lanes.values(), key=lambda times: lane_place(times.lane))
 
 
 def _add_rank(times: LaneTimes, calls: Sequence[CallRecord]) -> None:
@@ -186,7 +186,7 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
     first. Calls of one rank alone do not count, and so no batch of messages: nobody says which of
     another rank's belongs to it.
     """
-    found = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
+    by_rank = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
     for shared in _matched(ranks).values():
         came = {rank: clock(call.start_ns) for rank, (call, clock) in shared.items() if call.start_ns}
@@ -195,30 +195,30 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
         first = min(came, key=lambda rank: came[rank])
         last = max(came, key=lambda rank: came[rank])
         if came[last] - came[first] > errors[last] + errors[first]:
-            found[last].num_last += 1
+            by_rank[last].num_last += 1
         for rank, ns in came.items():
-            each, late_us = found[rank], (ns - came[first]) / 1e3
+            each, late_us = by_rank[rank], (ns - came[first]) / 1e3
             each.late_us.append(late_us)
             if late_us > each.worst_us:
                 call = shared[rank][0]
                 each.worst_us, each.worst = late_us, f"{call.collective} #{call.sequence} in {call.group}"
-    for each in found.values():
+    for each in by_rank.values():
         each.num_calls = len(each.late_us)
         each.median_us = median(each.late_us) if each.late_us else 0.0
-    return sorted(found.values(), key=lambda each: (-each.num_last, -each.median_us, each.rank))
+    return sorted(by_rank.values(), key=lambda each: (-each.num_last, -each.median_us, each.rank))
 
 
 def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]]:
     """The records of one call on its ranks. A group that was made anew under its old name counts
     from the beginning: then the nth record of a number belongs to the nth of the others."""
-    found: dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]] = {}
+    matched: dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]] = {}
     for rank in ranks:
         seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         for call in rank.calls:
             key = call.group, call.ranks, call.sequence
-            found.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
+            matched.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
             seen[key] += 1
-    return found
+    return matched
 
 
 @dataclass(slots=True)

@@ -84,15 +84,15 @@ def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], st
     exact = rounded = 0.0
     for node in nodes:
         exact += node.us
-        whole = round(exact - rounded)
-        rounded += whole
+        whole_us = round(exact - rounded)
+        rounded += whole_us
         parts.append(
             messages["Node"](
                 id=node.number,
                 name=node.name,
                 type=NODE_TYPES[_type(node)],
                 data_deps=node.after,
-                duration_micros=whole,
+                duration_micros=whole_us,
                 attr=[
                     messages["AttributeProto"](**{"name": name, **value})
                     for name, value in _attributes(node, groups).items()
@@ -107,22 +107,22 @@ def _type(node: RankNode) -> str:
 
 
 def _attributes(node: RankNode, groups: Mapping[tuple[int, ...], str]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {"is_cpu_op": {"bool_val": False}}
+    attributes: dict[str, dict[str, Any]] = {"is_cpu_op": {"bool_val": False}}
     kind = _type(node)
     if kind == "compute":
-        return found
-    found["comm_size"] = {"int64_val": node.nbytes}
+        return attributes
+    attributes["comm_size"] = {"int64_val": node.nbytes}
     if kind == "collective":
         if node.collective not in COMM_TYPES:
             raise UsageError(f"{node.name}: Chakra knows {', '.join(COMM_TYPES)}, and no {node.collective}")
         return {
-            **found,
+            **attributes,
             "comm_type": {"int64_val": COMM_TYPES[node.collective]},
             "pg_name": {"string_val": groups[node.ranks]},
         }
     sender, receiver = node.ranks
     return {
-        **found,
+        **attributes,
         "comm_src": {"int32_val": sender},
         "comm_dst": {"int32_val": receiver},
         "comm_tag": {"int32_val": node.tag},
@@ -162,5 +162,5 @@ def _messages() -> dict[str, Any]:
                 made.oneof_index = 0
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = message_factory.GetMessageClassesForFiles([file.name], pool)
-    return {name: found[f"commlayer.chakra.{name}"] for name in FIELDS}
+    classes = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return {name: classes[f"commlayer.chakra.{name}"] for name in FIELDS}

@@ -14,10 +14,10 @@ from typing import Any
 from commlayer.calls.ring import StepRecord
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
+from commlayer.traces.call_records import CallRecord, Mark
 from commlayer.traces.chrome_of_plan import metadata_event, slice_times
 from commlayer.traces.intervals import Interval, rows_without_overlap
 from commlayer.traces.rank_files import RankTrace
-from commlayer.traces.records import CallRecord, Mark
 
 __all__ = ["call_label", "lane_place", "merged_events", "rank_events", "running"]
 
@@ -66,8 +66,8 @@ def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> 
             yield metadata_event("thread_name", trace.rank, tid, name=name)
             yield metadata_event("thread_sort_index", trace.rank, tid, sort_index=tid)
             for (start, end), event in row:
-                place = {"ph": "X", "pid": trace.rank, "tid": tid, **slice_times((clock(start), clock(end)))}
-                yield event() | place
+                where = {"ph": "X", "pid": trace.rank, "tid": tid, **slice_times((clock(start), clock(end)))}
+                yield event() | where
     yield from _queued(trace.rank, shown, clock)
 
 

@@ -84,13 +84,13 @@ def exchange_clocks(
     origin_ns = everyone[0][0]
     if identities[rank] == identities[0]:
         return ClockReading(stamps[-1], 0, 0, origin_ns)
-    mine = [other for other, kind in enumerate(identities) if kind == identities[rank]]
+    same_kernel = [other for other, kind in enumerate(identities) if kind == identities[rank]]
     zeros = [other for other, kind in enumerate(identities) if kind == identities[0]]
     samples = [
         (before[zero], after[zero], before[me], after[me])
         for before, after in pairwise(everyone)
         for zero in zeros
-        for me in mine
+        for me in same_kernel
     ]
     return ClockReading(stamps[-1], *clock_offset_ns(samples), origin_ns)
 

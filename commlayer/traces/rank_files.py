@@ -17,8 +17,8 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import replacing
 from commlayer.profiles.strict_json import parse_record, read_data
 from commlayer.readers.job_files import JobFiles
+from commlayer.traces.call_records import CallRecord, Mark, rank_name
 from commlayer.traces.clock import ClockReading, to_job_ns
-from commlayer.traces.records import CallRecord, Mark, rank_name
 
 __all__ = ["TRACE_FORMAT", "RankTrace", "installed_versions", "rank_paths", "read_folder", "write_trace"]
 
@@ -82,11 +82,11 @@ class _Probe(msgspec.Struct):
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a trace names, those that are
     installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:

@@ -22,9 +22,8 @@ from commlayer.calls.under_way import settle_calls
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
-from commlayer.traces.call_records import CallRecords
+from commlayer.traces.call_records import CallRecord, CallRecords, Mark, rank_name
 from commlayer.traces.clock import ClockReading, exchange_clocks
-from commlayer.traces.records import CallRecord, Mark, rank_name
 
 __all__ = ["Recorder", "close_recorder", "open_recorder", "recorder"]
 
@@ -170,9 +169,9 @@ def open_recorder(
         gather = _alone
     # Before a rank may fail at its folder: the others would wait for it.
     job = gather(secrets.randbits(63))[0]
-    place = os.path.abspath(folder)
-    number = 1 + max(gather(_opened.get(place, 0)))  # a rank that was replaced has counted fewer
-    _opened[place] = number
+    path = os.path.abspath(folder)
+    number = 1 + max(gather(_opened.get(path, 0)))  # a rank that was replaced has counted fewer
+    _opened[path] = number
     readings = (exchange_clocks(gather, rank),)
     Path(folder).mkdir(parents=True, exist_ok=True)
     _recorder = Recorder(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
-from commlayer.auditing.placements import audit_placement
+from commlayer.auditing.group_audits import audit_placement
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import (

@@ -20,8 +20,8 @@ from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, Pr
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.statistics import print_table
+from commlayer.traces.call_records import rank_name
 from commlayer.traces.rank_files import RankTrace, write_trace
-from commlayer.traces.records import rank_name
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f\u202e[bold]x[/bold] \\[red] café"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[31m\\x9b2J\\x7f\\u202e[bold]x[/bold] \\[red] café"

@@ -24,8 +24,8 @@ from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces import recorder as recorder_module
+from commlayer.traces.call_records import CallRecord
 from commlayer.traces.recorder import close_recorder, recorder
-from commlayer.traces.records import CallRecord
 
 pytestmark = pytest.mark.cluster
 

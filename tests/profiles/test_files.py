@@ -23,8 +23,8 @@ from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers import cluster_files, model_files
 from commlayer.readers.routing_files import read_routing
+from commlayer.traces.call_records import rank_name
 from commlayer.traces.rank_files import read_folder, write_trace
-from commlayer.traces.records import rank_name
 
 _LONG = "x" * 5000
 

@@ -30,12 +30,12 @@ from commlayer.scheduler.moves import Moves
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
 from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
+from commlayer.traces.call_records import CallRecord, Mark, rank_name
 from commlayer.traces.chrome_of_job import merged_events, rank_events, running
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
 from commlayer.traces.intervals import length, rows_without_overlap, union
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
-from commlayer.traces.records import CallRecord, Mark, rank_name
 
 MS = 1_000_000
 FAST = (200, 900)
