@@ -1,7 +1,8 @@
-"""Statistics of what the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by
-``COMMLAYER_STATS=1``.
+"""Statistics of what the backend's groups have moved: counted on every call, read by :func:`stats`,
+printed at exit by ``COMMLAYER_STATS=1``.
 
-Every rank counts for itself. A call costs a few additions here; everything else happens when somebody reads.
+Every rank counts for itself. A call costs a few additions here; everything else happens when
+somebody reads.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ __all__ = [
 
 
 class DispatchStats(TypedDict):
-    """The statistics of MoE dispatches of one way: who asked for them (``dispatcher``, such as ``Megatron-Core``), among
-    which global ``ranks``, which way they took (``kind``, such as ``two_level × 1``), how many there were, and of how many
-    of this rank's tokens.
+    """The statistics of MoE dispatches of one way: who asked for them (``dispatcher``, such as
+    ``Megatron-Core``), among which global ``ranks``, which way they took (``kind``, such as
+    ``two_level × 1``), how many there were, and of how many of this rank's tokens.
 
     Their bytes and times are those of the groups' calls, and not counted again.
     """
@@ -48,15 +49,17 @@ class DispatchStats(TypedDict):
 
 
 class PlacementStats(TypedDict):
-    """One decision about where experts lie, as rank 0 of a pipeline stage knows it, or one migration: at which ``step``, how many
-    ``layers`` changed, how many ``copies`` of experts moved and how many bytes each took, and ``reason``, in words,
-    with what is expected.
+    """One decision about where experts lie, as rank 0 of a pipeline stage knows it, or one
+    migration: at which ``step``, how many ``layers`` changed, how many ``copies`` of experts moved
+    and how many bytes each took, and ``reason``, in words, with what is expected.
 
-    Of a migration also what was promised and measured, µs. ``migration_us``: from its start until weights and optimizer state had
-    come, on the slowest rank, beside a step; ``waited_us``: for how long a step stood still for it, with the gradients that
-    follow. ``step_before_us``, ``step_us``: the median of a training step before experts began to move, and behind the migration;
-    ``promised_step_us``: the former less what was promised to be saved, at least 0. None where it is not known (yet): nothing is
-    promised of placements that a program chose itself, and a median takes three steps.
+    Of a migration also what was promised and measured, µs. ``migration_us``: from its start until
+    weights and optimizer state had come, on the slowest rank, beside a step; ``waited_us``: for how
+    long a step stood still for it, with the gradients that follow. ``step_before_us``, ``step_us``:
+    the median of a training step before experts began to move, and behind the migration;
+    ``promised_step_us``: the former less what was promised to be saved, at least 0. None where it
+    is not known (yet): nothing is promised of placements that a program chose itself, and a median
+    takes three steps.
     """
 
     step: int
@@ -73,10 +76,11 @@ class PlacementStats(TypedDict):
 
 
 class SpillStats(TypedDict):
-    """The statistics of experts whose weights went along with rows: among which global ``ranks`` of a dispatcher, by which
-    ``rule``; in how many ``calls`` the load was uneven, in how many of these something ``spilled``; how many ``experts`` were
-    lent in all, each once to a rank, and for how many ``rows``, of all ranks; the bytes of weights that this rank lent and was
-    lent, without gradients, which take as many where there are some; and the latest ``reason``, in words.
+    """The statistics of experts whose weights went along with rows: among which global ``ranks`` of
+    a dispatcher, by which ``rule``; in how many ``calls`` the load was uneven, in how many of these
+    something ``spilled``; how many ``experts`` were lent in all, each once to a rank, and for how
+    many ``rows``, of all ranks; the bytes of weights that this rank lent and was lent, without
+    gradients, which take as many where there are some; and the latest ``reason``, in words.
     """
 
     dispatcher: str
@@ -92,7 +96,8 @@ class SpillStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """The statistics of this rank. ``rank`` is None before the first group. ``placements``: the last 64."""
+    """The statistics of this rank. ``rank`` is None before the first group. ``placements``: the
+    last 64."""
 
     rank: int | None
     groups: list[GroupStats]
@@ -156,7 +161,8 @@ def _placement_line(placed: PlacementStats) -> str:
 
 
 def came_of_placement(placed: PlacementStats) -> str:
-    """Say what a migration took, and steps behind it, against what was promised; nothing of a decision that moved nothing."""
+    """Say what a migration took, and steps behind it, against what was promised; nothing of a
+    decision that moved nothing."""
     from commlayer.units import format_us
 
     def promised(us: float | None) -> str:
@@ -176,10 +182,11 @@ def came_of_placement(placed: PlacementStats) -> str:
 
 
 def stats() -> Stats:
-    """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
+    """Return what this rank has moved over the groups of the backend ``commlayer`` since the start,
+    or :func:`reset_stats`.
 
-    Plain data (:class:`Stats`), also of groups that are destroyed: the last 64 of these each, all earlier ones as one group,
-    ``ended groups``. Not collective: every rank has its own numbers.
+    Plain data (:class:`Stats`), also of groups that are destroyed: the last 64 of these each, all
+    earlier ones as one group, ``ended groups``. Not collective: every rank has its own numbers.
     """
     settle_calls()
     rank, groups = counted_groups()
@@ -210,7 +217,8 @@ _printing: tuple[int, str] | None = None
 def print_at_exit(rank: int, replica: str = "") -> None:
     """Print the table when the interpreter ends, where ``rank`` is 0, to stderr.
 
-    ``rank``: in the job, which a replica of several may be: of its name, ``replica``, the first that is told is printed.
+    ``rank``: in the job, which a replica of several may be: of its name, ``replica``, the first
+    that is told is printed.
     """
     global _printing
     if _printing is None:
@@ -219,7 +227,8 @@ def print_at_exit(rank: int, replica: str = "") -> None:
 
 
 def name_replica(name: str) -> None:
-    """Note what others call the replica that this job is: for what is printed, where nobody has given it another name."""
+    """Note what others call the replica that this job is: for what is printed, where nobody has
+    given it another name."""
     global _printing
     if _printing is not None and not _printing[1]:
         _printing = _printing[0], name

@@ -1,7 +1,9 @@
-"""The way out of a rank's audit: a file of its own while the job runs and when it ends, a table on rank 0 at exit.
+"""The way out of a rank's audit: a file of its own while the job runs and when it ends, a table on
+rank 0 at exit.
 
-A rank that a signal ends runs nothing at exit, and torchrun's agent, as schedulers do, sends SIGTERM to the ranks that are left.
-So the file is written anew every half a minute too, as often as anybody scrapes it: a signal costs what came after.
+A rank that a signal ends runs nothing at exit, and torchrun's agent, as schedulers do, sends
+SIGTERM to the ranks that are left. So the file is written anew every half a minute too, as often as
+anybody scrapes it: a signal costs what came after.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def agreed_job(store: JobStore) -> str:
 
 
 class AuditReport:
-    """The audit of this rank on its way out. ``folder`` None: no file; ``is_printed``: a table at exit."""
+    """The audit of this rank on its way out. ``folder`` None: no file; ``is_printed``: a table at
+    exit."""
 
     def __init__(self, *, job: str, rank: int, world_size: int, folder: Path | None, is_printed: bool) -> None:
         self.job, self.rank, self.world_size = job, rank, world_size
@@ -93,8 +96,8 @@ class AuditReport:
         )
 
     def write(self, *, is_final: bool = False) -> None:
-        """Write the rank's file, and the profiles that its groups have learnt. What cannot be written is said once: the job's
-        results are worth more."""
+        """Write the rank's file, and the profiles that its groups have learnt. What cannot be
+        written is said once: the job's results are worth more."""
         if self.folder is None or os.getpid() != self.pid:
             return
         with self._lock:
@@ -162,8 +165,8 @@ def _fitting(group: object) -> object:
 
 
 def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Path:
-    """Write what a group has learnt over what it had at ``path``, or, the first time, to a file of its own, and return that:
-    another job's, or that of a group of a like name, stays."""
+    """Write what a group has learnt over what it had at ``path``, or, the first time, to a file of
+    its own, and return that: another job's, or that of a group of a like name, stays."""
     if path is not None:
         profile.save(path)
         return path
@@ -187,9 +190,11 @@ def audit_report() -> AuditReport | None:
 
 
 def open_audit_report(*, job: str, rank: int, world_size: int, folder: str | None, is_printed: bool) -> None:
-    """Have this rank's audit written to ``folder`` from now on, and written and printed when the interpreter ends.
+    """Have this rank's audit written to ``folder`` from now on, and written and printed when the
+    interpreter ends.
 
-    One that is open already, of an earlier job of this process, ends without a file of its own: what it knows is in this one.
+    One that is open already, of an earlier job of this process, ends without a file of its own:
+    what it knows is in this one.
     """
     global _report
     if _report is not None:
@@ -201,8 +206,8 @@ def open_audit_report(*, job: str, rank: int, world_size: int, folder: str | Non
 
 
 def note_job_over() -> None:
-    """Write now: the default group is gone, and some programs end without running what is registered at exit, as children that
-    multiprocessing forks do."""
+    """Write now: the default group is gone, and some programs end without running what is
+    registered at exit, as children that multiprocessing forks do."""
     if _report is not None:
         _report.is_over = True
         _report.write()

@@ -1,10 +1,13 @@
-"""The heaviest collective that stayed flat in a job's first step, and why: one line, when the first optimizer has made its step.
+"""The heaviest collective that stayed flat in a job's first step, and why: one line, when the first
+optimizer has made its step.
 
-Every trainer steps one of torch's optimizers, and torch tells whoever asks of all of them; a trainer's own loop it tells nobody.
+Every trainer steps one of torch's optimizers, and torch tells whoever asks of all of them; a
+trainer's own loop it tells nobody.
 
-By broadcasts trainers give all ranks the same parameters before any step, with as many bytes as a step has. No call says of
-itself whether it is of the start, so broadcasts are left out of the first step, and looked at in the second, where none of the
-start are left: one that is the heaviest there has a line of its own.
+By broadcasts trainers give all ranks the same parameters before any step, with as many bytes as a
+step has. No call says of itself whether it is of the start, so broadcasts are left out of the first
+step, and looked at in the second, where none of the start are left: one that is the heaviest there
+has a line of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _AT_START = "broadcast"
 
 
 class _FirstStep(NamedTuple):
-    """The optimizer that stepped first, and what had stayed flat by then, by the ledger and the collective.
+    """The optimizer that stepped first, and what had stayed flat by then, by the ledger and the
+    collective.
 
     A job may have several optimizers: its second step is over when the same one has stepped again.
     """
@@ -46,9 +50,11 @@ _is_over = False
 
 
 def tell_after_first_step(*, is_new_job: bool = True) -> None:
-    """Have the heaviest collective between nodes that stayed flat printed on stderr when an optimizer has made its first step.
+    """Have the heaviest collective between nodes that stayed flat printed on stderr when an
+    optimizer has made its first step.
 
-    One more line comes after the second step, where the heaviest there is a broadcast. Both come once for each job of a process.
+    One more line comes after the second step, where the heaviest there is a broadcast. Both come
+    once for each job of a process.
 
     ``is_new_job``: whether what has been told before was another job's.
     """
@@ -85,8 +91,8 @@ def _since(now: StayedFlat, before: StayedFlat | None) -> StayedFlat:
 
 
 def _tell(step: str, moved: dict[tuple[Ledger, str], StayedFlat], only: str | None = None) -> None:
-    """Print which collective moved the most bytes in a step, and why; nothing where none moved a mebibyte, or where it is not the
-    ``only`` one that is left to tell."""
+    """Print which collective moved the most bytes in a step, and why; nothing where none moved a
+    mebibyte, or where it is not the ``only`` one that is left to tell."""
     (ledger, collective), flat = max(moved.items(), key=lambda each: each[1].logical_bytes, default=((None, ""), None))
     if flat is None or ledger is None or flat.logical_bytes < _HEAVY_BYTES or only not in (None, collective):
         return

@@ -1,4 +1,5 @@
-"""When the recorder of ``COMMLAYER_TRACE`` opens and closes: with a group of all ranks, which compare their clocks over it."""
+"""When the recorder of ``COMMLAYER_TRACE`` opens and closes: with a group of all ranks, which
+compare their clocks over it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _END_S = 10.0
 
 
 class _Opener(NamedTuple):
-    """The group that opened the recorder of ``job``. ``gloo``: its own; a group's threads must not live on for its trace.
-    ``places``: where in a gather over it each global rank is."""
+    """The group that opened the recorder of ``job``. ``gloo``: its own; a group's threads must not
+    live on for its trace. ``places``: where in a gather over it each global rank is."""
 
     gloo: weakref.ref[Any]
     places: list[int]
@@ -52,11 +53,13 @@ def begin(
     world_size: int,
     board: Board | None = None,
 ) -> bool:
-    """Open the recorder that ``COMMLAYER_TRACE`` asks for, at a group of all ranks. Collective over it, whether or not this rank
-    records already: the others may have been replaced since. It goes on where all record one job, and otherwise all begin anew.
+    """Open the recorder that ``COMMLAYER_TRACE`` asks for, at a group of all ranks. Collective over
+    it, whether or not this rank records already: the others may have been replaced since. It goes
+    on where all record one job, and otherwise all begin anew.
 
-    ``board``: where failures of the ranks are known; then nobody waits for a dead one. Raises RuntimeError where a rank is gone.
-    Returns whether this group has opened it: then its :func:`end` writes the file.
+    ``board``: where failures of the ranks are known; then nobody waits for a dead one. Raises
+    RuntimeError where a rank is gone. Returns whether this group has opened it: then its
+    :func:`end` writes the file.
     """
     global _opener
     if not settings.trace:
@@ -105,8 +108,8 @@ def _open_job(world_size: int) -> int:
 def end(gloo: Any, world_size: int, *, with_others: bool) -> None:
     """Write the file, at the end of the group that opened it; of any other group: nothing.
 
-    ``with_others``: all ranks come here, and compare their clocks again. Without, as where the group is aborted, nobody is
-    asked.
+    ``with_others``: all ranks come here, and compare their clocks again. Without, as where the
+    group is aborted, nobody is asked.
     """
     global _opener
     if _opener is None or _opener.gloo() is not gloo:

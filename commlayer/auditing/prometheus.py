@@ -1,8 +1,9 @@
 """The audit of a job as Prometheus reads it from a file: the text exposition format, version 0.0.4.
 
-Where one fits, a metric and its labels have the names that NVIDIA's NCCL Inspector writes with ``NCCL_INSPECTOR_PROM_DUMP=1``
-(plugins/profiler/inspector in NCCL's source, its format v5.1), so that one dashboard shows both; the rest begin with
-``commlayer_``, and count in seconds and bytes since the job's start.
+Where one fits, a metric and its labels have the names that NVIDIA's NCCL Inspector writes with
+``NCCL_INSPECTOR_PROM_DUMP=1`` (plugins/profiler/inspector in NCCL's source, its format v5.1), so
+that one dashboard shows both; the rest begin with ``commlayer_``, and count in seconds and bytes
+since the job's start.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class _Samples:
-    """Samples by metric and labels. Of several with the same ones the sum counts: a group that was made twice is one."""
+    """Samples by metric and labels. Of several with the same ones the sum counts: a group that was
+    made twice is one."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[_Labels, float]] = {name: {} for name in _ABOUT}
@@ -118,7 +120,8 @@ def _call_labels(calls: AuditedCalls) -> _Labels:
 
 
 def _size_range(up_to_bytes: int) -> str:
-    """The size class as a range in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit, "2-4MB"."""
+    """The size class as a range in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit,
+    "2-4MB"."""
     lower, units = up_to_bytes // 2, ["B", "KB", "MB", "GB", "TB"]
     power = min((max(1, lower).bit_length() - 1) // 10, len(units) - 1)
     scale = 1024**power
@@ -136,7 +139,8 @@ def _add_calls(samples: _Samples, labels: _Labels, calls: AuditedCalls) -> None:
 
 
 def _add_bandwidth(totals: dict[_Labels, list[float]], labels: _Labels, calls: AuditedCalls, num_ranks: int) -> None:
-    """Calls, time and bytes times the bus factor, by labels; below 0 where a collective has no bus factor."""
+    """Calls, time and bytes times the bus factor, by labels; below 0 where a collective has no bus
+    factor."""
     row = totals.setdefault(labels, [0.0, 0.0, 0.0])
     row[0] += calls.calls
     row[1] += calls.measured_us

@@ -1,4 +1,5 @@
-"""``commlayer audit``: what a job's calls were promised to take and took, who came late, and how its plans changed."""
+"""``commlayer audit``: what a job's calls were promised to take and took, who came late, and how
+its plans changed."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def _worst(calls: CallTotals) -> str:
 
 
 def _as_dict(audit: JobAudit, notes: Sequence[str]) -> dict[str, Any]:
-    """For ``--json``: times in µs, of all ranks together where it says ``total``, else means over ranks."""
+    """For ``--json``: times in µs, of all ranks together where it says ``total``, else means over
+    ranks."""
     return {
         "job": audit.job,
         "world_size": audit.world_size,

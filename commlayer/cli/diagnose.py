@@ -1,4 +1,5 @@
-"""``commlayer diagnose``: the logs of a job's ranks as one graph, and the circle or the missing rank that holds it up."""
+"""``commlayer diagnose``: the logs of a job's ranks as one graph, and the circle or the missing
+rank that holds it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``commlayer trace``: the traces of a job's ranks as one, and what held the job up: lanes, late ranks, wrong predictions."""
+"""``commlayer trace``: the traces of a job's ranks as one, and what held the job up: lanes, late
+ranks, wrong predictions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Who waits for whom: what every rank called, kept in a ring, merged into one graph over all groups, said in words."""
+"""Who waits for whom: what every rank called, kept in a ring, merged into one graph over all
+groups, said in words."""

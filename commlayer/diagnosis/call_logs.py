@@ -1,4 +1,5 @@
-"""The log of one rank: what it called, what its threads wait for, who is gone; as it is written to files and told to others."""
+"""The log of one rank: what it called, what its threads wait for, who is gone; as it is written to
+files and told to others."""
 
 from __future__ import annotations
 
@@ -43,9 +44,10 @@ class Site(msgspec.Struct, frozen=True, array_like=True):
 class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A call of a rank.
 
-    ``group``: the index of its group; ``number``: among the collectives of the group, or the messages of this kind, peer and tag;
-    ``sent``, ``received``: bytes, −1 where ranks need not have them alike; ``to``, ``of``: bytes for and from each member, where
-    they may differ; ``root``, ``peer``: global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
+    ``group``: the index of its group; ``number``: among the collectives of the group, or the
+    messages of this kind, peer and tag; ``sent``, ``received``: bytes, −1 where ranks need not have
+    them alike; ``to``, ``of``: bytes for and from each member, where they may differ; ``root``,
+    ``peer``: global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
     ``stage``: of a call that makes a group, what the rank is at.
     """
 
@@ -74,7 +76,8 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WaitLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A thread's wait for a call that it, or another thread, made earlier: a point where the host waits for communication."""
+    """A thread's wait for a call that it, or another thread, made earlier: a point where the host
+    waits for communication."""
 
     thread: int
     group: int
@@ -96,7 +99,8 @@ class MessageCount(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group as a rank knows it. ``key``: the same on all its members, and no other group's; ``ranks``: global."""
+    """A group as a rank knows it. ``key``: the same on all its members, and no other group's;
+    ``ranks``: global."""
 
     key: str
     name: str
@@ -120,10 +124,12 @@ class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLog(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank), ``signal`` or ``abort``.
+    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another
+    rank), ``signal`` or ``abort``.
 
-    ``hidden``: threads of the program that are there, and of which it is not known where they are. ``main``: its main thread.
-    ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.
+    ``hidden``: threads of the program that are there, and of which it is not known where they are.
+    ``main``: its main thread. ``gone``: ranks of which the failure detector knows that they have
+    ended, and how. ``now_ns``: the rank's own clock.
     """
 
     job: str
@@ -144,9 +150,11 @@ class RankLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_foreign(log: RankLog) -> RankLog:
-    """Return a log that another rank or a file has given, its texts in one line each and fit to be shown.
+    """Return a log that another rank or a file has given, its texts in one line each and fit to be
+    shown.
 
-    Raises ValueError for one that contradicts itself: it points to nothing, or is longer than its group.
+    Raises ValueError for one that contradicts itself: it points to nothing, or is longer than its
+    group.
     """
     if log.format != LOG_FORMAT:
         raise ValueError(f"expected a log of format {LOG_FORMAT}, got format {log.format}")

@@ -67,7 +67,8 @@ def one_line(diagnosis: Diagnosis) -> str:
 
 
 def wait_words(log: RankLog, wait: LongWait, diagnosis: Diagnosis, folder: Path) -> str:
-    """The long wait of the rank of ``log`` in a line: since when, in which call, for whom, and how to see more."""
+    """The long wait of the rank of ``log`` in a line: since when, in which call, for whom, and how
+    to see more."""
     index = next(index for index, group in enumerate(log.groups) if group.key == wait.key)
     group = str(log.groups[index])
     call = NamedCall(

@@ -1,7 +1,9 @@
-"""The logs of ranks as dumps of torch's Flight Recorder, for the analyzers that there are for those.
+"""The logs of ranks as dumps of torch's Flight Recorder, for the analyzers that there are for
+those.
 
-Torch's own (``torchfrtrace``, ``torch.distributed.flight_recorder``) matches the calls of each group by their numbers; it takes
-uneven splits under the name all_to_all only, and cannot tell there whether they meet. It sees no circle over several groups.
+Torch's own (``torchfrtrace``, ``torch.distributed.flight_recorder``) matches the calls of each
+group by their numbers; it takes uneven splits under the name all_to_all only, and cannot tell there
+whether they meet. It sees no circle over several groups.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "complex128": 16, "complex64": 8, "
 
 
 def flight_recorder_dump(log: RankLog, logs: Sequence[RankLog]) -> dict[str, Any]:
-    """Return what torch would have pickled for this rank. ``logs``: those of all ranks, which must name groups alike."""
+    """Return what torch would have pickled for this rank. ``logs``: those of all ranks, which must
+    name groups alike."""
     described = {group.key: group.description for each in logs for group in each.groups if group.description}
     config: dict[str, dict[str, str]] = {}
     for group in log.groups:
@@ -89,7 +92,8 @@ def _oldest(logs: Sequence[RankLog]) -> dict[tuple[object, ...], int]:
 
 
 def write_flight_recorder(folder: Path, logs: Sequence[RankLog]) -> list[Path]:
-    """Write a dump for each rank, as the analyzer finds them: ``torchfrtrace FOLDER``. Raises OSError."""
+    """Write a dump for each rank, as the analyzer finds them: ``torchfrtrace FOLDER``. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for log in logs:
@@ -105,7 +109,8 @@ def _entry(index: int, call: CallLog, log: RankLog, description: str) -> dict[st
     into, out = _sizes(call, group, width)
     dtypes = [_torchs(call.dtype)] if call.dtype else []
     return {
-        # The analyzer drops by this number what other ranks do not have any more; ranks of several groups count differently.
+        # The analyzer drops by this number what other ranks do not have any more; ranks of several
+        # groups count differently.
         "record_id": 0,
         "pg_id": call.group,
         "process_group": (group.key, description),

@@ -1,15 +1,17 @@
-"""Asking all ranks of a running job what they wait for: when a call times out, on SIGUSR1, or when this process aborts.
+"""Asking all ranks of a running job what they wait for: when a call times out, on SIGUSR1, or when
+this process aborts.
 
-The rank that asks tells the failure detector, which passes it on at once; every rank that hears of it takes a snapshot on the
-detector's thread, whatever its program does, also inside Gloo, and before it hears of anything that the failure breaks. The
-logs meet in the job's store, where the first rank to ask collects them, and finds what is wrong. It is printed once, by the
-lowest rank that lives and answers (else by the one that asked); the errors of all ranks say it in one line. Each step has a
-limit, and where the store is gone, every rank that asked prints its own log.
+The rank that asks tells the failure detector, which passes it on at once; every rank that hears of
+it takes a snapshot on the detector's thread, whatever its program does, also inside Gloo, and
+before it hears of anything that the failure breaks. The logs meet in the job's store, where the
+first rank to ask collects them, and finds what is wrong. It is printed once, by the lowest rank
+that lives and answers (else by the one that asked); the errors of all ranks say it in one line.
+Each step has a limit, and where the store is gone, every rank that asked prints its own log.
 
-SIGUSR1 is taken only where nothing else takes it when the job starts, and given back only where nothing else has taken it since.
-Python runs handlers when the main thread comes back to
-it, which one that waits in C++ does not; so :mod:`faulthandler` writes to a pipe, from the signal itself, and the detector's
-thread reads.
+SIGUSR1 is taken only where nothing else takes it when the job starts, and given back only where
+nothing else has taken it since. Python runs handlers when the main thread comes back to it, which
+one that waits in C++ does not; so :mod:`faulthandler` writes to a pipe, from the signal itself, and
+the detector's thread reads.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _GATHER_S = 1.2
 _RESULT_S = 2.5
 """For how long a rank that asked too waits for what has been found."""
 _AGAIN_S = 20.0
-"""Ranks that time out so soon after one another ask about one thing. What a signal has found out before is too old for them."""
+"""Ranks that time out so soon after one another ask about one thing. What a signal has found out
+before is too old for them."""
 _SIGNALS_S = 2.0
 """The same for signals: somebody sends them to all ranks of a machine, and perhaps again."""
 _ONE_SIGNAL_S = 0.5
@@ -66,15 +69,17 @@ _LOOK_S = 0.01
 _MOST_CALLS = 128
 """The most calls of a log that is told; files have the whole ring."""
 _MOST_LOG_BYTES = 4 << 20
-"""The most bytes of a log that is told, unpacked: one of a thousand ranks in two hundred groups has fewer."""
+"""The most bytes of a log that is told, unpacked: one of a thousand ranks in two hundred groups has
+fewer."""
 _MOST_TEXT, _MOST_LINE = 1 << 16, 2000
 """The most characters of a diagnosis, and of the line of it that errors say."""
 _LINGER_S = 2.0
 
 
 class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result, in the store. ``text``: all of it, which the rank ``printer`` prints; ``line``: for errors; ``has_cause``: it
-    names calls that are wrong, and not only a rank that is missing."""
+    """The result, in the store. ``text``: all of it, which the rank ``printer`` prints; ``line``:
+    for errors; ``has_cause``: it names calls that are wrong, and not only a rank that is
+    missing."""
 
     text: str
     line: str
@@ -83,10 +88,11 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Inquiry:
-    """Asks and answers for this rank, of a job whose ranks are those of ``detector``; ``store`` is its own in the job.
+    """Asks and answers for this rank, of a job whose ranks are those of ``detector``; ``store`` is
+    its own in the job.
 
-    ``folder``: where files go; None: among temporary files. ``long_wait_s``: after so long in one call somebody is told for
-    whom it waits; 0: nobody is.
+    ``folder``: where files go; None: among temporary files. ``long_wait_s``: after so long in one
+    call somebody is told for whom it waits; 0: nobody is.
     """
 
     def __init__(self, detector: FailureDetector, store: Store, folder: str | None, long_wait_s: float = 0.0) -> None:
@@ -114,7 +120,8 @@ class Inquiry:
     # Asking
 
     def timed_out(self) -> None:
-        """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns at once."""
+        """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns
+        at once."""
         self._ask(is_timeout=True)
 
     def aborting(self) -> None:
@@ -124,7 +131,8 @@ class Inquiry:
         self.linger()
 
     def diagnosed(self) -> Diagnosed:
-        """The finding of the time when :meth:`timed_out` asked, in a line; without words where nothing is known in time."""
+        """The finding of the time when :meth:`timed_out` asked, in a line; without words where
+        nothing is known in time."""
         self._found.wait(_RESULT_S)
         return self._result
 
@@ -139,7 +147,8 @@ class Inquiry:
         return self._answered_s
 
     def waited_long(self, wait: LongWait) -> None:
-        """A call of this rank has waited for long: ask everybody for whom, and print it, where no rank has. Returns at once."""
+        """A call of this rank has waited for long: ask everybody for whom, and print it, where no
+        rank has. Returns at once."""
         self._start(self._ask_once, wait)
 
     def _ask_once(self, wait: LongWait) -> None:
@@ -149,8 +158,8 @@ class Inquiry:
             self._ask(is_timeout=False, reason="asked", wait=wait)
 
     def _ask(self, *, is_timeout: bool, reason: str = "", wait: LongWait | None = None) -> None:
-        """Ask everybody, unless somebody just has: what is found then tells of this too. ``wait``: the long wait that is asked
-        about; else all that is found is told."""
+        """Ask everybody, unless somebody just has: what is found then tells of this too. ``wait``:
+        the long wait that is asked about; else all that is found is told."""
         began = time.monotonic()
         with self._lock:
             age_s = began - self._answered_s
@@ -203,7 +212,8 @@ class Inquiry:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def _lead_or_follow(self, asked: int, log: RankLog | None, began: float, wait: LongWait | None = None) -> None:
-        """Find out what is wrong, or read what the rank has found that asked first. ``log`` None: of this rank it has one."""
+        """Find out what is wrong, or read what the rank has found that asked first. ``log`` None:
+        of this rank it has one."""
         result = Diagnosed()
         try:
             store = self._client()
@@ -229,7 +239,8 @@ class Inquiry:
             self._write(log)
 
     def _lead(self, store: Store, asked: int, log: RankLog, began: float, wait: LongWait | None) -> _Found:
-        """Find out what is wrong, and put it into the store. Of a long wait this rank prints one line."""
+        """Find out what is wrong, and put it into the store. Of a long wait this rank prints one
+        line."""
         logs, damaged = self._gathered(store, asked, began, log)
         diagnosis = diagnose(logs)
         unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
@@ -252,7 +263,8 @@ class Inquiry:
         return result
 
     def _printer(self, store: Store, asked: int) -> int:
-        """The rank that has offered to print what is found; this one where none has, or what it says is no rank."""
+        """The rank that has offered to print what is found; this one where none has, or what it
+        says is no rank."""
         offered = self.rank
         with contextlib.suppress(DisagreementError):
             if store.check([f"{asked}/prints"]):
@@ -284,12 +296,13 @@ class Inquiry:
             self._write(log)
 
     def _client(self) -> Store:
-        """A client of the store that nobody else waits on. Raises what the store does, TimeoutError."""
+        """A client of the store that nobody else waits on. Raises what the store does,
+        TimeoutError."""
         return within(_STORE_S, lambda: own_client(self._store))
 
     def _publish(self, store: Store, asked: int, log: RankLog) -> RankLog:
-        """Put the log into the store; returns it with the name of the job, which the first one that ever leads gives it. The
-        lowest rank offers to print what is found."""
+        """Put the log into the store; returns it with the name of the job, which the first one that
+        ever leads gives it. The lowest rank offers to print what is found."""
         if self._is_lowest(log):
             store.set(f"{asked}/prints", str(self.rank))
         store.set(f"{asked}/log/{self.rank}", _packed(log))  # type: ignore[arg-type]  # it takes bytes too
@@ -300,7 +313,8 @@ class Inquiry:
         return msgspec.structs.replace(log, job=job)
 
     def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
-        """The logs of those ranks that answer in time; and why what others have answered is none."""
+        """The logs of those ranks that answer in time; and why what others have answered is
+        none."""
         logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
         silent = [rank for rank in self.ranks if rank != self.rank]
         gone = set(own.gone)
@@ -388,7 +402,8 @@ def own_answer() -> RankLog | None:
 
 
 class _Mouth:
-    """The end of a pipe into which faulthandler writes. It alone keeps this: another file in its place frees it."""
+    """The end of a pipe into which faulthandler writes. It alone keeps this: another file in its
+    place frees it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -401,7 +416,8 @@ class _Mouth:
 
 
 class _Hearing:
-    """SIGUSR1 as a pipe that the thread of ``detector`` reads. Raises OSError where no descriptors are left."""
+    """SIGUSR1 as a pipe that the thread of ``detector`` reads. Raises OSError where no descriptors
+    are left."""
 
     def __init__(self, detector: FailureDetector) -> None:
         self.detector = detector
@@ -422,7 +438,8 @@ class _Hearing:
                 pass
         if time.monotonic() - self._heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
             self._heard_s = time.monotonic()
-            # One of each numbering: the logs of the job's groups and of one that stands alone have other ranks.
+            # One of each numbering: the logs of the job's groups and of one that stands alone have
+            # other ranks.
             for each in {each._detector.numbering: each for each in reversed(_inquiries)}.values():
                 each.signalled()
 
@@ -433,7 +450,8 @@ class _Hearing:
         return False
 
     def move(self, inquiries: list[Inquiry]) -> None:
-        """The detector ends: have that of another inquiry read; where none is left, let go of the signal."""
+        """The detector ends: have that of another inquiry read; where none is left, let go of the
+        signal."""
         self.detector.forget(self._ears)
         for each in list(inquiries):
             self.detector = each._detector
@@ -442,7 +460,8 @@ class _Hearing:
         _leave_signal()
 
     def end(self) -> None:
-        """Give SIGUSR1 its default again, and let go of the pipe; what somebody else has put in its place stays."""
+        """Give SIGUSR1 its default again, and let go of the pipe; what somebody else has put in its
+        place stays."""
         is_written = self._mouth() is not None
         if is_written and SignalAction(signal.SIGUSR1).handler != self._handler:
             return  # whoever has taken the signal since may pass it on, into a pipe that must be no other file then

@@ -1,8 +1,9 @@
-"""Calls that a thread of this rank has waited in for long, of which somebody is told before any timeout passes.
+"""Calls that a thread of this rank has waited in for long, of which somebody is told before any
+timeout passes.
 
-The failure detector's thread looks at the ring about once a second. Of the ranks that wait in one call, the first in the group's
-order asks all ranks and prints one line: each begins to look a moment after the one before it, and the first that asks marks
-the call in the job's store.
+The failure detector's thread looks at the ring about once a second. Of the ranks that wait in one
+call, the first in the group's order asks all ranks and prints one line: each begins to look a
+moment after the one before it, and the first that asks marks the call in the job's store.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _LOOKS = 4
 _NEXT_RANK_S = 0.02
 _LAST_RANK_S = 2.0
 _COVERED_S = 10.0
-"""After a question to all ranks the next one waits for so long: the first has perhaps told of this wait too."""
+"""After a question to all ranks the next one waits for so long: the first has perhaps told of this
+wait too."""
 
 
 class LongWait(NamedTuple):
-    """A thread's wait in a call. ``key``: of its group; ``place``: of this rank in the group; ``since_ns``: when it began, by
-    ``perf_counter_ns``; ``peer``, ``tag``: of a message."""
+    """A thread's wait in a call. ``key``: of its group; ``place``: of this rank in the group;
+    ``since_ns``: when it began, by ``perf_counter_ns``; ``peer``, ``tag``: of a message."""
 
     key: str
     place: int
@@ -49,8 +51,9 @@ class LongWait(NamedTuple):
 def waits_of_this_rank(rank: int, numbering: str = "") -> list[LongWait]:
     """List what threads of this process wait in now: synchronous calls, and waits for earlier ones.
 
-    This process is ``rank`` in the ``numbering`` of some groups (see :class:`commlayer.calls.ring.Track`): those of others,
-    in which it has another number, are left out.
+    This process is ``rank`` in the ``numbering`` of some groups (see
+    :class:`commlayer.calls.ring.Track`): those of others, in which it has another number, are left
+    out.
     """
 
     def is_of_it(track: Track) -> bool:
@@ -80,7 +83,8 @@ def _has_ended(wait: Waiting) -> bool:
 
 
 class LongWaits:
-    """Looks for waits of ``rank`` (of this ``numbering``) that are longer than ``limit_s``, and tells ``say`` of each, once.
+    """Looks for waits of ``rank`` (of this ``numbering``) that are longer than ``limit_s``, and
+    tells ``say`` of each, once.
 
     ``answered_s``: when all ranks were asked last, by ``time.monotonic``.
     """

@@ -1,7 +1,9 @@
-"""Which calls go together, and where they do not: the n-th call of a group must be the same on all its members.
+"""Which calls go together, and where they do not: the n-th call of a group must be the same on all
+its members.
 
-What has to be alike depends on the kind: the dtype always (save of a message, which is bytes), the operation and the root where
-there are any, sizes as far as the kind asks for it. What a rank sends to another must be what that one expects.
+What has to be alike depends on the kind: the dtype always (save of a message, which is bytes), the
+operation and the root where there are any, sizes as far as the kind asks for it. What a rank sends
+to another must be what that one expects.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _FIELDS: tuple[tuple[str, Callable[[CallLog], object]], ...] = (
 
 
 class Unlike(msgspec.Struct, frozen=True, kw_only=True):
-    """A difference between calls that should be one. ``what``: collective, dtype, operation, root, size or splits.
+    """A difference between calls that should be one. ``what``: collective, dtype, operation, root,
+    size or splits.
 
-    ``odd``: the ranks that differ from most others; where no more agree than differ, those of the higher ranks.
+    ``odd``: the ranks that differ from most others; where no more agree than differ, those of the
+    higher ranks.
     """
 
     what: str
@@ -45,7 +49,8 @@ def shared_signature(call: CallLog) -> tuple[object, ...]:
 
 
 def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
-    """How the calls of these ranks (global) differ; None: they fit. ``members``: all of the group, in its order."""
+    """How the calls of these ranks (global) differ; None: they fit. ``members``: all of the group,
+    in its order."""
     for what, value in _FIELDS:
         unlike = _odd(what, {rank: value(call) for rank, call in calls.items()})
         if unlike is not None:
@@ -74,7 +79,8 @@ def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | No
 
 
 def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
-    """The splits of each pair of ranks: what one sends to the other against what that one expects."""
+    """The splits of each pair of ranks: what one sends to the other against what that one
+    expects."""
     member_of = {rank: index for index, rank in enumerate(members)}
     wrong: list[tuple[int, int, int, int]] = []
     for sender, sent in calls.items():

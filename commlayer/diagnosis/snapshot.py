@@ -1,4 +1,5 @@
-"""A snapshot of this process: its ring as the log of a rank, with lines of files for offsets, and where its threads are."""
+"""A snapshot of this process: its ring as the log of a rank, with lines of files for offsets, and
+where its threads are."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def _operation(opts: Any) -> str:
 def _in_bytes(
     splits: Any, sent: int, received: int, size: int
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The bytes for and from each member; ``splits``: rows of what comes and of what goes, empty: even; None: none."""
+    """The bytes for and from each member; ``splits``: rows of what comes and of what goes, empty:
+    even; None: none."""
     if splits is None:
         return None, None
     coming, going = splits
@@ -178,7 +180,8 @@ def _site(code: CodeType, offset: int) -> Site:
 
 
 def _threads(names: Mapping[int, str], stacks: Mapping[int, Sequence[Site]]) -> list[ThreadLog]:
-    """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
+    """The threads of the program, where they are: the innermost place that is neither torch's nor
+    ours."""
     threads = []
     for ident, stack in stacks.items():
         name = names.get(ident, "")
@@ -189,12 +192,13 @@ def _threads(names: Mapping[int, str], stacks: Mapping[int, Sequence[Site]]) -> 
 
 
 def _stacks() -> tuple[dict[int, list[Site]], bool]:
-    """The places of all threads, innermost first, by thread; of the 100 youngest threads and the main one, 100 places of each.
-    And whether there are more threads.
+    """The places of all threads, innermost first, by thread; of the 100 youngest threads and the
+    main one, 100 places of each. And whether there are more threads.
 
-    Written by ``faulthandler`` and read again: it reads the interpreter's stacks as they lie there, while no thread runs. Walking
-    the frame objects of running threads (``sys._current_frames``) would be handier, but it has ended a rank of a job with a
-    segmentation fault (Python 3.11.7), and a diagnosis must not be what kills a job.
+    Written by ``faulthandler`` and read again: it reads the interpreter's stacks as they lie there,
+    while no thread runs. Walking the frame objects of running threads (``sys._current_frames``)
+    would be handier, but it has ended a rank of a job with a segmentation fault (Python 3.11.7),
+    and a diagnosis must not be what kills a job.
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -210,9 +214,10 @@ def _stacks() -> tuple[dict[int, list[Site]], bool]:
 def _dump_main(file: IO[bytes]) -> None:
     """Have the interpreter write the places of the main thread.
 
-    faulthandler comes to it last, so not at all where there are more than a hundred. This calls what faulthandler itself calls
-    for each thread, with the interpreter's lock held. Its state was kept by that thread itself: to look for it among those of all
-    threads takes several calls, between which others end. Nothing is written where the interpreter does not export the call
+    faulthandler comes to it last, so not at all where there are more than a hundred. This calls
+    what faulthandler itself calls for each thread, with the interpreter's lock held. Its state was
+    kept by that thread itself: to look for it among those of all threads takes several calls,
+    between which others end. Nothing is written where the interpreter does not export the call
     (Python 3.13), or the main thread has made no group.
     """
     dump: Any = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
@@ -226,7 +231,8 @@ def _dump_main(file: IO[bytes]) -> None:
 def _hidden(
     names: Mapping[int, str], made_elsewhere: Collection[int | None], shown: Sequence[ThreadLog]
 ) -> tuple[int, ...]:
-    """The threads of the program that are not among those. ``made_elsewhere``: by no Python code, of whose ends nobody hears."""
+    """The threads of the program that are not among those. ``made_elsewhere``: by no Python code,
+    of whose ends nobody hears."""
     known = {*(thread.ident for thread in shown), *made_elsewhere}
     return tuple(ident for ident, name in names.items() if ident not in known and not name.startswith(OUR_THREADS))
 
@@ -254,7 +260,8 @@ def _read_stacks(
 
 
 def _memory_file() -> IO[bytes]:
-    """A file that nobody else sees, on no disk where the system has such files: a job may hang because its disk is full."""
+    """A file that nobody else sees, on no disk where the system has such files: a job may hang
+    because its disk is full."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("commlayer-stacks"), "w+b")
     return tempfile.TemporaryFile()

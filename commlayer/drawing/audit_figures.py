@@ -1,4 +1,5 @@
-"""The figures of a job's audit: measured over promised times, who came late, and when plans changed."""
+"""The figures of a job's audit: measured over promised times, who came late, and when plans
+changed."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ __all__ = ["audit_figure", "events_figure", "late_figure", "plain_name"]
 _MOST_RANKS, _MOST_GROUPS = 16, 16
 _LONGEST_NAME = 40
 _WIDE = 1000.0
-"""The range, in times the shortest, from which on an axis of times has a number at powers of ten only."""
+"""The range, in times the shortest, from which on an axis of times has a number at powers of ten
+only."""
 
 
 @styled
 def audit_figure(job: JobAudit) -> Figure:
-    """Draw what a call took over what was promised for it, and the ratio of the two over its size; a colour for each group.
+    """Draw what a call took over what was promised for it, and the ratio of the two over its size;
+    a colour for each group.
 
     Raises:
         UsageError: a job without audited calls.
@@ -93,7 +96,8 @@ def _time_axes(axes: Axes, rows: Sequence[CallTotals]) -> None:
 
 @styled
 def late_figure(job: JobAudit) -> Figure:
-    """Draw for how long the others waited for each rank, over all groups; the 16 that cost the most.
+    """Draw for how long the others waited for each rank, over all groups; the 16 that cost the
+    most.
 
     Raises:
         UsageError: no rank was ever late.
@@ -122,7 +126,8 @@ def late_figure(job: JobAudit) -> Figure:
 
 @styled
 def events_figure(job: JobAudit) -> Figure:
-    """Draw when the plans of groups changed, and when a measurement left them as they were: a row for each group, numbered marks.
+    """Draw when the plans of groups changed, and when a measurement left them as they were: a row
+    for each group, numbered marks.
 
     Raises:
         UsageError: nothing happened.

@@ -1,4 +1,5 @@
-"""The page of a job's audit: one HTML file without anything from outside, readable in light and in dark."""
+"""The page of a job's audit: one HTML file without anything from outside, readable in light and in
+dark."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def _events(job: JobAudit) -> list[list[str]]:
 
 
 class _Call(NamedTuple):
-    """A row of a group's calls. ``bar``: the length of its bar in percent; ``is_bad``: whether its ratio is marked."""
+    """A row of a group's calls. ``bar``: the length of its bar in percent; ``is_bad``: whether its
+    ratio is marked."""
 
     cells: Sequence[str]
     is_bad: bool

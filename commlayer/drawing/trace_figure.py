@@ -26,11 +26,13 @@ _BAR = 0.84
 _PALE = 0.3
 _MAX_RANKS = 16
 _PIXELS = 4000
-"""Across the picture: bars that are nearer to each other than one of these become one, or files would grow without end."""
+"""Across the picture: bars that are nearer to each other than one of these become one, or files
+would grow without end."""
 
 
 class _Bars(NamedTuple):
-    """``row``: from the top of the rank's band. ``spans``: ns since the job's origin, disjoint, in order."""
+    """``row``: from the top of the rank's band. ``spans``: ns since the job's origin, disjoint, in
+    order."""
 
     row: int
     colour: str
@@ -40,9 +42,9 @@ class _Bars(NamedTuple):
 
 @styled
 def lanes_figure(ranks: Sequence[Selected], title: str = "") -> Figure:
-    """Draw a band for each rank (of the first 16): where its program was blocked, and under it a row for each lane.
-    Full colour: a step of the lane was under way; pale: a call was, but held, or between its steps. Times are of rank
-    0's clock.
+    """Draw a band for each rank (of the first 16): where its program was blocked, and under it a
+    row for each lane. Full colour: a step of the lane was under way; pale: a call was, but held, or
+    between its steps. Times are of rank 0's clock.
 
     Raises:
         UsageError: no call to draw.

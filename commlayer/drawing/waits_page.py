@@ -1,4 +1,5 @@
-"""A page about a job that hangs: the circle of ranks that wait for each other, who is missing, which calls differ."""
+"""A page about a job that hangs: the circle of ranks that wait for each other, who is missing,
+which calls differ."""
 
 from __future__ import annotations
 

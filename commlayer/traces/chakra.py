@@ -1,11 +1,13 @@
-"""Chakra execution traces (MLCommons), which ASTRA-sim and others read: a rank's step as protobuf messages.
+"""Chakra execution traces (MLCommons), which ASTRA-sim and others read: a rank's step as protobuf
+messages.
 
-The schema is et_def.proto of mlcommons/chakra, of which the messages and the fields that are written are described here; tests
-hold them against the file. A trace is one GlobalMetadata, then one Node after the other, each behind its length as a varint
-(src/third_party/utils/protolib.py). Attributes are those that its feeder knows (src/feeder/et_feeder_node.cpp).
+The schema is et_def.proto of mlcommons/chakra, of which the messages and the fields that are
+written are described here; tests hold them against the file. A trace is one GlobalMetadata, then
+one Node after the other, each behind its length as a varint (src/third_party/utils/protolib.py).
+Attributes are those that its feeder knows (src/feeder/et_feeder_node.cpp).
 
-``comm_size`` is nccl-tests' S: what one rank sends in an all_to_all, the gathered total of an all_gather. Times are whole µs;
-what rounding leaves is carried on, so that their sum is right.
+``comm_size`` is nccl-tests' S: what one rank sends in an all_to_all, the gathered total of an
+all_gather. Times are whole µs; what rounding leaves is carried on, so that their sum is right.
 """
 
 from __future__ import annotations
@@ -50,17 +52,19 @@ FIELDS: dict[str, tuple[tuple[int, str, str], ...]] = {
         (10, "attr", "repeated AttributeProto"),
     ),
 }
-"""The fields of messages that are written: number, name, type. An enumeration is an int32 on the wire."""
+"""The fields of messages that are written: number, name, type. An enumeration is an int32 on the
+wire."""
 _SCALARS = {"string": 9, "int32": 5, "int64": 3, "uint64": 4, "bool": 8}
 _ONE_OF = ("int32_val", "int64_val", "bool_val", "string_val")
 
 
 def write_chakra(folder: Path, graphs: Mapping[int, Sequence[RankNode]]) -> list[Path]:
-    """Write a trace for each rank, ``rank.<number>.et``, and the groups' ranks by the names that the traces have for them,
-    ``comm_groups.json``.
+    """Write a trace for each rank, ``rank.<number>.et``, and the groups' ranks by the names that
+    the traces have for them, ``comm_groups.json``.
 
     Raises:
-        UsageError: a collective that Chakra has no word for; protobuf is not installed. OSError: the folder cannot be written.
+        UsageError: a collective that Chakra has no word for; protobuf is not installed. OSError:
+            the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[tuple[int, ...], str] = {}
@@ -78,7 +82,8 @@ def write_chakra(folder: Path, graphs: Mapping[int, Sequence[RankNode]]) -> list
 
 
 def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], str]) -> bytes:
-    """One rank's trace. ``groups``: the name of each group, by its ranks. Raises as :func:`write_chakra`."""
+    """One rank's trace. ``groups``: the name of each group, by its ranks. Raises as
+    :func:`write_chakra`."""
     messages = _messages()
     parts = [messages["GlobalMetadata"](version="0.0.4")]
     exact = rounded = 0.0
@@ -139,7 +144,8 @@ def _delimited(message: bytes) -> bytes:
 
 @lru_cache(maxsize=1)
 def _messages() -> dict[str, Any]:
-    """The classes of the messages. Nobody generates them from a file: there is no compiler to install."""
+    """The classes of the messages. Nobody generates them from a file: there is no compiler to
+    install."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as error:

@@ -1,8 +1,9 @@
 """A rank's records as events of a Chrome trace: what ui.perfetto.dev and chrome://tracing show.
 
-A process is a rank. Its tracks, from the top: the program (marks, and where it was blocked by a call), for each lane the calls
-from the moment their queue came to them, for each resource the steps of all lanes, and above those the steps as they were
-predicted. What overlaps on a track goes into a second one of the same name: those programs draw no overlapping slices.
+A process is a rank. Its tracks, from the top: the program (marks, and where it was blocked by a
+call), for each lane the calls from the moment their queue came to them, for each resource the steps
+of all lanes, and above those the steps as they were predicted. What overlaps on a track goes into a
+second one of the same name: those programs draw no overlapping slices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Event = dict[str, Any]
 _Slices = list[tuple[Interval, Callable[[], Event]]]
 _LANES = sorted(LANES, key=LANES.__getitem__)
 _TRACKS_PER_RANK = 10_000
-"""Numbers of threads are of one process only, as on Linux: Perfetto takes them for one where they are equal."""
+"""Numbers of threads are of one process only, as on Linux: Perfetto takes them for one where they
+are equal."""
 _RESOURCES = [resource.value for resource in Resource]
 
 
@@ -35,7 +37,8 @@ def call_label(call: CallRecord) -> str:
 
 
 def running(call: CallRecord) -> list[Interval]:
-    """Return when each step of ``call`` was under way, ns: from its post, or the end of the step before it on its resource."""
+    """Return when each step of ``call`` was under way, ns: from its post, or the end of the step
+    before it on its resource."""
     free: dict[str, int] = {}
     spans = []
     for step in call.steps:
@@ -46,14 +49,16 @@ def running(call: CallRecord) -> list[Interval]:
 
 
 def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> Iterator[Event]:
-    """The events of one rank, made one after the other: they need ten times the memory of the records.
+    """The events of one rank, made one after the other: they need ten times the memory of the
+    records.
 
     Args:
         calls: only these of the trace's calls.
 
     Yields:
-        Metadata ("M"), a complete event ("X") for each mark, wait, call, step and predicted step, and a counter ("C") of calls
-        that are queued in each lane. ``ts`` and ``dur`` are µs since the job's origin, on rank 0's clock.
+        Metadata ("M"), a complete event ("X") for each mark, wait, call, step and predicted step,
+        and a counter ("C") of calls that are queued in each lane. ``ts`` and ``dur`` are µs since
+        the job's origin, on rank 0's clock.
     """
     shown = trace.calls if calls is None else calls
     clock = trace.job_clock()
@@ -159,7 +164,8 @@ def _step_label(call: CallRecord, step: StepRecord) -> str:
 
 
 def _queued(rank: int, calls: Sequence[CallRecord], clock: Callable[[int], int]) -> Iterator[Event]:
-    """A counter of each lane's calls that the program has issued and whose queue has not come to them."""
+    """A counter of each lane's calls that the program has issued and whose queue has not come to
+    them."""
     changes: list[tuple[int, int, str]] = []
     for call in calls:
         if call.start_ns > call.enqueue_ns:

@@ -19,11 +19,13 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """The trace as the JSON object that Chrome and Perfetto read.
 
     Args:
-        timelines: by the name under which each is shown ("predicted", "measured", or the plan's own).
+        timelines: by the name under which each is shown ("predicted", "measured", or the plan's
+            own).
 
     Returns:
-        One process for each timeline, in it one thread for each resource, in it one complete event ("X") for each step:
-        ``ts`` and ``dur`` in µs, ``args`` with the step's number, chunk, bytes, buffers and what it waited for.
+        One process for each timeline, in it one thread for each resource, in it one complete event
+        ("X") for each step: ``ts`` and ``dur`` in µs, ``args`` with the step's number, chunk,
+        bytes, buffers and what it waited for.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
@@ -58,8 +60,8 @@ def complete_event(
 
 
 def slice_times(span_ns: tuple[int, int]) -> dict[str, float]:
-    """Return ``ts`` and ``dur`` of a slice, µs, which are whole nanoseconds when they are read, too: Perfetto drops a slice that
-    overlaps the next one on its thread by a single one."""
+    """Return ``ts`` and ``dur`` of a slice, µs, which are whole nanoseconds when they are read,
+    too: Perfetto drops a slice that overlaps the next one on its thread by a single one."""
     start, end = span_ns
     return {"ts": _us(start), "dur": _us(end - start)}
 

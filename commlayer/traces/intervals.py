@@ -31,7 +31,8 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def rows_without_overlap(items: Sequence[tuple[Interval, _T]]) -> list[list[tuple[Interval, _T]]]:
-    """Lay ``items`` out in as few rows as hold them without two of one row at a time; each row in order."""
+    """Lay ``items`` out in as few rows as hold them without two of one row at a time; each row in
+    order."""
     rows: list[list[tuple[Interval, _T]]] = []
     busy: list[tuple[int, int]] = []  # (end, row), a heap, and beside it the rows whose last one has ended
     idle: list[int] = []

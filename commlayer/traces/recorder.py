@@ -1,8 +1,10 @@
-"""The recorder of one rank: what it did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
+"""The recorder of one rank: what it did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and
+written when the job ends.
 
-A recorder costs a call a few allocations; everything else happens when it is closed. All times are of
-``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0: :mod:`commlayer.traces.clock`.
-This module loads no torch, and what writes the file only at the close.
+A recorder costs a call a few allocations; everything else happens when it is closed. All times are
+of ``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0:
+:mod:`commlayer.traces.clock`. This module loads no torch, and what writes the file only at the
+close.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from commlayer.traces.clock import ClockReading, exchange_clocks
 __all__ = ["Recorder", "close_recorder", "open_recorder", "recorder"]
 
 _MAX_ENTRIES = 100_000
-"""Calls, steps and marks of one rank: some 40 MB of memory, 100 while the file is written, and 70 MB in the file."""
+"""Calls, steps and marks of one rank: some 40 MB of memory, 100 while the file is written, and 70
+MB in the file."""
 
 
 class Recorder:
@@ -66,7 +69,8 @@ class Recorder:
         """Makes the records of calls, while this recorder is the open one."""
 
     def add(self, record: CallRecord) -> None:
-        """Keep a call. What is set in it later, such as its end, is in the file too, as is a call that never ends."""
+        """Keep a call. What is set in it later, such as its end, is in the file too, as is a call
+        that never ends."""
         if self._has_room():
             self.calls.append(record)
             self._unpaid.append(record)
@@ -77,7 +81,8 @@ class Recorder:
             record.waited.append((start_ns, end_ns))
 
     def mark(self, name: str, start_ns: int, end_ns: int) -> None:
-        """Note that the program did ``name`` in this time; ``commlayer trace --step 3`` looks for "step 3"."""
+        """Note that the program did ``name`` in this time; ``commlayer trace --step 3`` looks for
+        "step 3"."""
         if self._has_room():
             self.marks.append(Mark(name, start_ns, end_ns))
 
@@ -99,7 +104,8 @@ class Recorder:
         return False
 
     def close(self) -> None:
-        """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be written."""
+        """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be
+        written."""
         if os.getpid() != self.pid:  # a forked child has copies of our records, and perhaps of a lock that is held
             return
         with self._lock:
@@ -149,15 +155,18 @@ def open_recorder(
     *,
     max_entries: int = _MAX_ENTRIES,
 ) -> Recorder:
-    """Begin to record; at exit of the process at the latest, also by an exception, the file is written.
+    """Begin to record; at exit of the process at the latest, also by an exception, the file is
+    written.
 
     Args:
         folder: made if it is not there.
-        gather: all-gathers an integer below 2^63 over the job, in rank order. Then opening is collective: ranks agree on the
-            job's name and its number, and compare clocks. Only a job of one rank can do without.
+        gather: all-gathers an integer below 2^63 over the job, in rank order. Then opening is
+            collective: ranks agree on the job's name and its number, and compare clocks. Only a job
+            of one rank can do without.
 
-    Raises OSError where the folder cannot be made, UsageError without ``gather``, and what ``gather`` raises. A recorder that is
-    open already is closed first, without the other ranks: they need not have one.
+    Raises OSError where the folder cannot be made, UsageError without ``gather``, and what
+    ``gather`` raises. A recorder that is open already is closed first, without the other ranks:
+    they need not have one.
     """
     global _recorder
     if gather is None and world_size > 1:
@@ -184,7 +193,8 @@ def open_recorder(
 
 @in_forked_child
 def _in_child() -> None:
-    """Forget the parent's recorder in a forked child: nothing is recorded until it opens a recorder."""
+    """Forget the parent's recorder in a forked child: nothing is recorded until it opens a
+    recorder."""
     global _recorder
     if _recorder is not None:
         stop_listening_to_all(_recorder.instrument)
@@ -195,9 +205,10 @@ def _in_child() -> None:
 def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:
     """Stop recording and write the file; nothing where no recorder is open.
 
-    ``gather``: as for :func:`open_recorder`; then closing is collective, and clocks are compared again, for their drift. Where
-    that fails, as with a rank that has died, the first comparison counts. A file that cannot be written is a warning: the
-    job's results are worth more than its trace.
+    ``gather``: as for :func:`open_recorder`; then closing is collective, and clocks are compared
+    again, for their drift. Where that fails, as with a rank that has died, the first comparison
+    counts. A file that cannot be written is a warning: the job's results are worth more than its
+    trace.
     """
     global _recorder
     closing, _recorder = _recorder, None
