@@ -59,8 +59,13 @@ class AuditedWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AuditedCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Calls of one collective by one plan, of one size class: see
-    :class:`commlayer.auditing.group_audits.AuditRow`."""
+    """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and
+    more than half of that).
+
+    ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without
+    waiting in the queue. ``logical_bytes``, ``wire_bytes``: as in
+    :class:`commlayer.calls.counters.CallStats`.
+    """
 
     collective: _Text
     plan: _Text
@@ -89,8 +94,16 @@ class PlanEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One group as one of its ranks knows it: see
-    :class:`commlayer.auditing.group_audits.GroupAudit`."""
+    """One group as one of its ranks knows it. ``late`` and ``events`` are known on its first rank.
+
+    ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by
+    which it plans now; ``fabric_rate``: the rate of links between nodes by which it plans, of that
+    at its start; ``node_rates``: that of the card of each of ``nodes`` beside the usual one, empty
+    where all are alike. ``comparable_calls``: those that ranks compare, of which ``late`` counts as
+    many as were compared. ``beside_calls``: calls that ran beside one of another group of this
+    rank, with what they were promised to take and took; ``held_us``: for how long chunks were held
+    for lanes that go before the group's.
+    """
 
     group: _Text
     description: _Text

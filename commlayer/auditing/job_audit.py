@@ -22,7 +22,7 @@ from commlayer.auditing.audit_files import (
 )
 from commlayer.profiles.counted import listed
 
-__all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits"]
+__all__ = ["CallTotals", "GroupTotals", "JobAudit", "SlowNode", "merge_audits", "summed_lateness"]
 
 
 @dataclass
@@ -211,7 +211,6 @@ def merge_audits(audits: Sequence[RankAudit]) -> JobAudit:
                 row.add(audit.rank, calls)
     for totals in groups.values():
         totals.calls.sort(key=lambda calls: (calls.collective, calls.up_to_bytes, calls.plan))
-        totals.late.sort(key=lambda late: (-late.waited_us, late.rank))
         totals.events.sort(key=lambda event: (event.time_s, event.call))
         for node in totals.slow_nodes:
             node.host = next((hosts[rank] for rank in node.ranks if rank in hosts), "")
@@ -248,15 +247,18 @@ def _add(totals: GroupTotals, audit: RankAudit, group: AuditedGroup) -> None:
         SlowNode(node, "", group.nodes[node], rate) for node, rate in enumerate(group.node_rates) if rate < 1.0
     ]
     totals.comparable_calls += group.comparable_calls
-    totals.late = _summed([*totals.late, *group.late])
+    totals.late = summed_lateness([*totals.late, *group.late])
     totals.events += group.events
 
 
-def _summed(lateness: Iterable[AuditedLateness]) -> list[AuditedLateness]:
-    by_rank: dict[int, tuple[int, float]] = {}
+def summed_lateness(lateness: Iterable[AuditedLateness]) -> list[AuditedLateness]:
+    """Add up what is known of each rank; those for which most was waited first."""
+    by_rank: dict[int, AuditedLateness] = {}
     for late in lateness:
-        calls, waited_us = by_rank.get(late.rank, (0, 0.0))
-        by_rank[late.rank] = calls + late.calls, waited_us + late.waited_us
-    return [
-        AuditedLateness(rank=rank, calls=calls, waited_us=waited_us) for rank, (calls, waited_us) in by_rank.items()
-    ]
+        before = by_rank.get(late.rank)
+        if before is not None:
+            late = AuditedLateness(
+                rank=late.rank, calls=before.calls + late.calls, waited_us=before.waited_us + late.waited_us
+            )
+        by_rank[late.rank] = late
+    return sorted(by_rank.values(), key=lambda late: (-late.waited_us, late.rank))

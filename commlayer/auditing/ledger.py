@@ -12,19 +12,19 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from commlayer.auditing.audited_plans import AuditedChoices, AuditedPlans
-from commlayer.auditing.group_audits import (
-    EVENTS_KEPT,
-    Audit,
-    AuditRow,
-    Event,
-    GroupAudit,
-    LateRank,
-    audited_placements,
-    ended_groups,
+import msgspec
+
+from commlayer.auditing.audit_files import (
+    AuditedCalls,
+    AuditedGroup,
+    AuditedLateness,
+    AuditedWire,
+    PlanEvent,
 )
+from commlayer.auditing.audited_plans import AuditedChoices, AuditedPlans
+from commlayer.auditing.group_audits import EVENTS_KEPT, Audit, audited_placements, ended_groups
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
@@ -113,11 +113,11 @@ class Ledger(Instrument):
         self._beside, self._traffic = _Row(), calls_under_way()
         self._choices: AuditedChoices | None = planned.choices  # None: the group is gone
         self._at_start: AuditedChoices | None = planned.choices
-        self._nodes = [[planned.global_ranks[member] for member in node] for node in planned.nodes]
+        self._nodes = tuple(tuple(planned.global_ranks[member] for member in node) for node in planned.nodes)
         self.places: tuple[int, ...] = ()
         """Which of the profile's nodes the group's are; empty: not known."""
         self._began_s = time.time()
-        self._last: tuple[GroupAudit, Profile | None] | None = None  # once the group is gone
+        self._last: tuple[AuditedGroup, Profile | None] | None = None  # once the group is gone
         self._rows: dict[tuple[str, str, int], _Row] = {}
         self._of_plans = Kept[tuple[int, int], _Kind](_MAX_KEPT)
         self._of_flat = Kept[tuple[str, int], _Kind](_MAX_KEPT)
@@ -127,8 +127,8 @@ class Ledger(Instrument):
         self.numbered = 0
         """How many calls were noted that ranks compare."""
         self._samples: deque[tuple[int, int, float, int]] = deque(maxlen=_WINDOW)
-        self.late: dict[int, LateRank] = {}
-        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.late: dict[int, AuditedLateness] = {}
+        self.events: deque[PlanEvent] = deque(maxlen=EVENTS_KEPT)
         self.heard: Callable[[], None] | None = None
         """Told of the calls that ranks compare, from number ``told_from`` on, when they were
         noted."""
@@ -226,13 +226,13 @@ class Ledger(Instrument):
 
     def came_last(self, rank: int, waited_us: float) -> None:
         """Note that the others waited for global rank ``rank`` in one call, this long."""
-        late = self.late.setdefault(rank, {"rank": rank, "calls": 0, "waited_us": 0.0})
-        late["calls"] += 1
-        late["waited_us"] += waited_us
+        before = self.late.get(rank)
+        calls, waited_before_us = (0, 0.0) if before is None else (before.calls, before.waited_us)
+        self.late[rank] = AuditedLateness(rank=rank, calls=calls + 1, waited_us=waited_before_us + waited_us)
 
     def happened(self, call: int, what: str) -> None:
         """Note an event, before this call of the group."""
-        self.events.append({"time_s": time.time(), "call": call, "what": what})
+        self.events.append(PlanEvent(time_s=time.time(), call=call, what=what))
 
     def close(self) -> None:
         """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing
@@ -250,30 +250,32 @@ class Ledger(Instrument):
         added to those of others."""
         return self._last is not None and self._last[1] is None
 
-    def read(self) -> GroupAudit:
+    def read(self) -> AuditedGroup:
         """Return what is known by now."""
         choices, planned = self._choices, self._planned()
         if choices is None:
             assert self._last is not None  # which the end of the group sets first
             return self._last[0]
-        return {
-            "group": self.group,
-            "description": self._counters.describe(),
-            "ranks": list(self._counters.ranks),
-            "nodes": [list(node) for node in self._nodes],
-            "began_s": self._began_s,
-            "profile": "" if choices.planner is None else choices.planner.profile.name,
-            "fabric_rate": choices.experience.links.fabric,
-            "node_rates": list(choices.rates),
-            "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
-            "beside_calls": self._beside.calls,
-            "beside_promised_us": self._beside.promised_us,
-            "beside_measured_us": self._beside.measured_ns / 1000,
-            "held_us": 0.0 if planned is None else planned.held_s * 1e6,
-            "comparable_calls": self.numbered,
-            "late": sorted(map(_copied, list(self.late.values())), key=lambda late: -late["waited_us"]),
-            "events": list(self.events),
-        }
+        return AuditedGroup(
+            group=self.group,
+            description=self._counters.describe(),
+            ranks=tuple(self._counters.ranks),
+            nodes=self._nodes,
+            began_s=self._began_s,
+            profile="" if choices.planner is None else choices.planner.profile.name,
+            fabric_rate=choices.experience.links.fabric,
+            node_rates=tuple(choices.rates),
+            calls=tuple(
+                _read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])
+            ),
+            beside_calls=self._beside.calls,
+            beside_promised_us=self._beside.promised_us,
+            beside_measured_us=self._beside.measured_ns / 1000,
+            held_us=0.0 if planned is None else planned.held_s * 1e6,
+            comparable_calls=self.numbered,
+            late=tuple(sorted(self.late.values(), key=lambda late: -late.waited_us)),
+            events=tuple(self.events),
+        )
 
     def learnt(self) -> Profile | None:
         """The profile of the job by which the group plans now, where measurements in the running
@@ -294,7 +296,7 @@ class Ledger(Instrument):
             fabric_rate=choices.experience.links.fabric,
             node_rates=self._placed(choices.rates) if has_other_nodes else {},
             where=f"group {self.group} of {counted(len(self._counters.ranks), 'rank')}",
-            time_s=events[-1]["time_s"] if events else self._began_s,
+            time_s=events[-1].time_s if events else self._began_s,
         )
         return learnt_profile(now.profile, learning)
 
@@ -324,26 +326,22 @@ class Ledger(Instrument):
         return f"{name}over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
 
 
-def _copied(late: LateRank) -> LateRank:
-    return late.copy()
-
-
-def _read_row(key: tuple[str, str, int], row: _Row) -> AuditRow:
+def _read_row(key: tuple[str, str, int], row: _Row) -> AuditedCalls:
     collective, plan, size_class = key
-    return {
-        "collective": collective,
-        "plan": plan,
-        "up_to_bytes": 1 << size_class,
-        "calls": row.calls,
-        "promised_us": row.promised_us,
-        "measured_us": row.measured_ns / 1000,
-        "logical_bytes": row.logical_bytes,
-        "wire_bytes": {"inter": row.inter, "intra": row.intra} if row.is_known else None,
-    }
+    return AuditedCalls(
+        collective=collective,
+        plan=plan,
+        up_to_bytes=1 << size_class,
+        calls=row.calls,
+        promised_us=row.promised_us,
+        measured_us=row.measured_ns / 1000,
+        logical_bytes=row.logical_bytes,
+        wire_bytes=AuditedWire(inter=row.inter, intra=row.intra) if row.is_known else None,
+    )
 
 
 _ledgers: list[Ledger] = []
-_ended: GroupAudit | None = None
+_ended: AuditedGroup | None = None
 """The sum of the groups that are gone and have no ledger any more."""
 _folding = threading.Lock()
 
@@ -392,6 +390,13 @@ def audit() -> Audit:
     groups = [*([] if ended is None else [ended]), *(ledger.read() for ledger in ledgers)]
     return {
         "rank": ledgers[0].rank if ledgers else None,
-        "groups": [group for group in groups if group["calls"] or group["events"]],
+        "groups": [_plain(msgspec.to_builtins(group)) for group in groups if group.calls or group.events],
         "placements": audited_placements(),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Plain data with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

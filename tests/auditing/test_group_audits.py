@@ -10,9 +10,9 @@ import pytest
 from synthetic_profiles import synthetic_profile
 
 from commlayer.auditing import ledger
-from commlayer.auditing.audit_files import AuditedGroup
+from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, AuditedWire, PlanEvent
 from commlayer.auditing.audited_plans import AuditedPlans
-from commlayer.auditing.group_audits import EVENTS_KEPT, GroupAudit, ended_groups
+from commlayer.auditing.group_audits import EVENTS_KEPT, ended_groups
 from commlayer.auditing.ledger import Ledger, audit
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.engine.device_plans import DevicePlans
@@ -29,36 +29,37 @@ def audited(on_cpu: PlannedGroup, on_device: DevicePlans) -> list[AuditedPlans]:
     return [on_cpu, on_device]
 
 
-def group(name: str, nodes: list[list[int]], calls: int = 1, wire: dict[str, int] | None = None) -> GroupAudit:
-    return {
-        "group": name,
-        "description": "dp",
-        "ranks": sorted(rank for node in nodes for rank in node),
-        "nodes": nodes,
-        "began_s": 100.0 - calls,
-        "profile": "small",
-        "fabric_rate": 0.5,
-        "node_rates": [],
-        "calls": [
-            {
-                "collective": "all_reduce",
-                "plan": "flat",
-                "up_to_bytes": 1024,
-                "calls": calls,
-                "promised_us": 10.0,
-                "measured_us": 12.0,
-                "logical_bytes": 1000,
-                "wire_bytes": wire,
-            }
-        ],
-        "beside_calls": 1,
-        "beside_promised_us": 2.0,
-        "beside_measured_us": 3.0,
-        "held_us": 4.0,
-        "comparable_calls": calls,
-        "late": [{"rank": nodes[0][0], "calls": 1, "waited_us": 5.0}],
-        "events": [{"time_s": 1.0, "call": 3, "what": "plans anew"}],
-    }
+def group(name: str, nodes: list[list[int]], calls: int = 1, wire: dict[str, int] | None = None) -> AuditedGroup:
+    sent = None if wire is None else AuditedWire(**wire)
+    return AuditedGroup(
+        group=name,
+        description="dp",
+        ranks=tuple(sorted(rank for node in nodes for rank in node)),
+        nodes=tuple(map(tuple, nodes)),
+        began_s=100.0 - calls,
+        profile="small",
+        fabric_rate=0.5,
+        node_rates=(),
+        calls=(
+            AuditedCalls(
+                collective="all_reduce",
+                plan="flat",
+                up_to_bytes=1024,
+                calls=calls,
+                promised_us=10.0,
+                measured_us=12.0,
+                logical_bytes=1000,
+                wire_bytes=sent,
+            ),
+        ),
+        beside_calls=1,
+        beside_promised_us=2.0,
+        beside_measured_us=3.0,
+        held_us=4.0,
+        comparable_calls=calls,
+        late=(AuditedLateness(rank=nodes[0][0], calls=1, waited_us=5.0),),
+        events=(PlanEvent(time_s=1.0, call=3, what="plans anew"),),
+    )
 
 
 def test_groups_that_are_gone_are_added_up() -> None:
@@ -70,21 +71,21 @@ def test_groups_that_are_gone_are_added_up() -> None:
     ):
         ended = ended_groups(ended, each)
     assert ended is not None
-    assert (ended["group"], ended["description"], ended["profile"]) == ("ended groups", "", "")
-    assert (ended["ranks"], ended["nodes"], ended["began_s"]) == ([0, 1, 2, 3], [[0, 1], [2], [3]], 97.0)
-    (row,) = ended["calls"]
-    assert (row["calls"], row["promised_us"], row["logical_bytes"]) == (6, 30.0, 3000)
-    assert row["wire_bytes"] == {"inter": 11, "intra": 29}
-    assert (ended["beside_calls"], ended["held_us"], ended["comparable_calls"]) == (3, 12.0, 6)
-    assert ended["late"] == [{"rank": 0, "calls": 2, "waited_us": 10.0}, {"rank": 1, "calls": 1, "waited_us": 5.0}]
-    assert [event["what"] for event in ended["events"]] == [f"group {name}: plans anew" for name in "abc"]
-    assert msgspec.convert(ended, AuditedGroup).ranks == (0, 1, 2, 3), "a file takes it"
+    assert (ended.group, ended.description, ended.profile) == ("ended groups", "", "")
+    assert (ended.ranks, ended.nodes, ended.began_s) == ((0, 1, 2, 3), ((0, 1), (2,), (3,)), 97.0)
+    (row,) = ended.calls
+    assert (row.calls, row.promised_us, row.logical_bytes) == (6, 30.0, 3000)
+    assert row.wire_bytes == AuditedWire(inter=11, intra=29)
+    assert (ended.beside_calls, ended.held_us, ended.comparable_calls) == (3, 12.0, 6)
+    assert [(late.rank, late.calls, late.waited_us) for late in ended.late] == [(0, 2, 10.0), (1, 1, 5.0)]
+    assert [event.what for event in ended.events] == [f"group {name}: plans anew" for name in "abc"]
+    assert msgspec.convert(msgspec.to_builtins(ended), AuditedGroup) == ended, "a file takes it"
 
 
 def test_bytes_that_one_does_not_know_the_sum_does_not() -> None:
     first = ended_groups(None, group("a", [[0, 1]], wire={"inter": 1, "intra": 2}))
-    (row,) = ended_groups(first, group("b", [[0, 1]]))["calls"]
-    assert row["wire_bytes"] is None
+    (row,) = ended_groups(first, group("b", [[0, 1]])).calls
+    assert row.wire_bytes is None
 
 
 def test_of_events_the_latest_are_kept() -> None:
@@ -92,8 +93,8 @@ def test_of_events_the_latest_are_kept() -> None:
     for number in range(EVENTS_KEPT + 5):
         ended = ended_groups(ended, group(str(number), [[0, 1]]))
     assert ended is not None
-    assert len(ended["events"]) == EVENTS_KEPT
-    assert ended["events"][-1]["what"] == f"group {EVENTS_KEPT + 4}: plans anew"
+    assert len(ended.events) == EVENTS_KEPT
+    assert ended.events[-1].what == f"group {EVENTS_KEPT + 4}: plans anew"
 
 
 def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
