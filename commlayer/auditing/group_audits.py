@@ -1,4 +1,5 @@
-"""The audits of this process's groups: the sum of those that are gone, and migrations of experts."""
+"""The audits of this process's groups: the sum of those that are gone, and migrations of
+experts."""
 
 from __future__ import annotations
 

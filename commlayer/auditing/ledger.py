@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,9 +142,6 @@ class Ledger(Instrument):
         else:
             self.note_plan(call.plan, call.collective, call.run_bytes, call.moved_ns, sent)
 
-    def closed(self) -> None:
-        self.close()
-
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this
         one."""
@@ -218,12 +214,6 @@ class Ledger(Instrument):
         self._of_plans.clear()
         self._of_flat.clear()
 
-    def durations(self) -> array[float]:
-        """The number of the latest comparable call, and the times of those up to it, µs: what ranks
-        tell each other."""
-        samples = self.samples
-        return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
-
     def came_last(self, rank: int, waited_us: float) -> None:
         """Note that the others waited for global rank ``rank`` in one call, this long."""
         before = self.late.get(rank)
@@ -234,7 +224,7 @@ class Ledger(Instrument):
         """Note an event, before this call of the group."""
         self.events.append(PlanEvent(time_s=time.time(), call=call, what=what))
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing
         else of it."""
         self._last = self.read(), self.learnt()
@@ -287,23 +277,21 @@ class Ledger(Instrument):
         base, now = start.job_planner, choices.job_planner
         if base is None or now is None or self.rank != self._counters.ranks[0]:
             return None
-        has_other_nodes = choices.rates != start.rates and len(self.places) == len(self._nodes)
-        if now.profile == base.profile and not has_other_nodes:
+        node_rates: dict[int, float] = {}  # by the nodes' places in the profile
+        if choices.rates != start.rates and len(self.places) == len(self._nodes):
+            rates = choices.rates or (1.0,) * len(self.places)  # empty: all alike
+            node_rates = dict(zip(self.places, rates, strict=True))
+        if now.profile == base.profile and not node_rates:
             return None
         events = list(self.events)
         learning = Learning(
             base=base.profile.fingerprint,
             fabric_rate=choices.experience.links.fabric,
-            node_rates=self._placed(choices.rates) if has_other_nodes else {},
+            node_rates=node_rates,
             where=f"group {self.group} of {counted(len(self._counters.ranks), 'rank')}",
             time_s=events[-1].time_s if events else self._began_s,
         )
         return learnt_profile(now.profile, learning)
-
-    def _placed(self, rates: tuple[float, ...]) -> dict[int, float]:
-        """The rates of the group's nodes by their place in the profile; all alike where there are
-        none."""
-        return dict(zip(self.places, rates or (1.0,) * len(self.places), strict=True))
 
     def stayed_flat(self) -> list[StayedFlat]:
         """List the collectives whose calls stayed flat by now, though the group spans nodes; empty

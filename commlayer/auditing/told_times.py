@@ -8,7 +8,7 @@ that one can be held against what was promised.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class ToldTimes:
         if ledger.numbered == self._told:
             return False
         if self._is_telling:
-            self._store().set(f"times/{self._member}", ledger.durations().tobytes())
+            self._store().set(f"times/{self._member}", _window_of(ledger.samples).tobytes())
         self._told = ledger.numbered
         ledger.told_from = self._told + TELL_EVERY
         return True
@@ -71,7 +71,7 @@ class ToldTimes:
         self._have_all_told = self._have_all_told or self._store().check(keys)
         if not self._have_all_told:
             return
-        windows = {0: self._ledger.durations()}
+        windows = {0: _window_of(self._ledger.samples)}
         for member, data in zip(self._others, self._store().multi_get(keys), strict=True):
             windows[member] = read_times(bytes(data), f"rank {member} of the group")
         for sample in self._ledger.samples:
@@ -84,6 +84,12 @@ class ToldTimes:
             self._compared = sample.number
             last = min(known, key=known.__getitem__)
             yield ComparedCall(sample, last, known[last], median(known.values()) - known[last])
+
+
+def _window_of(samples: Sequence[Sample]) -> array[float]:
+    """The number of the latest call, and the times of those up to it, µs: what ranks tell each
+    other."""
+    return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
 
 
 def _time_of(window: array[float], number: int) -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -188,10 +187,6 @@ class OwnLedger:
     @property
     def numbered(self) -> int:
         return self.job.calls
-
-    def durations(self) -> array[float]:
-        samples = self.job.samples
-        return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
 
     def came_last(self, rank: int, waited_us: float) -> None:
         pass

@@ -111,7 +111,7 @@ def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.Mon
         if number == 0:  # what it has learnt goes into a file, as long as the job runs
             monkeypatch.setattr(made, "learnt", lambda: synthetic_profile())
         ledgers.append(made)
-        made.close()
+        made.closed()
     assert len(ledger.open_ledgers()) == MOST_ENDED + 1
     assert ledger.open_ledgers()[0] is ledgers[0], "it has learnt something"
     found = audit()
