@@ -41,7 +41,7 @@ def test_one_call_of_each_window_is_sampled_and_each_place_in_turn(every: int) -
     assert chosen[0] == 0
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "often", "", "1e3", "10000000000", "٣"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "often", "", "10000000000", "٣"])
 def test_what_is_no_number_of_calls_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match="COMMLAYER_SHADOW must be a whole number"):
         Settings.from_environment({"COMMLAYER_SHADOW": value})
@@ -49,6 +49,7 @@ def test_what_is_no_number_of_calls_is_refused(value: str) -> None:
 
 def test_a_number_of_calls_is_taken() -> None:
     assert Settings.from_environment({"COMMLAYER_SHADOW": "8"}).shadow == 8
+    assert Settings.from_environment({"COMMLAYER_SHADOW": "1e3"}).shadow == 1000
     assert Settings.from_environment({}).shadow is None
 
 

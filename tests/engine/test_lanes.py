@@ -121,7 +121,7 @@ def test_a_policy_out_of_its_range(wrong: dict[str, float]) -> None:
     ("variable", "value", "message"),
     [
         ("COMMLAYER_LANES", "maybe", "COMMLAYER_LANES must be one of auto, on, off"),
-        ("COMMLAYER_LANE_SHARE", "0", "COMMLAYER_LANE_SHARE must be more than 0"),
+        ("COMMLAYER_LANE_SHARE", "0", "COMMLAYER_LANE_SHARE must be a number, more than 0 and at most 1, got .0."),
         ("COMMLAYER_LANE_SHARE", "half", "COMMLAYER_LANE_SHARE must be a number"),
     ],
 )
