@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import click
 
-from commlayer.cli.failure import without_field
 from commlayer.cli.option_types import (
     COUNT,
     NUM_GPUS,
     RATE_GBPS,
-    NameOrPath,
+    NameOr,
+    Parsed,
     RealNumber,
     WholeNumber,
     in_order,
@@ -101,43 +101,17 @@ _WORDS = {
 }
 
 
-class _Modules(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A choice of what happens to modules' activations: one of ``words``, or modules joined by + or commas, which ``canonical``
-    puts in order."""
-
-    def __init__(self, name: str, words: tuple[str, ...], canonical: Callable[[str], str]) -> None:
-        self.name, self.words, self.canonical = name, words, canonical
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return self.canonical(str(value).replace(",", "+"))
-        except UsageError as error:
-            self.fail(without_field(error), param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"[{'|'.join(self.words)}|MODULE+...]"
+def _modules(name: str, words: Sequence[str], canonical: Callable[[str], str]) -> Parsed:
+    """Make the type of what happens to modules' activations: one of ``words``, or modules joined by +
+    or commas, which ``canonical`` puts in order."""
+    return Parsed(name, lambda text: canonical(text.replace(",", "+")), f"[{'|'.join(words)}|MODULE+...]")
 
 
-class _PipelineLayout(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """Even, auto, or a layout that is spelt out."""
-
-    name = "layout"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return canonical_layout(str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "[even|auto|LAYOUT]"
-
-
-RECOMPUTATION = _Modules("recomputation", RECOMPUTE, canonical)
-PIPELINE_LAYOUT = _PipelineLayout()
+RECOMPUTATION = _modules("recomputation", RECOMPUTE, canonical)
+PIPELINE_LAYOUT = Parsed("layout", canonical_layout, "[even|auto|LAYOUT]")
 _LAYOUT_HELP = "Layers of each chunk, such as 'Et*3|(tt|)*29m|L'; auto: the fastest that fits."
 _RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
-OFFLOADING = _Modules("offloading", (KEPT,), canonical_offload)
+OFFLOADING = _modules("offloading", (KEPT,), canonical_offload)
 _OFFLOAD_HELP = (
     f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}; with --software "
     f"{' or '.join(name for name, each in SOFTWARE.items() if each.offloads)}."
@@ -147,7 +121,7 @@ model_option = click.option(
     "--model",
     "-m",
     "model_name",
-    type=NameOrPath("model", catalog.names),
+    type=NameOr("model", "PATH", catalog.names),
     required=True,
     help="Such as mixtral-8x22b; or a Hugging Face config.json.",
 )
@@ -156,7 +130,7 @@ cluster_options = in_order(
         "--cluster",
         "-c",
         "cluster_name",
-        type=NameOrPath("cluster", clusters.names),
+        type=NameOr("cluster", "PATH", clusters.names),
         required=True,
         help="Such as h100-eos; or a measured profile, with --gpu.",
     ),

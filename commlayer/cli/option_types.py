@@ -6,14 +6,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from commlayer.cli.failure import without_field
-from commlayer.profiles.errors import TopologyError, UsageError
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.topology import Topology
 from commlayer.units import parse_bytes
@@ -37,9 +38,9 @@ __all__ = [
     "SHAPE",
     "STEP_FACTOR",
     "TIMEOUT_US",
-    "NameOrPath",
-    "NameOrShape",
+    "NameOr",
     "PairRate",
+    "Parsed",
     "RealNumber",
     "WholeNumber",
     "given_options",
@@ -79,39 +80,37 @@ class RealNumber(click.FloatRange):
         return number
 
 
-class _Bytes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A size such as 16MiB, as an int."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A text that ``parse`` reads, which raises UsageError for one that cannot be.
 
-    name = "size"
+    ``metavar``: what ``--help`` shows for it; None: the type's name.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
+    def __init__(self, name: str, parse: Callable[[str], Any], metavar: str | None = None) -> None:
+        self.name, self._parse, self._metavar = name, parse, metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value  # a default, which is of the right type
         try:
-            return parse_bytes(value)
+            return self._parse(value)
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(without_field(error), param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
+        return self._metavar
 
 
-class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A time such as 100us, as a float of µs. The unit must be given: 100 alone has meant everything already."""
-
-    name = "duration"
-
-    def __init__(self, most: str = "1000h", *, may_be_none: bool = True) -> None:
-        self._most, self._may_be_none = most, may_be_none
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        time_us = _as_us(value)
-        if time_us is None:
-            self.fail(f"expected a time with its unit, got {value!r}: for example 100us, 5ms, 30s or 2m", param, ctx)
-        if time_us == 0 and not self._may_be_none:
-            self.fail(f"expected a time above zero, got {value!r}", param, ctx)
-        if time_us > (_as_us(self._most) or 0.0):
-            self.fail(f"expected at most {self._most}, got {shortened(value)!r}", param, ctx)
-        return time_us
+def _duration(text: str, most: str = "1000h", *, may_be_none: bool = True) -> float:
+    """Read a time such as 100us, in µs. The unit must be there: 100 alone has meant everything already."""
+    time_us = _as_us(text)
+    if time_us is None:
+        raise UsageError(f"expected a time with its unit, got {text!r}: for example 100us, 5ms, 30s or 2m")
+    if time_us == 0 and not may_be_none:
+        raise UsageError(f"expected a time above zero, got {text!r}")
+    if time_us > (_as_us(most) or 0.0):
+        raise UsageError(f"expected at most {most}, got {shortened(text)!r}")
+    return time_us
 
 
 def _as_us(text: str) -> float | None:
@@ -135,79 +134,47 @@ class PairRate(NamedTuple):
         return f"{self.sender}{'>' if self.is_one_way else ','}{self.receiver}={self.rate}"
 
 
-class _NodeRate(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A node and the rate of its network interface, such as 3:100mbit."""
-
-    name = "node and rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, str]:
-        if isinstance(value, tuple):
-            return value
-        node, colon, rate = str(value).partition(":")
-        if not (node.isascii() and node.isdigit() and colon and rate):
-            self.fail(f"expected a node's number and its rate, such as 3:100mbit, got {value!r}", param, ctx)
-        return int(node), rate
+def _node_rate(text: str) -> tuple[int, str]:
+    """Read a node and the rate of its network interface, such as 3:100mbit."""
+    node, colon, rate = text.partition(":")
+    if not (node.isascii() and node.isdigit() and colon and rate):
+        raise UsageError(f"expected a node's number and its rate, such as 3:100mbit, got {text!r}")
+    return int(node), rate
 
 
-class _PairRate(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """Two nodes and the rate between them, such as 0,1=100mbit; 0>1=100mbit one way."""
-
-    name = "nodes and rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PairRate:
-        if isinstance(value, PairRate):
-            return value
-        match = _PAIR_RATE.fullmatch(str(value))
-        if match is None:
-            self.fail(
-                f"expected two nodes and the rate between them, such as 0,1=100mbit, or 0>1=100mbit one way, got {value!r}",
-                param,
-                ctx,
-            )
-        return PairRate(int(match[1]), int(match[3]), match[4], match[2] == ">")
+def _pair_rate(text: str) -> PairRate:
+    """Read two nodes and the rate between them, such as 0,1=100mbit; 0>1=100mbit one way."""
+    match = _PAIR_RATE.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"expected two nodes and the rate between them, such as 0,1=100mbit, or 0>1=100mbit one way, got {text!r}"
+        )
+    return PairRate(int(match[1]), int(match[3]), match[4], match[2] == ">")
 
 
-class _Shape(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """How many ranks each node has, such as 2x4 or 3+4, as it was written."""
-
-    name = "shape"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            Topology.parse(str(value))
-        except TopologyError as error:
-            self.fail(without_field(error), param, ctx)
-        return str(value)
+def _shape(text: str) -> str:
+    """Check how many ranks each node has, such as 2x4 or 3+4; it stays as it was written."""
+    Topology.parse(text)
+    return text
 
 
-class NameOrPath(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A known name or a path. Only completes; who resolves it says what is wrong with a bad one."""
+class NameOr(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A known name, or ``other``: a PATH, or a SHAPE of a group of ranks such as 2x2.
 
-    def __init__(self, name: str, known: Callable[[], Iterable[str]]) -> None:
-        self.name = name
-        self._known = known
+    Only completes; who resolves it says what is wrong with a bad one. The names are shown where they
+    are few: of a path there may be any number.
+    """
+
+    def __init__(self, name: str, other: Literal["PATH", "SHAPE"], known: Callable[[], Iterable[str]]) -> None:
+        self.name, self._other, self._known = name, other, known
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "NAME|PATH"
+        return "NAME|PATH" if self._other == "PATH" else "|".join([*self._known(), self._other])
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         # Files first: click's bash script empties the list where it turns on the shell's own file completion.
-        files = [CompletionItem(incomplete, type="file")]
+        files = [CompletionItem(incomplete, type="file")] if self._other == "PATH" else []
         return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
-
-
-class NameOrShape(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A known name, or the shape of a group of ranks such as 2x2. Only completes; who resolves it says what is wrong."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self._known = tuple(known)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "|".join([*self._known, "SHAPE"])
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in self._known if name.startswith(incomplete)]
 
 
 def _profile_names() -> Iterable[str]:
@@ -216,90 +183,70 @@ def _profile_names() -> Iterable[str]:
     return catalog.names()
 
 
-class _OutputFile(click.Path):
-    """A file to write. Checked when the command starts: a measurement must not be lost to a misspelt folder."""
+class _Output(click.Path):
+    """A file to write, or with ``is_folder`` a folder for files, which is made where there is none.
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, dir_okay=False, writable=True)
+    Checked when the command starts, and by ``check``: a measurement must not be lost to a misspelt
+    folder.
+    """
+
+    def __init__(self, check: Callable[[Path], None] = lambda _: None, *, is_folder: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=is_folder, writable=not is_folder)
+        self._check, self._is_folder = check, is_folder
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if not str(value):
-            self.fail("expected the name of a file, got none", param, ctx)
+            self.fail(f"expected the name of a {'folder' if self._is_folder else 'file'}, got none", param, ctx)
         path = Path(str(super().convert(value, param, ctx)))
         try:
             path.exists()  # raises for a name that cannot be one
+            self._check(path)
         except OSError as error:
             self.fail(f"{shortened(str(path))}: {error.strerror}", param, ctx)
-        if not path.parent.is_dir():
-            self.fail(f"the folder {str(path.parent)!r} does not exist: make it first", param, ctx)
-        if not os.access(path.parent, os.W_OK):
-            self.fail(f"the folder {str(path.parent)!r} cannot be written to", param, ctx)
-        return path
-
-
-class _OutputFolder(click.Path):
-    """A folder for files, which is made where there is none. Checked when the command starts, as a file is."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if not str(value):
-            self.fail("expected the name of a folder, got none", param, ctx)
-        path = Path(str(super().convert(value, param, ctx)))
-        there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-        if not there.is_dir():
-            self.fail(f"expected a folder, got {str(there)!r}, which is none: name another", param, ctx)
-        if not os.access(there, os.W_OK):
-            self.fail(f"the folder {str(there)!r} cannot be written to", param, ctx)
-        return path
-
-
-class _Picture(_OutputFile):
-    """A picture to write: .svg, .png or .pdf."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from commlayer.drawing.style import check_picture
-
-        path = super().convert(value, param, ctx)
-        try:
-            check_picture(path)
         except UsageError as error:
             self.fail(str(error), param, ctx)
+        folder = path.parent
+        if self._is_folder:
+            folder = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+            if not folder.is_dir():
+                self.fail(f"expected a folder, got {str(folder)!r}, which is none: name another", param, ctx)
+        elif not folder.is_dir():
+            self.fail(f"the folder {str(folder)!r} does not exist: make it first", param, ctx)
+        if not os.access(folder, os.W_OK):
+            self.fail(f"the folder {str(folder)!r} cannot be written to", param, ctx)
         return path
 
 
-class _Report(_OutputFile):
-    """A page with figures to write."""
+def _check_picture(path: Path) -> None:
+    from commlayer.drawing.style import check_picture
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from commlayer.drawing.style import check_drawing
-
-        try:
-            check_drawing()
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-        return super().convert(value, param, ctx)
+    check_picture(path)
 
 
-BYTES = _Bytes()
+def _check_report(path: Path) -> None:
+    from commlayer.drawing.style import check_drawing
+
+    check_drawing()
+
+
+BYTES = Parsed("size", parse_bytes)
 COUNT = WholeNumber(min=1)
-DELAY_US = _Duration("10s")
-DURATION_US = _Duration()
-NODE_RATE = _NodeRate()
-PAIR_RATE = _PairRate()
+DELAY_US = Parsed("duration", partial(_duration, most="10s"))
+DURATION_US = Parsed("duration", _duration)
+NODE_RATE = Parsed("node and rate", _node_rate)
+PAIR_RATE = Parsed("nodes and rate", _pair_rate)
 NUM_GPUS = WholeNumber(1, 1 << 20)
-OUTPUT_FILE = _OutputFile()
-OUTPUT_FOLDER = _OutputFolder()
-PICTURE = _Picture()
+OUTPUT_FILE = _Output()
+OUTPUT_FOLDER = _Output(is_folder=True)
+PICTURE = _Output(_check_picture)
 PLACE = WholeNumber(min=0)
 POSITIVE = RealNumber(min=0, min_open=True)
-PROFILE = NameOrPath("profile", _profile_names)
+PROFILE = NameOr("profile", "PATH", _profile_names)
 RATE_GBPS = RealNumber(min=1e-6, max=1e6)
-REPORT = _Report()
-SHAPE = _Shape()
+REPORT = _Output(_check_report)
+SHAPE = Parsed("shape", _shape)
 STEP_FACTOR = RealNumber(min=1, min_open=True)
-TIMEOUT_US = _Duration(may_be_none=False)
+TIMEOUT_US = Parsed("duration", partial(_duration, may_be_none=False))
 
 
 def in_order(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:

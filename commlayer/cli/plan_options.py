@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.option_types import BYTES, COUNT, PROFILE, NameOrShape, RealNumber, in_order
+from commlayer.cli.option_types import BYTES, COUNT, PROFILE, NameOr, RealNumber, in_order
 from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.decision import Decision, Policy
@@ -28,7 +28,7 @@ traffic_options = in_order(
     click.option("--collective", type=_COLLECTIVES, default="all_to_all", show_default=True, help="What is called."),
     click.option(
         "--group",
-        type=NameOrShape("group", GROUPS),
+        type=NameOr("group", "SHAPE", lambda: GROUPS),
         help="Who calls a collective other than all_to_all; a shape is such as 2x2 or 3+1.  [world]",
     ),
     click.option(

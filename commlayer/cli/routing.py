@@ -20,7 +20,7 @@ from commlayer.cli.option_types import (
     POSITIVE,
     PROFILE,
     SHAPE,
-    NameOrPath,
+    NameOr,
     in_order,
     json_option,
 )
@@ -140,12 +140,12 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
 
 _place_options = in_order(
     click.option(
-        "--cluster", "-c", "cluster_name", type=NameOrPath("cluster", clusters.names), help="A declared cluster."
+        "--cluster", "-c", "cluster_name", type=NameOr("cluster", "PATH", clusters.names), help="A declared cluster."
     ),
     click.option("--shape", type=SHAPE, help="Of the expert group on it, such as 2x8."),
     click.option("--profile", type=PROFILE, help="A measured profile of the group instead."),
     click.option(
-        "--model", "-m", "model_name", type=NameOrPath("model", catalog.names), help="Whose experts' sizes count."
+        "--model", "-m", "model_name", type=NameOr("model", "PATH", catalog.names), help="Whose experts' sizes count."
     ),
     click.option("--hidden", type=COUNT, help="Of a token, in place of --model."),
     click.option("--width", type=COUNT, help="Of an expert's inner layer, in place of --model."),
