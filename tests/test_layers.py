@@ -51,7 +51,11 @@ def test_the_import_contracts_hold() -> None:
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
         ("scheduler/mapping/compute.py", "def later() -> None:\n    import pathlib", "the scheduler opens no files"),
         ("scheduler/decision.py", "from commlayer.profiles import files", "the scheduler opens no files"),
-        ("integrations/moe/layer.py", "import commlayer.emulation", "what runs calls does not know the emulator"),
+        ("integrations/moe/layer.py", "import commlayer.emulation", "trainers import no leaf"),
+        ("integrations/moe/layer.py", "import commlayer.integrations.examples.train", "trainers import no leaf"),
+        ("commlayer/failures/waits.py", "import commlayer.emulation", "rooms import what is below them"),
+        ("commlayer/backend/order.py", "import commlayer.emulation", "rooms import what is below them"),
+        ("scheduler/price.py", "import commlayer.scheduler.mapping.job", "what runs and prices calls imports no planner"),
         ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",

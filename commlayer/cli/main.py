@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import sys
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from traceback import format_exception
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -23,54 +24,39 @@ from commlayer.cli.standard_streams import make_usable
 from commlayer.cli.tables import echo
 from commlayer.profiles.printable import printable
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 __all__ = ["main"]
 
 
-class _Entry(NamedTuple):
-    module: str
-    attribute: str
-    help: str
-
-
-_CLUSTER = {
-    "demo": _Entry("commlayer.cli.demo", "demo", "Measure, plan, run and prove it on an emulated cluster."),
-    "profile": _Entry("commlayer.cli.profile", "profile", "Measure the links of a cluster into a profile."),
-    "bench": _Entry("commlayer.cli.bench", "bench_command", "Run every candidate plan against torch.distributed."),
-    "emulate": _Entry("commlayer.cli.emulate", "emulate", "Run any program on an emulated multi-node cluster."),
-}
-_OFFLINE = {
-    "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move a collective, and say why."),
-    "profiles": _Entry(
-        "commlayer.cli.profiles", "profiles", "List, show, validate, compare, merge, import and export profiles."
-    ),
-    "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
-    "audit": _Entry(
-        "commlayer.cli.audit", "audit_command", "Hold what a job's calls were promised to take against what they took."
-    ),
-    "routing": _Entry(
-        "commlayer.cli.routing", "routing", "Record how tokens choose experts, and predict other placements of them."
-    ),
-    "diagnose": _Entry("commlayer.cli.diagnose", "diagnose_command", "Say who waits for whom in a job that hangs."),
-    "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
-}
-_MAPPINGS = {
-    "search": _Entry("commlayer.cli.search", "search_command", "Find the fastest mappings of a model that fit."),
-    "estimate": _Entry(
-        "commlayer.cli.estimate", "estimate_command", "Estimate one mapping: time, memory, what it sends."
-    ),
-    "what-if": _Entry(
-        "commlayer.cli.what_if", "what_if_command", "Vary one thing of a job or a cluster, or compare two ways."
-    ),
-    "long-context": _Entry(
-        "commlayer.cli.long_context", "long_context", "Lay experts and context out from 4K to 1M tokens."
-    ),
-}
 _SECTIONS = {
-    "Commands on a cluster, real or emulated": _CLUSTER,
-    "Commands about one": _OFFLINE,
-    "Commands about clusters you need not have": _MAPPINGS,
+    "Commands on a cluster, real or emulated": {
+        "demo": "Measure, plan, run and prove it on an emulated cluster.",
+        "profile": "Measure the links of a cluster into a profile.",
+        "bench": "Run every candidate plan against torch.distributed.",
+        "emulate": "Run any program on an emulated multi-node cluster.",
+    },
+    "Commands about one": {
+        "plan": "Choose how to move a collective, and say why.",
+        "profiles": "List, show, validate, compare, merge, import and export profiles.",
+        "trace": "Merge the traces of a job's ranks, and say what held it up.",
+        "audit": "Hold what a job's calls were promised to take against what they took.",
+        "routing": "Record how tokens choose experts, and predict other placements of them.",
+        "diagnose": "Say who waits for whom in a job that hangs.",
+        "doctor": "Check this machine and the environment.",
+    },
+    "Commands about clusters you need not have": {
+        "search": "Find the fastest mappings of a model that fit.",
+        "estimate": "Estimate one mapping: time, memory, what it sends.",
+        "what-if": "Vary one thing of a job or a cluster, or compare two ways.",
+        "long-context": "Lay experts and context out from 4K to 1M tokens.",
+    },
 }
-_COMMANDS = {**_CLUSTER, **_OFFLINE, **_MAPPINGS}
+"""Our commands, each with its help. A command's module has its name, and is imported when it is called."""
+_OURS = {name: words for commands in _SECTIONS.values() for name, words in commands.items()}
+_PLUG_INS = "commlayer.commands"
+"""The group of entry points, of a click command each, by which other packages add commands."""
 
 _EPILOG = """\
 \b
@@ -84,41 +70,52 @@ Shell completion, also of names of profiles, models and clusters
 """
 
 
+@cache
+def _plug_ins() -> dict[str, EntryPoint]:
+    """The commands of other packages that are installed here. Ours are not to be replaced."""
+    from importlib.metadata import entry_points  # only where a name is none of ours, or all are listed
+
+    return {point.name: point for point in entry_points(group=_PLUG_INS) if point.name not in _OURS}
+
+
 class LazyGroup(CommandGroup):
     """A group of commands that knows their names and one-line help without importing them; it turns errors into exit
     statuses.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [*_OURS, *_plug_ins()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = _COMMANDS.get(cmd_name)
-        if entry is None:
-            return None
-        command: click.Command = getattr(import_module(entry.module), entry.attribute)
-        return command
+        if cmd_name in _OURS:
+            module = vars(import_module(f"commlayer.cli.{cmd_name.replace('-', '_')}"))
+            commands = (each for each in module.values() if isinstance(each, click.Command))
+            return next(each for each in commands if each.name == cmd_name)
+        point = _plug_ins().get(cmd_name)
+        return None if point is None else cast(click.Command, point.load())
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _COMMANDS and args[0][:1].isalnum():
-            close = get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Expected one of {', '.join(_COMMANDS)}."
+        if args and args[0] not in _OURS and args[0] not in _plug_ins() and args[0][:1].isalnum():
+            names = self.list_commands(ctx)
+            close = get_close_matches(args[0], names, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Expected one of {', '.join(names)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, commands in _SECTIONS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name, entry.help) for name, entry in commands.items()])
+        others = {name: f"from {point.module}" for name, point in _plug_ins().items()}
+        for title, commands in {**_SECTIONS, "Commands of other packages": others}.items():
+            if commands:
+                with formatter.section(title):
+                    formatter.write_dl(list(commands.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         # click's own would import every command for its help
-        found = [
-            CompletionItem(name, help=entry.help) for name, entry in _COMMANDS.items() if name.startswith(incomplete)
-        ]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=_OURS.get(name)) for name in names]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def main(self, *args: Any, **extra: Any) -> Any:
         make_usable()

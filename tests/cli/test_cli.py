@@ -20,6 +20,7 @@ from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.units import format_bytes, format_us, parse_bytes
 
 MONTA = ["plan", "--profile", "monta-a800-2x8", "--bytes", "256e6", "--tp", "8", "--ep", "2"]
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
 
 
@@ -56,6 +57,21 @@ def test_help_names_every_command_without_importing_it() -> None:
     assert call("-h").output == output
     assert "Shell completion" in output
     assert not {name for name in set(sys.modules) - before if name.startswith("commlayer.cli.")}
+
+
+def test_another_package_adds_a_command_by_an_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "extra_command.py").write_text(
+        "import click\n@click.command('extra')\ndef extra():\n    click.echo('more')\n", encoding="utf-8"
+    )
+    metadata = tmp_path / "extra-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1\n", encoding="utf-8")
+    points = "[commlayer.commands]\nextra = extra_command:extra\nplan = extra_command:extra\n"
+    (metadata / "entry_points.txt").write_text(points, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    assert shell("extra", PYTHONPATH=paths).stdout == "more\n"
+    assert "extra  from extra_command" in shell("--help", PYTHONPATH=paths).stdout
+    assert "Choose how to move" in shell("plan", "--help", PYTHONPATH=paths).stdout, "ours was replaced"
 
 
 def test_version() -> None:
