@@ -108,7 +108,7 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
     loads = _read(path)
     by_rank = _by_rank(loads, ranks)
     if picture is not None:
-        from commlayer.drawing.load_figures import loads_figure
+        from commlayer.drawing.figures import loads_figure
 
         if layer >= loads.num_layers:
             raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
@@ -197,7 +197,7 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         with progress_of(way) as progress:
             found.append(replay_loads(loads, prices, way, every=every, horizon=horizon, room=room, progress=progress))
     if picture is not None:
-        from commlayer.drawing.load_figures import loads_figure
+        from commlayer.drawing.figures import loads_figure
 
         panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (found[0], found[-1])}
         draw(picture, loads_figure(loads, layer, panels))

@@ -8,8 +8,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
-from commlayer.drawing.figures import BEYOND, FIGURE_WIDTH, byte_axis
-from commlayer.drawing.style import BLUE, COLOURS, FAINT, INK, MARKERS, VERMILLION, name_rows, new_figure, styled
+from commlayer.drawing.style import (
+    BEYOND,
+    BLUE,
+    COLOURS,
+    FAINT,
+    FIGURE_WIDTH,
+    INK,
+    MARKERS,
+    VERMILLION,
+    byte_axis,
+    name_rows,
+    new_figure,
+    styled,
+)
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened

@@ -6,8 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from commlayer.drawing.figures import BEYOND, FIGURE_WIDTH, byte_axis
-from commlayer.drawing.style import COLOURS, FAINT, MARKERS, OP_COLOURS, new_figure, styled
+from commlayer.drawing.style import (
+    BEYOND,
+    COLOURS,
+    FAINT,
+    FIGURE_WIDTH,
+    MARKERS,
+    OP_COLOURS,
+    byte_axis,
+    new_figure,
+    styled,
+)
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile

@@ -1,20 +1,25 @@
-"""The figures: timelines of plans, times of a benchmark. All return a matplotlib ``Figure``."""
+"""The figures: timelines of plans, times of a benchmark, loads of experts.
+
+All return a matplotlib ``Figure``.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commlayer.drawing.style import (
+    BEYOND,
     BLUE,
     FAINT,
+    FIGURE_WIDTH,
     GREEN,
     INK,
     OP_COLOURS,
     PAPER,
     VERMILLION,
+    byte_axis,
     name_rows,
     new_figure,
     save_figure,
@@ -24,24 +29,24 @@ from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.plan import Op, Step
 from commlayer.scheduler.price import Timeline
-from commlayer.units import format_bytes, format_us
+from commlayer.units import format_us
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BEYOND", "FIGURE_WIDTH", "bench_figure", "byte_axis", "plans_figure", "save_figure", "timeline_figure"]
+__all__ = ["bench_figure", "loads_figure", "plans_figure", "save_figure", "timeline_figure"]
 
-FIGURE_WIDTH = 9.0
 _BAR = 0.76
 """Height of a bar, where a row is 1 high."""
+_BRIGHTEST = 4.0
+"""The load, in times the mean, from which on all is of one colour."""
 _PREDICTED, _MEASURED = 0.38, 1.0
 """Opacity of bars."""
-BEYOND = (3.0, 2.0)
-"""The dashes of lines that were not measured."""
 
 
 @styled
@@ -144,6 +149,31 @@ def bench_figure(result: BenchResult) -> Figure:
     return figure
 
 
+@styled
+def loads_figure(loads: ExpertLoads, layer: int, ranks: dict[str, Any]) -> Figure:
+    """Draw one layer: its experts over time, and for each name of ``ranks`` an array [steps, ranks] of rows."""
+    panels = {"experts": loads.counts[:, layer], **ranks}
+    figure = new_figure(FIGURE_WIDTH, 1.4 + 1.7 * len(panels))
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, rows) in zip(grid, panels.items(), strict=True):
+        image = axes.imshow(
+            (rows / rows.mean(1, keepdims=True).clip(1e-9)).T,
+            aspect="auto",
+            interpolation="nearest",
+            origin="lower",
+            cmap="cividis",
+            vmin=0,
+            vmax=_BRIGHTEST,
+        )
+        axes.grid(visible=False)
+        axes.set_title(name)
+        axes.set_ylabel("expert" if name == "experts" else "rank")
+    grid[-1].set_xlabel("step" if loads.stride == 1 else f"step of {loads.stride} calls")
+    figure.colorbar(image, ax=list(grid), label="choices, times the mean", extend="max")
+    figure.suptitle(f"{loads.layers[layer]}: {loads.source}")
+    return figure
+
+
 def _resources(timelines: Sequence[Timeline]) -> list[Resource]:
     used = {step.resource for timeline in timelines for step in timeline.plan.steps}
     return [resource for resource in Resource if resource in used]
@@ -206,17 +236,6 @@ def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
         handles.append(Patch(color=FAINT, alpha=_PREDICTED, label="predicted (pale, above)"))
         handles.append(Patch(color=FAINT, label="measured (below)"))
     return handles
-
-
-def byte_axis(axes: Axes, label: str, most: int = 10) -> None:
-    """Put ticks at powers of two, at most ``most`` of them."""
-    low, high = (math.log2(limit) for limit in axes.get_xlim())
-    step = math.ceil((high - low) / most) or 1
-    exponents = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
-    axes.set_xticks(
-        [2.0**exponent for exponent in exponents], [format_bytes(2**e) if e >= 0 else "" for e in exponents]
-    )
-    axes.set_xlabel(label)
 
 
 def _all_rows(axes: Axes, points: Sequence[BenchPoint]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.drawing.mapping_cells import other_bests
-from commlayer.drawing.style import COLOURS, INK, MARKERS, PAPER, new_figure, styled
+from commlayer.drawing.style import COLOURS, FIGURE_WIDTH, INK, MARKERS, PAPER, name_rows, new_figure, styled
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PARTS", "FigureLine", "breakdown_figure", "curves_figure", "labelled", "mapping_name", "memory_figure"]
 
-_WIDTH = 9.0
 _BAR = 0.66
 """Height of a bar, where a row is 1 high."""
 _ROW = 0.52
@@ -156,7 +155,7 @@ def curves_figure(
     """
     drawn = [line for line in lines if any(result is not None for _, result in line.points)]
     _check(drawn, "curve with a result")
-    figure = new_figure(_WIDTH, 4.4)
+    figure = new_figure(FIGURE_WIDTH, 4.4)
     axes = figure.add_subplot()
     for index, line in enumerate(drawn):
         values = [value for value, _ in line.points]
@@ -196,7 +195,7 @@ def _stacked(
 ) -> Figure:
     longest = max(sum(parts.values()) for parts in bars.values())
     shown, bars = _significant(bars, colours, _LEAST * longest)
-    figure = new_figure(_WIDTH, 1.35 + _ROW * len(bars) + 0.22 * math.ceil((len(shown) + bool(limits)) / 6))
+    figure = new_figure(FIGURE_WIDTH, 1.35 + _ROW * len(bars) + 0.22 * math.ceil((len(shown) + bool(limits)) / 6))
     axes = figure.add_subplot()
     end = max(1.34 * longest, 1.04 * max(limits, default=0.0))
     named: list[tuple[Rectangle, str, str]] = []
@@ -213,7 +212,9 @@ def _stacked(
         axes.text(left + 0.01 * longest, row, ends[row], va="center", color=INK, fontsize=8.5, zorder=4)
     for limit in limits:
         axes.axvline(limit, color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), zorder=3)
-    _bar_axes(axes, list(bars), end, label)
+    name_rows(axes, list(bars))
+    axes.set_xlim(0, end)
+    axes.set_xlabel(label)
     axes.set_title(title)
     figure.legend(handles=_legend(shown, colours, limits), loc="outside lower center", ncols=6)
     _name_parts(figure, named)
@@ -255,15 +256,6 @@ def _ink(colour: str) -> str:
     """White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars do not."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
-
-
-def _bar_axes(axes: Axes, names: Sequence[str], end: float, label: str) -> None:
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, end)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(label)
 
 
 def _legend(shown: Sequence[str], colours: Mapping[str, str], limits: Sequence[float]) -> list[Artist]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
@@ -21,10 +20,10 @@ from commlayer.drawing.mapping_cells import (
     traffic_cells,
 )
 from commlayer.drawing.mapping_figures import breakdown_figure, labelled, memory_figure
-from commlayer.drawing.page import Drawing, drawing, render
+from commlayer.drawing.page import drawing, write_page
 from commlayer.drawing.step_course import course_figure
 from commlayer.profiles.counted import counted
-from commlayer.profiles.files import write_file
+from commlayer.profiles.files import StrPath
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.scheduler.mapping.search import SearchResult
@@ -36,12 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["write_estimate_report", "write_search_report", "write_what_if_report"]
 
-_Path = str | os.PathLike[str]
-_Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
-
-def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str], cluster: Cluster) -> None:
-    """Write what a search found, and its best mapping in full. Without matplotlib the page has no figures, and says so.
+def write_search_report(path: StrPath, result: SearchResult, reasons: Sequence[str], cluster: Cluster) -> None:
+    """Write what a search found, and its best mapping in full. Without matplotlib the page has no
+    figures, and says so.
 
     Raises OSError where the file cannot be written.
     """
@@ -53,7 +50,8 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         kind = "unfolded" if best.setup.folded else "folded"
         boxes.append((f"{other.step_us / best.step_us:.2f}×", f"as long takes a step of the best {kind} mapping"))
     bars = labelled(result)
-    text = render(
+    write_page(
+        path,
         "search.html",
         title=f"commlayer search: {result.job.model.name}",
         heading=f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')}",
@@ -66,12 +64,12 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         memory=drawing("memory", lambda: memory_figure(bars), "Parts of the memory"),
         full=_in_full(best, cluster),
     )
-    write_file(path, text)
 
 
-def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster) -> None:
+def write_estimate_report(path: StrPath, estimate: StepEstimate, cluster: Cluster) -> None:
     """Write one mapping in full. Raises OSError where the file cannot be written."""
-    text = render(
+    write_page(
+        path,
         "estimate.html",
         title=f"commlayer estimate: {estimate.job.model.name}",
         heading=str(estimate.setup),
@@ -81,11 +79,10 @@ def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster)
         checked=list(describe_validity(estimate)),
         full=_in_full(estimate, cluster),
     )
-    write_file(path, text)
 
 
 def write_what_if_report(
-    path: _Path,
+    path: StrPath,
     title: str,
     facts: Sequence[str],
     sentences: Sequence[str],
@@ -99,7 +96,8 @@ def write_what_if_report(
 
     Raises OSError where the file cannot be written.
     """
-    text = render(
+    write_page(
+        path,
         "what_if.html",
         title=title,
         heading=title,
@@ -112,7 +110,6 @@ def write_what_if_report(
         each_value=each_value,
         full=None,
     )
-    write_file(path, text)
 
 
 def _cards(estimate: StepEstimate) -> list[tuple[str, str]]:
@@ -126,19 +123,8 @@ def _cards(estimate: StepEstimate) -> list[tuple[str, str]]:
     ]
 
 
-class _Full(NamedTuple):
-    """One mapping in full: columns and rows of its tables, what else is to be said of what moves, its course, and sources."""
-
-    setup: str
-    parts: _Table
-    memory: _Table
-    traffic: _Table
-    closed_forms: Sequence[str]
-    course: Drawing | None
-    facts: Sequence[tuple[str, str]]
-
-
-def _in_full(estimate: StepEstimate, cluster: Cluster) -> _Full:
+def _in_full(estimate: StepEstimate, cluster: Cluster) -> dict[str, object]:
+    """One mapping in full, for mapping.html. A table is its columns and rows."""
     has_course = estimate.forward is not None or estimate.backward is not None
     peaks = f"inter {cluster.peaks.inter_gbps:g} GB/s, intra {cluster.peaks.intra_gbps:g} GB/s, {cluster.domain} GPUs on NVLink"
     facts = [
@@ -148,12 +134,12 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> _Full:
         ("model", f"{estimate.job.model.name}: {estimate.job.model.source}"),
         *[("note", note) for note in estimate.notes],
     ]
-    return _Full(
-        setup=str(estimate.setup),
-        parts=(PART_COLUMNS, part_cells(estimate)),
-        memory=(MEMORY_COLUMNS, memory_cells(estimate)),
-        traffic=(TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
-        closed_forms=closed_form_words(closed_forms(estimate.job, estimate.setup, cluster)),
-        course=drawing("course", lambda: course_figure(estimate), "The course of a step") if has_course else None,
-        facts=facts,
-    )
+    return {
+        "setup": str(estimate.setup),
+        "parts": (PART_COLUMNS, part_cells(estimate)),
+        "memory": (MEMORY_COLUMNS, memory_cells(estimate)),
+        "traffic": (TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
+        "closed_forms": closed_form_words(closed_forms(estimate.job, estimate.setup, cluster)),
+        "course": drawing("course", lambda: course_figure(estimate), "The course of a step") if has_course else None,
+        "facts": facts,
+    }

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import StrPath, write_file
 from commlayer.profiles.printable import printable
+from commlayer.units import format_bytes, format_us
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "drawing", "pages", "render"]
+__all__ = ["Drawing", "drawing", "pages", "render", "write_page"]
 
 
 class Drawing(NamedTuple):
@@ -39,6 +42,9 @@ def pages() -> Environment:
     templates.filters["one_line"] = partial(printable, keep="")
     templates.filters["plain_name"] = lambda column: column.lstrip(">~")
     templates.filters["thousands"] = "{:,}".format
+    templates.filters["size"] = format_bytes
+    templates.filters["time"] = format_us
+    templates.filters["counted"] = counted
     return templates
 
 
@@ -46,6 +52,11 @@ def render(template: str, **values: object) -> str:
     """Write the page of that template: one file without anything from outside."""
     text = pages().get_template(template).render(values)
     return printable(text.lstrip())  # HTML has no control characters, whatever names and sources of others have
+
+
+def write_page(path: StrPath, template: str, **values: object) -> None:
+    """Write the page of that template to ``path``, whose file it replaces. Raises OSError."""
+    write_file(path, render(template, **values))
 
 
 def drawing(name: str, draw: Callable[[], Figure], label: str = "") -> Drawing:

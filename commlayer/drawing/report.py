@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 from commlayer.drawing.efficiency import efficiency_figure
 from commlayer.drawing.figures import bench_figure, timeline_figure
-from commlayer.drawing.page import drawing, render
-from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
+from commlayer.drawing.page import drawing, write_page
+from commlayer.measure.results import BenchResult
 from commlayer.profiles.counted import counted
-from commlayer.profiles.files import write_file
+from commlayer.profiles.files import StrPath
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.price import Timeline
-from commlayer.units import format_bytes, format_us
+from commlayer.units import format_bytes
 
 __all__ = ["write_report"]
 
-_OPEN_POINTS = 3
-"""So many sizes are shown open; of more, only the largest."""
 Fact = tuple[str, str]
 """A value and what it is, or a name and its value."""
 
 
 def write_report(
-    path: str | os.PathLike[str],
+    path: StrPath,
     profile: Profile,
     result: BenchResult,
     timelines: Sequence[tuple[str, Timeline, Timeline]] = (),
@@ -47,14 +43,15 @@ def write_report(
         OSError: the file cannot be written.
     """
     is_drawn = bool(result.points) and result.is_comparable
-    text = render(
+    summary = _summary(result)
+    write_page(
+        path,
         "bench.html",
         title=f"commlayer on {result.topology}",
         result=result,
         facts=_facts(result, profile),
-        summary=_summary(result),
-        bad_card=_bad_card(result),
-        points=_points(result),
+        summary=summary,
+        bad_card=len(summary) - 1 if result.num_wrong else -1,
         size_figure=drawing("size", lambda: bench_figure(result)) if is_drawn else None,
         timelines=[
             drawing(f"timeline{index}", partial(timeline_figure, predicted, measured, name), name)
@@ -64,7 +61,6 @@ def write_report(
         links_figure=drawing("links", lambda: efficiency_figure(profile)),
         environment=_environment(result, profile),
     )
-    write_file(path, text)
 
 
 def _facts(result: BenchResult, profile: Profile) -> list[str]:
@@ -86,6 +82,9 @@ def _summary(result: BenchResult) -> list[Fact]:
     if not result.is_comparable:
         return [bits]
     largest = max(result.points, key=lambda point: point.logical_bytes)
+    limit = ""
+    if largest.wire_limit_us is not None:
+        limit = f"; the wire alone takes {largest.wire_limit_us / largest.torch.p50_us:.3f}"
     fastest = min(result.points, key=lambda point: point.chosen.ratio)
     errors = [abs(error) for point in result.points if (error := point.chosen.error) is not None]
     to_best = [point.chosen.p50_us / point.best.p50_us for point in result.points if point.best.p50_us]
@@ -96,7 +95,7 @@ def _summary(result: BenchResult) -> list[Fact]:
         ),
         (
             f"{largest.chosen.ratio:.3f}",
-            f"of flat's time at {format_bytes(largest.logical_bytes)}{_limit_words(largest)}",
+            f"of flat's time at {format_bytes(largest.logical_bytes)}{limit}",
         ),
         (
             f"{median(errors):.0%}",
@@ -112,90 +111,6 @@ def _summary(result: BenchResult) -> list[Fact]:
         else ("–", "no plans were run"),
         bits,
     ]
-
-
-def _bad_card(result: BenchResult) -> int:
-    """The place of the number that is marked as bad, or −1."""
-    return len(_summary(result)) - 1 if result.num_wrong else -1
-
-
-def _limit_words(point: BenchPoint) -> str:
-    if point.wire_limit_us is None:
-        return ""
-    return f"; the wire alone takes {point.wire_limit_us / point.torch.p50_us:.3f}"
-
-
-class _Row(NamedTuple):
-    """A row of a point's table. ``bar``: the length of its bar in percent, or None; ``num_wrong``: None where nothing ran."""
-
-    css: str
-    cells: list[str]
-    bar: float | None
-    num_wrong: int | None
-
-
-class _Point(NamedTuple):
-    """One size, what was chosen there and why, and all that was run."""
-
-    is_open: bool
-    size: str
-    about: str
-    reason: str
-    rows: list[_Row]
-
-
-def _points(result: BenchResult) -> list[_Point]:
-    """The largest size first."""
-    ordered = sorted(result.points, key=lambda point: -point.logical_bytes)
-    points = []
-    for index, point in enumerate(ordered):
-        chosen = point.chosen
-        ratio = f", {chosen.ratio:.3f} of flat" if result.is_comparable else ""
-        points.append(
-            _Point(
-                is_open=index == 0 or len(ordered) <= _OPEN_POINTS,
-                size=format_bytes(point.logical_bytes),
-                about=f"{chosen.name}, {format_us(chosen.p50_us)}{ratio}",
-                reason=point.reason,
-                rows=_rows(point, result.is_comparable),
-            )
-        )
-    return points
-
-
-def _rows(point: BenchPoint, with_ratios: bool) -> list[_Row]:
-    widest = max([row.ratio for row in point.rows] + [1.0])
-    kinds = {"torch": 0, "baseline": 1, "plan": 2}
-    ordered = sorted(point.rows, key=lambda row: kinds.get(row.kind, 3))
-    rows = [_row(row, widest, with_ratios) for row in ordered]
-    if point.wire_limit_us is not None and with_ratios:
-        limit = point.wire_limit_us / point.torch.p50_us
-        cells = ["wire limit", "", "", format_us(point.wire_limit_us), "", "", f"{limit:.3f}"]
-        rows.append(_Row("limit", cells, _bar(limit, widest), None))
-    return rows
-
-
-def _row(row: BenchRow, widest: float, with_ratios: bool) -> _Row:
-    cells = [
-        f"{row.name} ◀ chosen" if row.is_chosen else row.name,
-        "" if row.chunks is None else str(row.chunks),
-        "" if row.predicted_us is None else format_us(row.predicted_us),
-        format_us(row.p50_us),
-        f"{format_us(row.min_us)} … {format_us(row.max_us)}",
-        "" if row.error is None else f"{row.error:+.0%}",
-        f"{row.ratio:.3f}" if with_ratios else "",
-    ]
-    return _Row(
-        css="chosen" if row.is_chosen else row.kind if row.kind in ("torch", "baseline") else "",
-        cells=cells,
-        bar=_bar(row.ratio, widest) if with_ratios else None,
-        num_wrong=row.num_wrong,
-    )
-
-
-def _bar(ratio: float, widest: float) -> float:
-    """The length of a bar, in percent of the longest; never too short to be seen."""
-    return max(0.5, 100 * ratio / widest)
 
 
 def _links(profile: Profile) -> list[Fact]:

@@ -7,7 +7,7 @@ beside its calls is told apart from its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.drawing.pipeline_course import MOST_RANKS, SPAN_COLOURS, RankSpan, draw_ranks, rank_spans
@@ -73,15 +73,21 @@ def step_trace(estimate: StepEstimate) -> dict[str, Any]:
     Raises UsageError as :func:`courses`.
     """
     passes = courses(estimate).items()
-    views = {f"{_scope(name, each)}: {format_us(each.total_us)}": _rows(each) for name, each in passes}
+    views: dict[str, Iterable[_Row]] = {
+        f"{_scope(name, each)}: {format_us(each.total_us)}": _rows(each) for name, each in passes
+    }
     if ranks := rank_spans(estimate):
-        views = {f"pipeline: {format_us(estimate.step_us)} a step": _rank_rows(ranks), **views}
+        rows = [
+            _Row(f"pipeline rank {rank}", [(span.words, span.start, span.end, {}) for span in spans])
+            for rank, spans in enumerate(ranks)
+        ]
+        views = {f"pipeline: {format_us(estimate.step_us)} a step": rows, **views}
     events: list[dict[str, Any]] = []
-    for pid, (name, rows) in enumerate(views.items()):
+    for pid, (name, threads) in enumerate(views.items()):
         events.append(metadata_event("process_name", pid, 0, name=name))
         events.append(metadata_event("process_sort_index", pid, 0, sort_index=pid))
         tid = 0
-        for row in rows:
+        for row in threads:
             slices = [((round(1e3 * start), round(1e3 * end)), (what, known)) for what, start, end, known in row.events]
             for track in rows_without_overlap(slices):
                 events.append(metadata_event("thread_name", pid, tid, name=row.name))
@@ -135,11 +141,6 @@ def _time_axis(axes: Axes, end_us: float) -> float:
     axes.set_xlim(0, 1.01 * end_us / unit_us)
     axes.set_xlabel(f"predicted time ({unit})", fontsize=8.5, labelpad=1)
     return unit_us
-
-
-def _rank_rows(ranks: Sequence[Sequence[RankSpan]]) -> Iterator[_Row]:
-    for number, spans in enumerate(ranks):
-        yield _Row(f"pipeline rank {number}", [(span.words, span.start, span.end, {}) for span in spans])
 
 
 def _scope(name: str, forecast: Forecast) -> str:

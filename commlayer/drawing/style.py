@@ -8,6 +8,7 @@ follows the reader's light or dark theme.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,19 +18,23 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import replacing
 from commlayer.profiles.printable import printable
 from commlayer.scheduler.plan import Op
+from commlayer.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
+    "BEYOND",
     "COLOURS",
     "FAINT",
+    "FIGURE_WIDTH",
     "GRID",
     "INK",
     "MARKERS",
     "OP_COLOURS",
     "PAPER",
+    "byte_axis",
     "check_drawing",
     "check_picture",
     "name_rows",
@@ -63,6 +68,9 @@ OP_COLOURS = {
     Op.COMPUTE: FAINT,
 }
 COLOURS = (VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY)
+FIGURE_WIDTH = 9.0
+BEYOND = (3.0, 2.0)
+"""The dashes of lines that were not measured."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 _FORMATS = (".svg", ".png", ".pdf")
@@ -137,6 +145,17 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
+
+
+def byte_axis(axes: Axes, label: str, most: int = 10) -> None:
+    """Put ticks at powers of two, at most ``most`` of them."""
+    low, high = (math.log2(limit) for limit in axes.get_xlim())
+    step = math.ceil((high - low) / most) or 1
+    exponents = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
+    axes.set_xticks(
+        [2.0**exponent for exponent in exponents], [format_bytes(2**e) if e >= 0 else "" for e in exponents]
+    )
+    axes.set_xlabel(label)
 
 
 def check_picture(path: str | Path) -> None:
