@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from commlayer import __version__
+from commlayer.cli.cache_checks import cache_lines
 from commlayer.profiles.errors import CommlayerError, SettingsError
 from commlayer.profiles.profile import Profile
 from commlayer.settings import Settings
@@ -34,18 +34,16 @@ class Finding(msgspec.Struct, frozen=True):
 
 def all_findings() -> list[Finding]:
     """Everything that is known about this machine; imports torch."""
-    checks: list[Callable[[], list[Finding]]] = [
-        _versions,
-        _torch,
-        _network,
-        _emulation,
-        _settings,
-        _lanes,
-        _variables,
-        _choice,
-        _cache,
-    ]
-    return [finding for check in checks for finding in check()]
+    findings = [*_versions(), *_torch(), *_network(), *_emulation()]
+    try:
+        settings = Settings.from_environment()
+    except SettingsError as error:
+        advice = "correct or unset it: every command and rank refuses it"
+        findings.append(Finding("Settings", "bad", "COMMLAYER_*", str(error), advice))
+        return [*findings, *_lanes(Settings()), *_variables()]
+    lines = cache_lines(settings)
+    cache = [Finding("Cached profiles", *line) for line in lines]
+    return [*findings, *_settings(settings), *_lanes(settings), *_variables(), *_choice(settings), *cache]
 
 
 _CORE = ("torch", "numpy", "scipy", "click", "rich", "msgspec")
@@ -72,7 +70,13 @@ def _versions() -> list[Finding]:
         Finding(section, "ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version()),
         Finding(section, "ok", "kernel", kernel),
     ]
-    minimums = _minimums()
+    try:
+        requirements = metadata.requires("commlayer") or []
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        requirements = []
+    # The least versions that this installation asks for, extras aside.
+    matches = [_MINIMUM.fullmatch(requirement) for requirement in requirements]
+    minimums = {match[1].lower(): match[2] for match in matches if match is not None}
     for name in _CORE:
         version, least = _installed(name), minimums.get(name)
         wanted = f"{name}>={least}" if least else name
@@ -87,16 +91,6 @@ def _versions() -> list[Finding]:
         mark: Verdict = "ok" if version or name == "cupy" else "warn"
         found.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
     return found
-
-
-def _minimums() -> dict[str, str]:
-    """The least versions that this installation asks for, by package, extras aside; empty where it has no metadata."""
-    try:
-        requirements = metadata.requires("commlayer") or []
-    except metadata.PackageNotFoundError:  # run from a folder of sources
-        return {}
-    found = [_MINIMUM.fullmatch(requirement) for requirement in requirements]
-    return {match[1].lower(): match[2] for match in found if match is not None}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -153,13 +147,8 @@ def _nccl(section: str, torch: Any) -> Finding:
     version = torch.cuda.nccl.version()
     text = ".".join(map(str, version))
     if version < (2, 26):
-        return Finding(
-            section,
-            "warn",
-            "NCCL",
-            text,
-            "before 2.26 nothing keeps several communicators of one device in one order: only the program does",
-        )
+        advice = "before 2.26 nothing keeps several communicators of one device in one order: only the program does"
+        return Finding(section, "warn", "NCCL", text, advice)
     return Finding(section, "ok", "NCCL", text, "what it does for lanes is said below")
 
 
@@ -181,8 +170,9 @@ def _emulation() -> list[Finding]:
     nodes = "granted" + (" by a user namespace" if granted.user_namespace else "") if granted.netns else "not granted"
     delays = {"netem": "by the kernel (sch_netem)", "relay": "by a relay process (the kernel has no sch_netem)"}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
-    usable = min(cores, quota or cores)
+    words = _first_line("/sys/fs/cgroup/cpu.max").split()  # what the control group grants, where it says so
+    quota = int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else cores
+    usable = min(cores, quota)
     fallback = f"{granted.reason}. Without it ranks run on loopback, unshaped" if granted.reason else ""
     shared = "all ranks share it: their copies slow each other down, which the measured profile contains"
     rates, delay = granted.shaping, granted.delay
@@ -202,36 +192,19 @@ def _first_line(path: str) -> str:
         return ""
 
 
-def _cpu_quota() -> float | None:
-    """Cores that the control group grants, None where it does not say."""
-    words = _first_line("/sys/fs/cgroup/cpu.max").split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
-
-
-def _settings() -> list[Finding]:
-    section = "Settings"
-    try:
-        settings = Settings.from_environment()
-    except SettingsError as error:
-        return [
-            Finding(section, "bad", "COMMLAYER_*", str(error), "correct or unset it: every command and rank refuses it")
-        ]
+def _settings(settings: Settings) -> list[Finding]:
     default = Settings()
-    found = []
+    findings = []
     for name in Settings.__dataclass_fields__:
         value = getattr(settings, name)
         origin = "default" if value == getattr(default, name) else f"from COMMLAYER_{name.upper()}"
-        found.append(Finding(section, "ok", name, "not set" if value is None else str(value), origin))
-    return found
+        findings.append(Finding("Settings", "ok", name, "not set" if value is None else str(value), origin))
+    return findings
 
 
-def _lanes() -> list[Finding]:
+def _lanes(settings: Settings) -> list[Finding]:
     from commlayer.cli.lane_checks import at_hand, lane_lines
 
-    try:
-        settings = Settings.from_environment()
-    except SettingsError:
-        settings = Settings()  # _settings has said what is wrong
     try:
         import torch
 
@@ -250,15 +223,11 @@ _SAMPLE_BYTES = 16 * 2**20
 """The size for which ``doctor`` says what would be chosen."""
 
 
-def _choice() -> list[Finding]:
+def _choice(settings: Settings) -> list[Finding]:
     """Which profile a Communicator would take here, and what it would choose."""
     from commlayer.profiles import catalog
 
-    section = "What would be chosen"
-    try:
-        name = Settings.from_environment().profile
-    except SettingsError:
-        return []
+    section, name = "What would be chosen", settings.profile
     if not name:
         advice = (
             "measure this cluster: torchrun … commlayer profile -o cluster.json (or commlayer profile --emulate 2x4), then "
@@ -281,17 +250,6 @@ def _choice() -> list[Finding]:
         advice = _CARD if len(link.nodes) == 1 else _WAY
         found.append(Finding(section, "warn", "slow link", str(link), advice))
     return [*found, _decision(section, profile)]
-
-
-def _cache() -> list[Finding]:
-    """Which profile that a job has kept another one would find."""
-    from commlayer.cli.cache_checks import cache_lines
-
-    try:
-        settings = Settings.from_environment()
-    except SettingsError:
-        return []  # _settings has said what is wrong
-    return [Finding("Cached profiles", *line) for line in cache_lines(settings)]
 
 
 _NOT_PROFILES = {

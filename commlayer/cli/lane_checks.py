@@ -15,7 +15,10 @@ __all__ = ["at_hand", "lane_lines"]
 Line = tuple[Verdict, str, str, str]
 """The type of a line of the output: (mark, name, value, advice)."""
 
-_NO_CUDA = "not active: no CUDA here"
+_ON_CUDA = (
+    *("CUDA streams", "CUDA holds", "traffic class", "CTA limits"),
+    *("launch order", "launch queues", "launch mode"),
+)
 _ORDER_SINCE = (2, 26)
 _OF_ALL = ("NCCL_IB_TC", "NCCL_IB_SL")
 """NCCL's variables that give all communicators one traffic class, and one service level."""
@@ -28,43 +31,31 @@ def lane_lines(
     *,
     is_on: bool = True,
     share: float = 0.05,
-    traffic_classes: Mapping[str, int] | None = None,
 ) -> list[Line]:
     """Make one line for each means. Pure: what is at hand is passed in.
 
     ``nccl_version``: such as (2, 28, 9); None where there is no CUDA device or no NCCL. ``config_fields``: what this torch can
-    set of NCCL's configuration. ``is_on``, ``share``, ``traffic_classes``: the settings.
+    set of NCCL's configuration. ``is_on``, ``share``: the settings.
     """
     order = " before ".join(
         " and ".join(lane for lane in LANES if LANES[lane] == level) for level in sorted(set(LANES.values()))
     )
     found: list[Line] = [("ok", "order", order, "MoNTA's, EP ≪ PP ≪ CP ≪ DP; tp stays inside nodes")]
     if not is_on:
-        found.append(
-            ("warn", "lanes", "off", "no traffic goes before other traffic: unset COMMLAYER_LANES, or set it to on")
-        )
+        advice = "no traffic goes before other traffic: unset COMMLAYER_LANES, or set it to on"
+        found.append(("warn", "lanes", "off", advice))
     else:
         what = f"chunk edges, {CHUNKS_IN_FLIGHT} chunks of a call in flight, a share of {share:.0%} kept"
         found.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
     if nccl_version is None:
-        names = (
-            "CUDA streams",
-            "CUDA holds",
-            "traffic class",
-            "CTA limits",
-            "launch order",
-            "launch queues",
-            "launch mode",
-        )
-        return [*found, *(("ok", name, _NO_CUDA, "") for name in names)]
-    known = ".".join(map(str, nccl_version))
+        return [*found, *(("ok", name, "not active: no CUDA here", "") for name in _ON_CUDA)]
     return [
         *found,
         _streams(environment, is_on=is_on),
         _holds(environment, is_on=is_on),
-        _traffic_class(environment, nccl_version, config_fields, traffic_classes or {}, known, is_on=is_on),
-        _ctas(environment, nccl_version, config_fields, known, is_on=is_on),
-        _launch_order(environment, nccl_version, known),
+        _traffic_class(environment, nccl_version, config_fields),
+        _ctas(environment, nccl_version, config_fields, is_on=is_on),
+        _launch_order(environment, nccl_version),
         _queues(environment),
         _mode(environment),
     ]
@@ -74,12 +65,8 @@ def _streams(environment: Mapping[str, str], *, is_on: bool) -> Line:
     from commlayer.transport.nccl import is_high_priority
 
     if _is_set(environment, "TORCH_NCCL_HIGH_PRIORITY"):
-        return (
-            "warn",
-            "CUDA streams",
-            "all of high priority",
-            "TORCH_NCCL_HIGH_PRIORITY is set: unset it to tell lanes apart",
-        )
+        advice = "TORCH_NCCL_HIGH_PRIORITY is set: unset it to tell lanes apart"
+        return ("warn", "CUDA streams", "all of high priority", advice)
     if not is_on:
         return ("ok", "CUDA streams", "not active: lanes are off", "")
     high = ", ".join(lane for lane in LANES if is_high_priority(lane))
@@ -99,46 +86,28 @@ def _holds(environment: Mapping[str, str], *, is_on: bool) -> Line:
     return ("ok", name, "chunk edges, one chunk of each communicator in flight", advice)
 
 
-def _traffic_class(
-    environment: Mapping[str, str],
-    nccl_version: Sequence[int],
-    config_fields: Set[str],
-    traffic_classes: Mapping[str, int],
-    known: str,
-    *,
-    is_on: bool,
-) -> Line:
+def _traffic_class(environment: Mapping[str, str], nccl_version: Sequence[int], config_fields: Set[str]) -> Line:
     name = "traffic class"
-    missing = _missing("traffic_class", nccl_version, config_fields, known)
-    if missing:
-        mark: Verdict = "warn" if traffic_classes else "ok"
-        return (mark, name, f"not active: {missing}", "NCCL_IB_TC sets one class for all communicators")
-    if not traffic_classes:
-        of_all = [f"{variable}={environment[variable]}" for variable in _OF_ALL if variable in environment]
-        if of_all:
-            return (
-                "ok",
-                name,
-                f"one for all lanes: {', '.join(of_all)}",
-                "unset it to give each lane a class of its own",
-            )
-        return ("ok", name, "not active: none is set", "give lanes the classes that the fabric's operator has set up")
-    if not is_on:
-        return ("ok", name, "not active: lanes are off", "")
-    over = [variable for variable in _OF_ALL if variable in environment]
-    if over:
-        what = f"{' and '.join(over)} {'go' if len(over) > 1 else 'goes'} before a communicator's own: unset"
-        return ("warn", name, "overridden", what)
-    return ("ok", name, ", ".join(f"{lane}={number}" for lane, number in traffic_classes.items()), "")
+    if missing := _missing("traffic_class", nccl_version, config_fields):
+        advice = "NCCL_IB_TC sets one class for all communicators"
+        return ("ok", name, f"not active: {missing}", advice)
+    if of_all := [f"{variable}={environment[variable]}" for variable in _OF_ALL if variable in environment]:
+        value = f"one for all lanes: {', '.join(of_all)}"
+        return ("ok", name, value, "unset it to give each lane a class of its own")
+    return ("ok", name, "not active: none is set", "give lanes the classes that the fabric's operator has set up")
 
 
 def _ctas(
-    environment: Mapping[str, str], nccl_version: Sequence[int], config_fields: Set[str], known: str, *, is_on: bool
+    environment: Mapping[str, str],
+    nccl_version: Sequence[int],
+    config_fields: Set[str],
+    *,
+    is_on: bool,
 ) -> Line:
     from commlayer.transport.nccl import LOWER_LANE_CTAS, is_high_priority
 
     name = "CTA limits"
-    missing = _missing("max_ctas", nccl_version, config_fields, known)
+    missing = _missing("max_ctas", nccl_version, config_fields)
     if missing or not is_on:
         return ("ok", name, f"not active: {missing or 'lanes are off'}", "")
     lower = ", ".join(lane for lane in LANES if not is_high_priority(lane))
@@ -151,10 +120,10 @@ def _ctas(
     return ("ok", name, f"{LOWER_LANE_CTAS} for {lower}", "so that a kernel of a higher lane finds room beside theirs")
 
 
-def _launch_order(environment: Mapping[str, str], nccl_version: Sequence[int], known: str) -> Line:
+def _launch_order(environment: Mapping[str, str], nccl_version: Sequence[int]) -> Line:
     name, is_set = "launch order", _is_set(environment, "NCCL_LAUNCH_ORDER_IMPLICIT")
     if is_set and tuple(nccl_version) < _ORDER_SINCE:
-        value = f"not active: NCCL {known} has no NCCL_LAUNCH_ORDER_IMPLICIT (2.26 and later)"
+        value = f"not active: NCCL {_dotted(nccl_version)} has no NCCL_LAUNCH_ORDER_IMPLICIT (2.26 and later)"
         return ("warn", name, value, "unset it: lower lanes are not held where it is set")
     if is_set:
         advice = (
@@ -187,13 +156,17 @@ def _mode(environment: Mapping[str, str]) -> Line:
     return ("ok", "launch mode", mode or "NCCL's default, PARALLEL", "")
 
 
-def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str], known: str) -> str:
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str]) -> str:
     """Why a field of NCCL's configuration cannot be set; empty where it can."""
     from commlayer.transport.nccl import CONFIG_SINCE
 
     least = CONFIG_SINCE[field]
     if tuple(nccl_version) < least:
-        return f"NCCL {known} cannot, {'.'.join(map(str, least))} and later can"
+        return f"NCCL {_dotted(nccl_version)} cannot, {_dotted(least)} and later can"
     return "" if field in config_fields else "this torch was built without it"
 
 
