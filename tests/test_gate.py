@@ -56,7 +56,7 @@ DECODERS = {
     "commlayer/emulation/accelerators/starting.py": "what its own processes tell the emulator",
     "commlayer/emulation/fabric.py": "the same",
     "commlayer/emulation/fabric_process.py": "the same",
-    "commlayer/emulation/requests.py": "the same",
+    "commlayer/emulation/protocol.py": "the same",
     "commlayer/testing/witness.py": "what a test's own processes have seen",
 }
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"

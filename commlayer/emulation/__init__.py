@@ -17,8 +17,8 @@ from commlayer.emulation.accelerators.device_clock import DeviceReport
 from commlayer.emulation.emulated_cluster import EmulatedCluster
 from commlayer.emulation.modes import EmulationWarning, Mode
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError, exit_status
+from commlayer.emulation.protocol import KEEP, request_shape
 from commlayer.emulation.rates import format_rate, parse_rate
-from commlayer.emulation.requests import KEEP, request_shape
 from commlayer.emulation.rights import Rights, rights
 
 __all__ = [

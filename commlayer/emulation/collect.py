@@ -47,7 +47,8 @@ class _Run:
         while not all(rank.reported for rank in self.ranks):
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
-                return self._time_is_up()
+                self.timed_out = [rank.job.rank for rank in self.ranks if not rank.reported]
+                return self._kill("because the time was up")
             if self._first_failed is not None and now >= self._grace_deadline:
                 return self._kill(f"after rank {self._first_failed.job.rank} failed")
             self._step(now)
@@ -60,7 +61,9 @@ class _Run:
         deadline = time.monotonic() + _LEAVE_PATIENCE_S
         for rank in self.ranks:
             if not rank.ended:
-                _wait_readable(rank.pid_fd, max(0.0, deadline - time.monotonic()))
+                with selectors.DefaultSelector() as selector:
+                    selector.register(rank.pid_fd, selectors.EVENT_READ)
+                    selector.select(max(0.0, deadline - time.monotonic()))
                 rank.kill("because it did not end after its function had")
                 rank.collect()
         drain(self._streams(), _OUTPUT_PATIENCE_S)
@@ -90,23 +93,16 @@ class _Run:
             self._first_failed = min(failed, key=lambda rank: rank.outcome()[0])
             self._grace_deadline = time.monotonic() + self._grace_s
 
-    def _time_is_up(self) -> None:
-        self.timed_out = [rank.job.rank for rank in self.ranks if not rank.reported]
-        self._kill("because the time was up")
-
     def _kill(self, because: str) -> None:
-        self._write_stacks([rank for rank in self.ranks if not rank.reported and rank.job.call is not None])
-        for rank in self.ranks:
-            rank.kill(because)
-
-    @staticmethod
-    def _write_stacks(running: Sequence[RankProcess]) -> None:
-        """Have the ranks write down where they hang; a stopped one never will, so the wait is short."""
+        # Have the ranks write down where they hang; a stopped one never will, so the wait is short.
+        running = [rank for rank in self.ranks if not rank.reported and rank.job.call is not None]
         for rank in running:
             rank.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_PATIENCE_S
         while not all(rank.has_written_stacks for rank in running) and time.monotonic() < deadline:
             time.sleep(0.02)
+        for rank in self.ranks:
+            rank.kill(because)
 
     def end(self) -> None:
         """Kill and collect whatever is left, whatever happened, and give every descriptor back."""
@@ -116,12 +112,6 @@ class _Run:
             rank.collect()
             rank.close()
         self._selector.close()
-
-
-def _wait_readable(fd: int, timeout_s: float) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        selector.select(timeout_s)
 
 
 def run_jobs(

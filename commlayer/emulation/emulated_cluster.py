@@ -24,8 +24,8 @@ from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
 from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
+from commlayer.emulation.protocol import KEEP, NO_SHAPING, Keep, delay_message, pair_message, shape_message
 from commlayer.emulation.rank_process import masked_signals
-from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, delay_message, pair_message, shape_message
 from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
 from commlayer.profiles.printable import warn

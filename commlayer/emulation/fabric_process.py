@@ -93,7 +93,7 @@ class _FabricProcess:
                     self._links.ports[node].set(self._spec.slowed(rate))
                 self._rates[node][link] = rate
 
-    def _delay_by(self, delay_us: float) -> None:
+    def delay(self, delay_us: float) -> None:
         """Change the delay between nodes."""
         if self._delay is not None:
             self._delay.set(delay_us)
@@ -136,18 +136,29 @@ class _FabricProcess:
             if request["op"] == "rates":
                 return {"rates": [{k: format_rate(v) for k, v in rates.items()} for rates in self._rates]}
             if request["op"] == "shape_pair":
-                sender, receiver = _checked_pair(request["nodes"], self._num_nodes)
+                sender, receiver = request["nodes"]
+                if sender == receiver or not self._has(sender) or not self._has(receiver):
+                    raise UsageError(
+                        f"nodes: expected two different ones of 0 to {self._num_nodes - 1}, "
+                        f"got {sender!r} and {receiver!r}"
+                    )
                 rate = self._parsed(request["rate"], "rate")
                 self._nodes[sender].slow_down_to(receiver, self._spec.slowed(rate))
                 return {}
             if request["op"] == "delay":
-                self._delay_by(request["delay_us"] * self._spec.scale)
+                self.delay(request["delay_us"] * self._spec.scale)
                 return {}
             rates = {link: self._parsed(rate, link) for link, rate in request["rates"].items()}
-            self.shape(rates, _chosen_nodes(request["node"], self._num_nodes))
+            node = request["node"]
+            if node is not None and not self._has(node):
+                raise UsageError(f"node: expected None (all) or 0 to {self._num_nodes - 1}, got {node!r}")
+            self.shape(rates, range(self._num_nodes) if node is None else [node])
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
             return error_reply(error)
         return {}
+
+    def _has(self, node: object) -> bool:
+        return isinstance(node, int) and 0 <= node < self._num_nodes
 
     def _parsed(self, rate: str | None, name: str) -> int | None:
         return None if rate is None else parse_rate(rate, name, self._spec.scale)
@@ -158,21 +169,6 @@ class _FabricProcess:
         if self._relay is not None:
             os.kill(self._relay, signal.SIGKILL)
             os.waitpid(self._relay, 0)
-
-
-def _chosen_nodes(node: int | None, num_nodes: int) -> Sequence[int]:
-    if node is None:
-        return range(num_nodes)
-    if not isinstance(node, int) or not 0 <= node < num_nodes:
-        raise UsageError(f"node: expected None (all) or 0 to {num_nodes - 1}, got {node!r}")
-    return [node]
-
-
-def _checked_pair(nodes: Sequence[int], num_nodes: int) -> tuple[int, int]:
-    sender, receiver = nodes
-    if sender == receiver or not all(isinstance(node, int) and 0 <= node < num_nodes for node in nodes):
-        raise UsageError(f"nodes: expected two different ones of 0 to {num_nodes - 1}, got {sender!r} and {receiver!r}")
-    return sender, receiver
 
 
 def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_namespace: bool) -> NoReturn:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from commlayer.emulation.protocol import LinkSpec
+from commlayer.emulation.protocol import LONGEST_DELAY_US, LinkSpec
 from commlayer.emulation.rates import parse_rate
-from commlayer.emulation.rights import Rights, rights
+from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
 from commlayer.profiles.printable import warn
 from commlayer.settings import Settings
@@ -17,7 +17,6 @@ __all__ = ["EmulationWarning", "Mode", "checked_count", "decide_mode", "link_spe
 Mode = Literal["auto", "netns", "loopback"]
 ActualMode = Literal["netns", "loopback"]
 
-_MAX_DELAY_US = 10e6
 _warned = False
 
 
@@ -34,8 +33,8 @@ def checked_count(name: str, value: int) -> int:
 
 def link_spec(inter: str | None, intra: str | None, delay_us: float, scale: float = 1.0) -> LinkSpec:
     """Make the properties of the wires that were asked for."""
-    if not isinstance(delay_us, int | float) or not math.isfinite(delay_us) or not 0 <= delay_us <= _MAX_DELAY_US:
-        raise UsageError(f"delay_us: expected 0 to {_MAX_DELAY_US:.0f} microseconds one way, got {delay_us!r}")
+    if not isinstance(delay_us, int | float) or not math.isfinite(delay_us) or not 0 <= delay_us <= LONGEST_DELAY_US:
+        raise UsageError(f"delay_us: expected 0 to {LONGEST_DELAY_US:.0f} microseconds one way, got {delay_us!r}")
     return LinkSpec(
         None if inter is None else parse_rate(inter, "inter", scale),
         None if intra is None else parse_rate(intra, "intra", scale),
@@ -43,21 +42,6 @@ def link_spec(inter: str | None, intra: str | None, delay_us: float, scale: floa
         "none",
         scale,
     )
-
-
-def _wanted(mode: str) -> str:
-    if mode not in get_args(Mode):
-        raise UsageError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
-    return Settings.from_environment().emulation if mode == "auto" else mode
-
-
-def _missing(spec: LinkSpec, granted: Rights) -> str:
-    """Why a cluster with these wires cannot be built here; empty if it can."""
-    if not granted.netns:
-        return granted.reason
-    if not granted.shaping and (spec.inter is not None or spec.intra is not None):
-        return granted.reason
-    return ""
 
 
 def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
@@ -69,14 +53,18 @@ def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
         RightsError: namespaces were demanded and cannot be had, or a delay was asked for that this machine cannot make
             (a delay is never dropped silently).
     """
-    wanted = _wanted(mode)
+    if mode not in get_args(Mode):
+        raise UsageError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+    wanted = Settings.from_environment().emulation if mode == "auto" else mode
     asked = spec.inter is not None or spec.intra is not None or spec.delay_us > 0
     if wanted == "loopback":
         if asked:
             _warn_once("loopback was asked for")
         return "loopback"
     granted = rights()
-    missing = _missing(spec, granted)
+    is_shaped = spec.inter is not None or spec.intra is not None
+    # Why such a cluster cannot be built here; empty if it can.
+    missing = "" if granted.netns and (granted.shaping or not is_shaped) else granted.reason
     if missing and wanted == "netns":
         raise RightsError(f"mode='netns': {missing}; or mode='loopback' runs the same ranks without a network")
     if missing:

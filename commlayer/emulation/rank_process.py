@@ -77,14 +77,11 @@ class RankProcess:
             if not data:
                 return False
             self._buffer += data
-            self._parse()
-
-    def _parse(self) -> None:
-        if self._frame is None and len(self._buffer) >= FRAME_HEADER.size:
-            kind, length = FRAME_HEADER.unpack_from(self._buffer)
-            if len(self._buffer) >= FRAME_HEADER.size + length:
-                self._frame = kind, bytes(self._buffer[FRAME_HEADER.size : FRAME_HEADER.size + length])
-                self._buffer.clear()
+            if self._frame is None and len(self._buffer) >= FRAME_HEADER.size:
+                kind, length = FRAME_HEADER.unpack_from(self._buffer)
+                if len(self._buffer) >= FRAME_HEADER.size + length:
+                    self._frame = kind, bytes(self._buffer[FRAME_HEADER.size : FRAME_HEADER.size + length])
+                    self._buffer.clear()
 
     def release(self) -> None:
         """Let a rank that has reported leave."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.testing.check_pieces import ROWS, Claims, short
 from commlayer.testing.conformance_checks import checks
+from commlayer.testing.move_checks import ROWS, Claims, short
 from commlayer.testing.verbs_contract import ReduceOp, Verbs
 
 __all__ = ["DTYPES", "OPS", "REDUCE_DTYPES", "ConformanceError", "FailedCheck", "check_communicator"]

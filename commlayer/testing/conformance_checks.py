@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from commlayer.testing.check_pieces import FEW, WIDTH, Check, Claims, short
-from commlayer.testing.move_checks import MoveChecks
+from commlayer.testing.move_checks import FEW, WIDTH, Check, Claims, MoveChecks, short
 from commlayer.testing.payload import expect_bits, expect_sum, fractions, integers, reduced, stale
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
