@@ -249,10 +249,10 @@ def _print() -> None:
     numbers = stats()
     rank, replica = _printing or (0, "")
     if rank == 0 and numbers["rank"] is not None:
-        print_table(numbers, f"commlayer, {replica + ', ' if replica else ''}rank {rank}")
+        print_stats(numbers, f"commlayer, {replica + ', ' if replica else ''}rank {rank}")
 
 
-def print_table(found: Stats, title: str = "") -> None:
+def print_stats(found: Stats, title: str = "") -> None:
     """Write ``found`` as a table to stderr, under ``title``, or the rank."""
     from commlayer.units import format_bytes, format_us
 

@@ -66,7 +66,15 @@ def bench_command(
     planned_with = load_profile(profile_name) if profile_name else None
     if planned_with is not None:
         check_place(place, planned_with.topology, planned_with.name)
-    found = run_job(place, bench_job, planned_with, _job_options(**options, has_report=report is not None), place)
+    from commlayer.measure.benchmark import BenchOptions
+    from commlayer.profiles.sweep import sizes_between
+    from commlayer.scheduler.plan import Gather
+
+    sizes = sizes_between(options["min_bytes"], options["max_bytes"], options["factor"])
+    gathers = tuple(Gather) if options["all_forms"] else ()
+    drawn = sizes[-1:] if report is not None else ()
+    job = BenchOptions(sizes, options["rounds"], options["max_chunks"], gathers, trace_bytes=drawn)
+    found = run_job(place, bench_job, planned_with, job, place)
     if found is None:
         return
     measured, result, timelines = found
@@ -81,18 +89,6 @@ def bench_command(
     else:
         print_result(result)
     refuse_wrong(result)
-
-
-def _job_options(
-    min_bytes: int, max_bytes: int, factor: float, rounds: int, max_chunks: int, all_forms: bool, has_report: bool
-) -> BenchOptions:
-    from commlayer.measure.benchmark import BenchOptions
-    from commlayer.profiles.sweep import sizes_between
-    from commlayer.scheduler.plan import Gather
-
-    sizes = sizes_between(min_bytes, max_bytes, factor)
-    gathers = tuple(Gather) if all_forms else ()
-    return BenchOptions(sizes, rounds, max_chunks, gathers, trace_bytes=sizes[-1:] if has_report else ())
 
 
 def refuse_wrong(result: BenchResult) -> None:

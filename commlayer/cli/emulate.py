@@ -113,10 +113,7 @@ def emulate(
         )
     links = {"inter": inter, "intra": intra, "delay_us": delay}
     with _built(nodes, ranks_per_node, **links, mode=mode, compute=compute, memory=memory, scale=scale) as cluster:
-        for node, rate in slow_nodes:
-            _slow_down(cluster, node, rate)
-        for pair in slow_pairs:
-            _slow_down_pair(cluster, pair)
+        _slow_down(cluster, slow_nodes, slow_pairs)
         slow = _described(slow_nodes, slow_pairs)
         device = describe_device(cluster.accelerator)
         _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow + device)
@@ -130,22 +127,23 @@ def emulate(
     sys.exit(status)
 
 
-def _slow_down(cluster: EmulatedCluster, node: int, rate: str) -> None:
-    """Give a node's interface another rate. Raises UsageError naming the option; RightsError where nothing is shaped."""
-    if not 0 <= node < cluster.nodes:
-        raise UsageError(f"--slow-node {node}:{rate}: expected a node of 0 to {cluster.nodes - 1}, got {node}")
-    try:
-        cluster.shape(inter=rate, node=node)
-    except UsageError as error:
-        raise UsageError(f"--slow-node {node}:{rate}: {without_field(error)}") from error
+def _slow_down(cluster: EmulatedCluster, slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> None:
+    """Give nodes' interfaces, and the ways between two nodes, other rates.
 
-
-def _slow_down_pair(cluster: EmulatedCluster, pair: PairRate) -> None:
-    """Give the way between two nodes another rate. Raises as :func:`_slow_down`."""
+    Raises UsageError naming the option; RightsError where nothing is shaped.
+    """
+    option = ""
     try:
-        cluster.shape_pair(pair.sender, pair.receiver, pair.rate, is_one_way=pair.is_one_way)
+        for node, rate in slow_nodes:
+            option = f"--slow-node {node}:{rate}"
+            if not 0 <= node < cluster.nodes:
+                raise UsageError(f"expected a node of 0 to {cluster.nodes - 1}, got {node}")
+            cluster.shape(inter=rate, node=node)
+        for pair in slow_pairs:
+            option = f"--slow-pair {pair}"
+            cluster.shape_pair(pair.sender, pair.receiver, pair.rate, is_one_way=pair.is_one_way)
     except UsageError as error:
-        raise UsageError(f"--slow-pair {pair}: {without_field(error)}") from error
+        raise UsageError(f"{option}: {without_field(error)}") from error
 
 
 def _described(slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> str:

@@ -46,7 +46,9 @@ def describe_computation(
             f"LATE: on this machine operations take up to {worst.slowness:.2f} times as long as declared (rank {worst.rank}): "
             f"--scale {_enough(scale * worst.slowness)} gives them time"
         )
-    cores = _cores_used(reports)
+    longest_s = max((report.wall_s for report in reports), default=0.0)
+    all_cores_s = longest_s * len(os.sched_getaffinity(0))
+    cores = sum(report.cpu_s for report in reports) / all_cores_s if longest_s > 0 else 0.0
     if cores > _FULL_CORES:
         lines.append(
             f"the ranks used {cores:.0%} of this machine's cores: what waits for a core is not emulated. --scale "
@@ -63,13 +65,6 @@ def _line(report: DeviceReport, scale: float) -> str:
         f"rank {report.rank}: {report.operations} operations, {report.flops:.3g} FLOPs, busy for {busy} of "
         f"{_time(report.wall_s)}; {late}; {_time(report.cpu_s)} of a core"
     )
-
-
-def _cores_used(reports: Sequence[DeviceReport]) -> float:
-    """The share of this machine's cores that all ranks' processes had while they ran."""
-    longest_s = max((report.wall_s for report in reports), default=0.0)
-    cores = len(os.sched_getaffinity(0))
-    return sum(report.cpu_s for report in reports) / (longest_s * cores) if longest_s > 0 else 0.0
 
 
 def _enough(scale: float) -> str:

@@ -47,7 +47,12 @@ def failure_of(error: Exception, command: click.Command | None) -> CommandFailur
         status = 2 if isinstance(error, UsageError) else 3 if isinstance(error, InternalError) else 1
         text = as_typed(str(error), command)
     elif isinstance(error, OSError):
-        status, text = 1, _of_system(error)
+        status, where = 1, error.filename
+        if where is None and error.errno in _OUTPUT:
+            give_up_stdout()
+            where = "output"
+        reason = error.strerror or str(error) or type(error).__name__
+        text = reason if where is None else f"{where}: {reason}"
     elif isinstance(error, MemoryError):
         status, text = 1, "there is not enough memory for this"
     else:
@@ -60,16 +65,6 @@ def refuse_damaged(damaged: Sequence[str]) -> None:
     """End the command, which has printed what sound files say, with the errors of those that are not; without any: do nothing."""
     if damaged:
         raise CommandFailure("\n".join(map(fitting, damaged)), 2)
-
-
-def _of_system(error: OSError) -> str:
-    """The words of an error of the system. One that names no file and is of ``_OUTPUT`` is stdout's, which is given up."""
-    where = error.filename
-    if where is None and error.errno in _OUTPUT:
-        give_up_stdout()
-        where = "output"
-    reason = error.strerror or str(error) or type(error).__name__
-    return reason if where is None else f"{where}: {reason}"
 
 
 def fitting(message: str) -> str:

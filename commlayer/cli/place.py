@@ -89,7 +89,11 @@ def place_of(emulate: str | None, inter: str | None, intra: str | None, delay: f
         topology = Topology.parse(emulate)
         topology.ranks_per_node  # noqa: B018  the emulator builds even nodes: raises, naming the uneven ones
         inter = inter or "400mbit"
-        if _can_shape(inter, intra, delay):
+        from commlayer.emulation.modes import decide_mode, link_spec
+
+        with said_warnings():  # where the machine grants no namespaces, on stderr, once
+            mode = decide_mode("auto", link_spec(inter, intra, delay))
+        if mode == "netns":
             return Place(topology, inter, intra, delay, timeout / 1e6)
         return Place(topology, timeout_s=timeout / 1e6)
     if inter or intra or delay:
@@ -100,14 +104,6 @@ def place_of(emulate: str | None, inter: str | None, intra: str | None, delay: f
             "--no-python commlayer …), or add --emulate 2x4 to build one on this machine"
         )
     return Place(None)
-
-
-def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
-    """Whether the machine grants namespaces; says so on stderr, once, where it does not."""
-    from commlayer.emulation.modes import decide_mode, link_spec
-
-    with said_warnings():
-        return decide_mode("auto", link_spec(inter, intra, delay_us)) == "netns"
 
 
 def check_has_links(place: Place, option: str = "--emulate") -> None:

@@ -93,9 +93,12 @@ def profile(
     if output is not None:
         measured.save(output)
     if table_json is not None:
+        from dataclasses import asdict
+
         import msgspec
 
-        write_file(table_json, msgspec.json.format(msgspec.json.encode(_as_dicts(rows)), indent=2) + b"\n")
+        table = [{"collective": c, "link": link, "group_size": n, **asdict(row)} for c, link, n, row in rows]
+        write_file(table_json, msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
     if picture is not None:
         from commlayer.drawing import efficiency_figure, save_figure
 
@@ -213,12 +216,6 @@ def _warn(measured: Profile) -> None:
             "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
             err=True,
         )
-
-
-def _as_dicts(rows: Rows) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    return [{"collective": c, "link": link, "group_size": n, **asdict(row)} for c, link, n, row in rows]
 
 
 def _print(measured: Profile, rows: Rows, output: Path | None) -> None:

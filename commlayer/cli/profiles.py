@@ -144,7 +144,13 @@ def diff_(a: str, b: str, as_json: bool) -> None:
         print_table(["field", f"~{left.name}", f"~{right.name}", ">change"], rows)
         if ratios:
             echo()
-            _print_ratios(left, right, ratios)
+            cells, above = [], ""
+            for entry in ratios:
+                name = entry["curve"] if entry["curve"] != above else ""  # once for each curve
+                above = entry["curve"]
+                times = [f"{entry['a_us']:.5g}", f"{entry['b_us']:.5g}"]
+                cells.append([name, format_bytes(entry["bytes"]), *times, f"{entry['ratio']:.3f}"])
+            print_table(["curve", ">size", f">{left.name} us", f">{right.name} us", ">ratio"], cells)
     sys.exit(1 if differences else 0)
 
 
@@ -292,13 +298,3 @@ def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
             for size in sizes
         ]
     return found
-
-
-def _print_ratios(a: Profile, b: Profile, ratios: list[dict[str, Any]]) -> None:
-    rows, above = [], ""
-    for entry in ratios:
-        name = entry["curve"] if entry["curve"] != above else ""  # once for each curve
-        above = entry["curve"]
-        times = [f"{entry['a_us']:.5g}", f"{entry['b_us']:.5g}"]
-        rows.append([name, format_bytes(entry["bytes"]), *times, f"{entry['ratio']:.3f}"])
-    print_table(["curve", ">size", f">{a.name} us", f">{b.name} us", ">ratio"], rows)

@@ -34,7 +34,10 @@ def make_usable() -> None:
         sys.stderr = _to(os.devnull)
     register_error(_ERRORS, _spelt)
     for stream in (sys.stdout, sys.stderr):
-        _spell_out(stream)
+        with contextlib.suppress(
+            AttributeError, ValueError
+        ):  # somebody's own stream, which has no encoding, or is closed
+            stream.reconfigure(errors=_ERRORS)  # type: ignore[attr-defined]
 
 
 def _is_open(descriptor: int) -> bool:
@@ -47,11 +50,6 @@ def _is_open(descriptor: int) -> bool:
 
 def _to(file: str | int) -> TextIO:
     return open(file, "w", encoding="utf-8")
-
-
-def _spell_out(stream: TextIO) -> None:
-    with contextlib.suppress(AttributeError, ValueError):  # somebody's own stream, which has no encoding, or is closed
-        stream.reconfigure(errors=_ERRORS)  # type: ignore[attr-defined]
 
 
 def give_up_stdout() -> None:

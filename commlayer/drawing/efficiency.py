@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.style import (
@@ -44,7 +44,12 @@ def efficiency_figure(profile: Profile) -> Figure:
         panels.setdefault((curve.link, curve.group_size), []).append(curve)
     if len(profile.curves) <= len(COLOURS) or len(panels) == 1:
         return _one_panel(profile)
-    looks = _looks([curve.collective for curve in profile.curves])
+    # A colour and a marker for each collective, the same in all panels; no two have both in common.
+    names = dict.fromkeys(curve.collective for curve in profile.curves)
+    looks = {
+        name: (COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)])
+        for i, name in enumerate(names)
+    }
     num_rows = math.ceil(len(panels) / 2)
     figure = new_figure(FIGURE_WIDTH, 1.2 + 2.5 * num_rows)
     figure.suptitle(f"{profile.name}: {profile.kind}, {profile.topology}")
@@ -58,14 +63,25 @@ def efficiency_figure(profile: Profile) -> Figure:
         axes.set_axis_off()
     for row in grid[::2]:
         row.set_ylabel("bus bandwidth / peak")
-    figure.legend(handles=_looked_up(looks), loc="outside lower center", ncols=4)
+    from matplotlib.lines import Line2D
+
+    handles: list[Artist] = [
+        Line2D([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
+        for name, (colour, marker) in looks.items()
+    ]
+    handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
 def _one_panel(profile: Profile) -> Figure:
     figure = new_figure(FIGURE_WIDTH, 4.6)
     axes = figure.add_subplot()
-    for index, (curve, colour) in enumerate(zip(profile.curves, _curve_colours(profile.curves), strict=True)):
+    # The first curve of an operation has its colour in the timelines; the others take what is left.
+    own = {op.value: OP_COLOURS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
+    others = [colour for colour in COLOURS if colour not in own.values()] * len(profile.curves)
+    for index, curve in enumerate(profile.curves):
+        colour = own.pop(curve.collective, "") or others.pop(0)
         ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
         name = f"{curve.collective} {curve.link.value}{ranks}"
         _efficiency(axes, curve, profile.peaks.of(curve.link), colour, MARKERS[index % len(MARKERS)], name=name)
@@ -87,33 +103,6 @@ def _efficiency_axes(axes: Axes, label: str, most: int = 10) -> None:
     axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
     byte_axis(axes, label, most)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _looks(collectives: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each collective, the same in all panels; no two have both in common."""
-    names = list(dict.fromkeys(collectives))
-    return {
-        name: (COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)])
-        for i, name in enumerate(names)
-    }
-
-
-def _looked_up(looks: Mapping[str, tuple[str, str]]) -> list[Artist]:
-    from matplotlib.lines import Line2D
-
-    handles: list[Artist] = [
-        Line2D([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
-        for name, (colour, marker) in looks.items()
-    ]
-    handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
-    return handles
-
-
-def _curve_colours(curves: Sequence[Curve]) -> list[str]:
-    """The first curve of an operation has its colour in the timelines; the others take what is left."""
-    own = {op.value: OP_COLOURS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
-    left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
-    return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
 
 
 def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str, *, name: str) -> None:

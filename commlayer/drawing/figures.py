@@ -30,7 +30,7 @@ from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
-from commlayer.scheduler.plan import Op, Step
+from commlayer.scheduler.plan import Op
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_us
 
@@ -66,7 +66,14 @@ def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title
     _time_axes(axes, rows, end_us, unit_us)
     axes.set_xlabel(f"time ({unit})")
     axes.set_title(f"{title or predicted.plan.name}\n", pad=2)
-    axes.text(0, 1.02, _totals(predicted, measured), transform=axes.transAxes, color=FAINT, va="bottom")
+    words = f"{predicted.plan.name}: predicted {format_us(predicted.total_us)}"
+    if measured is None:
+        words += f", bottleneck {predicted.bottleneck.value}"
+    else:
+        words += f", measured {format_us(measured.total_us)}"
+        if measured.total_us:
+            words += f", error {prediction_error(predicted.total_us, measured.total_us):+.1%}"
+    axes.text(0, 1.02, words, transform=axes.transAxes, color=FAINT, va="bottom")
     ops = {step.op for timeline in shown for step in timeline.plan.steps}
     figure.legend(handles=_legend(ops, with_kinds=measured is not None), loc="outside lower center", ncols=5)
     return figure
@@ -200,32 +207,17 @@ def _bars(
         draw = partial(axes.barh, y, width, height, start / unit_us, edgecolor=PAPER, linewidth=0.7, zorder=2)
         draw(color=PAPER)  # else the grid shines through
         draw(color=OP_COLOURS[step.op], alpha=alpha)
-        label = _bar_label(step, timeline.plan.chunks, (end - start) / end_us)
-        if label:
+        # The chunk's number, or the operation where there is one chunk; nothing where it does not fit.
+        label = str(step.chunk) if timeline.plan.chunks > 1 else step.op.value
+        if (end - start) / end_us > 0.011 * len(label) + 0.004:
             colour = INK if alpha < _MEASURED else "white"
             middle = start / unit_us + width / 2
             axes.text(middle, y, label, ha="center", va="center_baseline", color=colour, fontsize=8, zorder=3)
 
 
-def _bar_label(step: Step, chunks: int, share: float) -> str:
-    """The chunk's number, or the operation where there is one chunk; nothing where it would not fit into the bar."""
-    label = str(step.chunk) if chunks > 1 else step.op.value
-    return label if share > 0.011 * len(label) + 0.004 else ""
-
-
 def _time_axes(axes: Axes, rows: Sequence[Resource], end_us: float, unit_us: float) -> None:
     axes.set_xlim(0, 1.02 * end_us / unit_us)
     name_rows(axes, [resource.value.upper() for resource in rows])
-
-
-def _totals(predicted: Timeline, measured: Timeline | None) -> str:
-    words = f"{predicted.plan.name}: predicted {format_us(predicted.total_us)}"
-    if measured is None:
-        return f"{words}, bottleneck {predicted.bottleneck.value}"
-    words += f", measured {format_us(measured.total_us)}"
-    return (
-        f"{words}, error {prediction_error(predicted.total_us, measured.total_us):+.1%}" if measured.total_us else words
-    )
 
 
 def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:

@@ -241,21 +241,18 @@ def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> N
     """Write each part's name in its bar where, as all is laid out, there is room; ``bars``: with name and colour."""
     written = []
     for bar, part, colour in bars:
+        # White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars do not.
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
         left, width, row = bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2
         behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}  # a line of a limit must not strike it through
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "zorder": 4, "bbox": behind}
-        written.append((bar, bar.axes.text(left + width / 2, row, part, color=_ink(colour), **look)))  # type: ignore[union-attr]
+        written.append((bar, bar.axes.text(left + width / 2, row, part, color=ink, **look)))  # type: ignore[union-attr]
     figure.draw_without_rendering()
     for bar, text in written:
         room, needed = bar.get_window_extent(), text.get_window_extent()
         if needed.x0 < room.x0 + _ROOM or needed.x1 > room.x1 - _ROOM:
             text.remove()
-
-
-def _ink(colour: str) -> str:
-    """White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars do not."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
 
 
 def _legend(shown: Sequence[str], colours: Mapping[str, str], limits: Sequence[float]) -> list[Artist]:

@@ -27,6 +27,9 @@ from commlayer.profiles.errors import RightsError
 
 __all__ = ["Fabric"]
 
+_PATIENCE_S = 10.0
+"""How long the process may take to end, before it is killed."""
+
 
 class Fabric:
     """The parent's side: the nodes' namespaces, and a line to the fabric process."""
@@ -101,16 +104,12 @@ class Fabric:
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if os.getpid() == self._owner:
-            _reap(self.pid, patience_s=10.0)
+            deadline = time.monotonic() + _PATIENCE_S
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                    if time.monotonic() > deadline:
+                        os.kill(self.pid, signal.SIGKILL)
+                    time.sleep(0.001)
         for fd in fds:
             os.close(fd)
         self.spaces, self._shared_fds = [], []
-
-
-def _reap(pid: int, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)

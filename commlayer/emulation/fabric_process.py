@@ -178,7 +178,15 @@ def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_nam
         gc.disable()
         gc.freeze()
         os.setsid()
-        _keep_only(control.fileno())
+        # Close every inherited descriptor but one: a copied pipe end would keep its other side from
+        # seeing the end.
+        os.closerange(3, control.fileno())
+        os.closerange(control.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(null, standard)
+        if null > 2:
+            os.close(null)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -192,14 +200,3 @@ def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_nam
             fabric.clean_up()
     finally:
         os._exit(0)
-
-
-def _keep_only(fd: int) -> None:
-    """Close every inherited descriptor but one: a copied pipe end would keep its other side from seeing the end."""
-    os.closerange(3, fd)
-    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(null, standard)
-    if null > 2:
-        os.close(null)

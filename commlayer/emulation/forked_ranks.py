@@ -82,7 +82,9 @@ def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: 
     try:
         _set_up(job, stacks_fd, parent_pid, close)
         if job.call is None:
-            _become(job.argv)
+            for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            os.execv(shutil.which(job.argv[0]) or job.argv[0], list(job.argv))
         value = job.call()
         _send(channel, FRAME_RESULT, _pickled_value(value))
         flush_stdio()
@@ -92,7 +94,7 @@ def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: 
         status = 0
     except BaseException as error:  # noqa: BLE001 - also SystemExit and KeyboardInterrupt end here, the process ends
         if isinstance(error, SystemExit):
-            status = _exit_status(error)
+            status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         with contextlib.suppress(BaseException):
             if isinstance(error, SystemExit) and status == 0:
                 _send(channel, FRAME_RESULT, pickle.dumps(None))
@@ -146,13 +148,6 @@ def _share_cores() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _become(argv: Sequence[str]) -> NoReturn:
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    program = shutil.which(argv[0]) or argv[0]
-    os.execv(program, list(argv))
-
-
 def _pickled_value(value: object) -> bytes:
     try:
         return pickle.dumps(value)
@@ -161,12 +156,6 @@ def _pickled_value(value: object) -> bytes:
             f"the rank's return value of type {type(value).__name__} cannot be pickled ({error}): "
             "return plain data, tensors or None"
         ) from error
-
-
-def _exit_status(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _raised(error: BaseException) -> RaisedInRank:

@@ -82,17 +82,21 @@ def make_jobs(
     """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output.
     ``reports``: the folder in which ranks tell what their accelerators did."""
     jobs = []
-    emulated = _accelerated(layout.accelerator, reports, is_program=call is None)
-    if emulated and call is not None:
-        call = partial(computing, call)
+    emulated: dict[str, str] = {}
+    if layout.accelerator is not None:
+        emulated = {DEVICE: layout.accelerator.to_text(), REPORTS: reports}
+        if call is None:
+            paths = [STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
+            emulated["PYTHONPATH"] = os.pathsep.join(paths)
+        else:
+            call = partial(computing, call)
     for node in range(layout.nodes):
         for local_rank in range(1 if per_node else layout.ranks_per_node):
             rank = node * layout.ranks_per_node + local_rank
             environment = _environment(layout, node, None if per_node else local_rank, port) | emulated
             if prefix and "PYTHONUNBUFFERED" not in os.environ:
-                environment["PYTHONUNBUFFERED"] = (
-                    "1"  # into a pipe Python would write late, and a killed rank's words never
-                )
+                # Into a pipe Python would write late, and a killed rank's words never.
+                environment["PYTHONUNBUFFERED"] = "1"
             jobs.append(
                 RankJob(
                     rank=rank,
@@ -106,14 +110,6 @@ def make_jobs(
                 )
             )
     return jobs
-
-
-def _accelerated(accelerator: Accelerator | None, reports: str, *, is_program: bool) -> dict[str, str]:
-    """The environment of a rank that stands for an accelerator."""
-    if accelerator is None:
-        return {}
-    paths = [STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])] if is_program else []
-    return {DEVICE: accelerator.to_text(), REPORTS: reports} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def _environment(layout: ClusterLayout, node: int, local_rank: int | None, port: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from commlayer.testing.move_checks import FEW, WIDTH, Check, Claims, MoveChecks, short
+from commlayer.testing.move_checks import FEW, WIDTH, Check, Claims, MoveChecks, Pieces, short
 from commlayer.testing.payload import expect_bits, expect_sum, fractions, integers, reduced, stale
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
@@ -22,16 +22,14 @@ __all__ = ["checks"]
 
 def checks(verbs: Verbs, claims: Claims) -> Iterator[Check]:
     """List all checks, in the same order on all ranks."""
-    group = _Checks(verbs, claims)
-    yield from group.moves()
-    yield from group.reductions()
-    yield from group.order()
-    yield from group.refusals()
+    yield from MoveChecks(verbs, claims).moves()
+    yield from _Reductions(verbs, claims).reductions()
+    calls = _Calls(verbs, claims)
+    yield from calls.order()
+    yield from calls.refusals()
 
 
-class _Checks(MoveChecks):
-    # Reductions
-
+class _Reductions(Pieces):
     def reductions(self) -> Iterator[Check]:
         for dtype in self.claims.reduce_dtypes:
             for op in self.claims.ops:
@@ -97,7 +95,9 @@ class _Checks(MoveChecks):
         expect_sum(results[0], [part[self.rank * rows : (self.rank + 1) * rows] for part in parts], self.rank)
         expect_bits(results[1], results[0], self.rank, "a second run")
 
-    # Order
+
+class _Calls(Pieces):
+    """The checks of calls under way together, and of calls that cannot be."""
 
     def order(self) -> Iterator[Check]:
         yield "order[waited for in reverse]", partial(self.many_at_once, reverse=True)
@@ -144,8 +144,6 @@ class _Checks(MoveChecks):
         self.verbs.all_gather(times, torch.tensor([[came, left]], device=self.device))
         early = int(times[:, 0].max() - times[:, 1].min())
         assert early <= 0, f"rank {self.rank}: a rank left the barrier {early / 1e6:g} ms before the last one came"
-
-    # Refusals
 
     def refusals(self) -> Iterator[Check]:
         two = torch.zeros((2 * self.n, WIDTH), device=self.device)

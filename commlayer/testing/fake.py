@@ -106,16 +106,19 @@ class FakeWorld:
                 call.done = True
                 del self._calls[sequence]
                 self._changed.notify_all()
-        return _FakeAsyncCall(lambda: self._await_call(rank, call, sequence))
 
-    def _await_call(self, rank: int, call: _Call, sequence: int) -> None:
-        def missing() -> list[int]:
-            return [each for each in range(self.size) if each not in call.parts]
+        def finish() -> None:
+            with self._changed:
+                self._wait(
+                    rank,
+                    f"{part}, call {sequence}",
+                    lambda: call.done,
+                    lambda: [each for each in range(self.size) if each not in call.parts],
+                )
+                if call.error is not None:
+                    raise type(call.error)(f"rank {rank}: {call.error}")
 
-        with self._changed:
-            self._wait(rank, f"{call.parts[rank]}, call {sequence}", lambda: call.done, missing)
-            if call.error is not None:
-                raise type(call.error)(f"rank {rank}: {call.error}")
+        return _FakeAsyncCall(finish)
 
     def _send(self, rank: int, to: int, tensor: torch.Tensor) -> None:
         with self._changed:

@@ -111,10 +111,6 @@ def _reduced(parts: Sequence[Contribution]) -> torch.Tensor:
     return total
 
 
-def _all_reduce(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
-    return [_reduced(parts)] * len(parts)
-
-
 def _reduce(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     return [_reduced(parts) if rank == _root_of(parts) else None for rank in range(len(parts))]
 
@@ -137,7 +133,7 @@ _RESULTS: dict[str, Callable[[Sequence[Contribution]], list[torch.Tensor | None]
     "gather": _gather,
     "scatter": _scatter,
     "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
+    "all_reduce": lambda parts: [_reduced(parts)] * len(parts),
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "barrier": lambda parts: [None] * len(parts),

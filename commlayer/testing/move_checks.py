@@ -11,7 +11,7 @@ import torch
 from commlayer.testing.payload import bits, expect_bits, stale
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
-__all__ = ["FEW", "ROWS", "WIDTH", "Check", "Claims", "MoveChecks", "patterns", "short"]
+__all__ = ["FEW", "ROWS", "WIDTH", "Check", "Claims", "MoveChecks", "Pieces", "patterns", "short"]
 
 Check = tuple[str, Callable[[], None]]
 """A name, and what raises AssertionError where the communicator does not keep its contract."""
@@ -50,11 +50,8 @@ def patterns(n: int) -> dict[str, list[list[int]]]:
     }
 
 
-class MoveChecks:
-    """The checks of all_to_all, all_gather, broadcast, gather, scatter, send and recv.
-
-    It holds one rank of the communicator under test, and makes its data.
-    """
+class Pieces:
+    """One rank of the communicator under test, and its test data."""
 
     def __init__(self, verbs: Verbs, claims: Claims) -> None:
         self.verbs, self.claims = verbs, claims
@@ -75,6 +72,10 @@ class MoveChecks:
             pending.wait()
         else:
             assert pending is None, f"rank {self.rank}: a blocking call returned {pending!r}"
+
+
+class MoveChecks(Pieces):
+    """The checks of all_to_all, all_gather, broadcast, gather, scatter, send and recv."""
 
     def moves(self) -> Iterator[Check]:
         for name, counts in patterns(self.n).items():

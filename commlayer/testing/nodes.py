@@ -61,24 +61,6 @@ def outcomes_on_nodes(
     return [outcomes[seat] for seat in job.seats]
 
 
-def _seats(cluster: EmulatedCluster, sizes: Sequence[int], cyclic: bool) -> list[int]:
-    """The cluster's own rank of each of our ranks."""
-    fits = len(sizes) == cluster.nodes and all(0 < size <= cluster.ranks_per_node for size in sizes)
-    if not fits:
-        raise UsageError(
-            f"expected 1 to {cluster.ranks_per_node} ranks for each of the {cluster.nodes} nodes of {cluster}, got "
-            f"{tuple(sizes)}: make an EmulatedCluster({len(sizes)}, {max(sizes, default=1)})"
-        )
-    if cyclic and not cluster.shaped:
-        raise UsageError(
-            "cyclic ranks need nodes that are namespaces: a declared topology has the ranks of a node in a row"
-        )
-    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
-    if cyclic:
-        places.sort(key=lambda place: (place[1], place[0]))
-    return [node * cluster.ranks_per_node + local for node, local in places]
-
-
 class _Seated:
     """The body of every process of the cluster: an empty seat returns None, the others learn their new rank."""
 
@@ -90,8 +72,22 @@ class _Seated:
         args: Sequence[Any],
         cyclic: bool = False,
     ) -> None:
+        if len(sizes) != cluster.nodes or not all(0 < size <= cluster.ranks_per_node for size in sizes):
+            raise UsageError(
+                f"expected 1 to {cluster.ranks_per_node} ranks for each of the {cluster.nodes} nodes of {cluster}, got "
+                f"{sizes}: make an EmulatedCluster({len(sizes)}, {max(sizes, default=1)})"
+            )
+        if cyclic and not cluster.shaped:
+            raise UsageError(
+                "cyclic ranks need nodes that are namespaces: a declared topology has the ranks of a node in a row"
+            )
         self._sizes, self._fn, self._args = sizes, fn, args
-        self.seats, self._declare = _seats(cluster, sizes, cyclic), not cluster.shaped
+        self._declare = not cluster.shaped
+        places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+        if cyclic:
+            places.sort(key=lambda place: (place[1], place[0]))
+        self.seats = [node * cluster.ranks_per_node + local for node, local in places]
+        """The cluster's own rank of each of our ranks."""
 
     def __call__(self) -> Any:
         seat, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
@@ -101,7 +97,6 @@ class _Seated:
         os.environ["WORLD_SIZE"] = str(len(self.seats))
         os.environ["LOCAL_WORLD_SIZE"] = str(self._sizes[node])
         if self._declare:
-            os.environ["COMMLAYER_TOPOLOGY"] = (
-                "+".join(map(str, self._sizes)) if len(self._sizes) > 1 else (f"1x{self._sizes[0]}")
-            )
+            is_one = len(self._sizes) == 1
+            os.environ["COMMLAYER_TOPOLOGY"] = f"1x{self._sizes[0]}" if is_one else "+".join(map(str, self._sizes))
         return self._fn(*self._args)

@@ -35,7 +35,7 @@ from commlayer.profiles.errors import (
     TopologyError,
     UsageError,
 )
-from commlayer.statistics import print_table
+from commlayer.statistics import print_stats
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces.rank_files import read_folder
 
@@ -616,7 +616,7 @@ def test_a_planned_all_to_all_is_counted_and_its_steps_recorded(
             passed = sum(rows[(source + (rank ^ 2)) % 4] for source in (rank, near))
             printed = io.StringIO()
             with contextlib.redirect_stderr(printed):
-                print_table(found)
+                print_stats(found)
             assert "all_to_all" in printed.getvalue()
             assert "?" not in printed.getvalue()
             assert row["wire_bytes"] == {"inter": 4 * passed, "intra": 4 * brought + 8}

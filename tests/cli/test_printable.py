@@ -19,7 +19,7 @@ from commlayer.cli.progress_bars import progress
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, ProfileError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import parse_profile, read_profile
-from commlayer.statistics import print_table
+from commlayer.statistics import print_stats
 from commlayer.traces.call_records import rank_name
 from commlayer.traces.rank_files import RankTrace, write_trace
 
@@ -167,7 +167,7 @@ def test_progress_shows_what_was_done(capsys: pytest.CaptureFixture[str], monkey
 def test_statistics_of_a_group_show_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     call: Any = {"collective": EVIL, "plan": "flat", "calls": 1, "logical_bytes": 1, "wire_bytes": None, "time_us": 1.0}
     group: Any = {"group": "0", "description": "", "ranks": [0], "calls": [call], "unplanned": {EVIL: 1}}
-    print_table({"rank": 0, "groups": [group], "dispatches": [], "placements": [], "spills": []})
+    print_stats({"rank": 0, "groups": [group], "dispatches": [], "placements": [], "spills": []})
     shown = capsys.readouterr().err
     assert "\x1b]" not in shown
     assert "[bold]x[/bold]" in shown

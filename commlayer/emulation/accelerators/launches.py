@@ -99,9 +99,8 @@ class Launches(TorchDispatchMode):
         if clock is None:
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
-            return (
-                NotImplemented  # a DTensor, for instance: what it does with the tensors that it is made of comes here
-            )
+            # A DTensor, for instance: what it does with the tensors that it is made of comes here.
+            return NotImplemented
         kind = _kinds.get(func)
         if kind is None:
             kind = _kinds[func] = _kind_of(func)
@@ -190,17 +189,12 @@ def start_launches(clock: DeviceClock) -> None:
     _follow_threads()
     # Where a GPU's host waits. A step's end is none of those, but where programs read the clock.
     register_optimizer_step_post_hook(lambda *_: await_device())
-    torch.cpu.synchronize = _synchronize
+    torch.cpu.synchronize = lambda device=None: await_device()  # as torch.cuda's waits for a GPU
     for name in ("tolist", "numpy"):
         setattr(torch.Tensor, name, _after_all(getattr(torch.Tensor, name)))
 
 
 _started: list[DeviceClock] = []
-
-
-def _synchronize(device: Any = None) -> None:
-    """Wait for the emulated accelerator, as ``torch.cuda.synchronize`` waits for a GPU."""
-    await_device()
 
 
 def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
