@@ -1,4 +1,5 @@
-"""``commlayer bench``: every candidate plan, torch's own all_to_all and what other software does, alternately in one run."""
+"""``commlayer bench``: every candidate plan, torch's own all_to_all and what other software does,
+alternately in one run."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ def bench_command(
 ) -> None:
     """Run every candidate plan against torch.distributed, alternately in one run.
 
-    Tokens are replicated over the ranks of a node and exchanged between nodes. Each way is first compared with torch's
-    result, byte for byte; times are the largest over ranks, ratios medians over rounds.
+    Tokens are replicated over the ranks of a node and exchanged between nodes. Each way is first
+    compared with torch's result, byte for byte; times are the largest over ranks, ratios medians
+    over rounds.
 
     \b
       commlayer bench --emulate 2x4 --inter 400mbit
@@ -113,7 +115,8 @@ def bench_job(
     topology = discover_topology()
 
     def rounded(sizes: Sequence[int]) -> tuple[int, ...]:
-        """Three nodes do not divide a power of two: the sizes asked for are a range, so the nearest one serves."""
+        """Three nodes do not divide a power of two: the sizes asked for are a range, so the nearest
+        one serves."""
         return tuple(dict.fromkeys(nearest_size(size, topology.num_nodes) for size in sizes))
 
     options = replace(options, sizes=rounded(options.sizes), trace_bytes=rounded(options.trace_bytes))
@@ -149,7 +152,8 @@ def _latest(result: BenchResult) -> str:
 
 
 def print_result(result: BenchResult) -> None:
-    """Print one table for each size: what was predicted and measured, and, where times compare, the ratios to torch's."""
+    """Print one table for each size: what was predicted and measured, and, where times compare, the
+    ratios to torch's."""
     from commlayer.units import format_bytes, format_us
 
     compares = result.is_comparable

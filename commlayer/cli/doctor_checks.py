@@ -23,7 +23,8 @@ __all__ = ["Finding", "all_findings"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line: ``mark`` is "ok", "warn" (works, but) or "bad" (does not work); ``advice`` says what to do or why."""
+    """One line: ``mark`` is "ok", "warn" (works, but) or "bad" (does not work); ``advice`` says
+    what to do or why."""
 
     section: str
     mark: Verdict

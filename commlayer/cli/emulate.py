@@ -93,19 +93,20 @@ def emulate(
 ) -> None:
     """Run any program on an emulated multi-node cluster.
 
-    Each node is a network namespace with its own host name, each rank a process with the environment that torchrun would
-    give it. The bytes are real, only the wires are slow.
+    Each node is a network namespace with its own host name, each rank a process with the
+    environment that torchrun would give it. The bytes are real, only the wires are slow.
 
     \b
       commlayer emulate --nodes 2 --ranks-per-node 4 --inter 400mbit -- python train.py
       commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
       commlayer emulate --compute 4tflops --inter 40gbit --scale 100 -- python train.py
 
-    With --compute each rank stands for an accelerator: computation takes that device's time, and no core. What ran is said at the
-    end, also how much of it this machine ended too late; --scale gives it more time.
+    With --compute each rank stands for an accelerator: computation takes that device's time, and no
+    core. What ran is said at the end, also how much of it this machine ended too late; --scale
+    gives it more time.
 
-    Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
-    the error that they said last, is told on stderr.
+    Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well.
+    Which ranks failed, how, and the error that they said last, is told on stderr.
     """
     if compute is None and (memory is not None or scale != 1):
         raise UsageError(
@@ -178,8 +179,9 @@ def _run(
 
 
 def _failed(failures: Sequence[RankFailure], per_node: bool) -> str:
-    """The ranks that failed by themselves, in the order of time, each with the line of its stderr that says its error, or the
-    last one, of which all has been passed on; then those that were ended for it."""
+    """The ranks that failed by themselves, in the order of time, each with the line of its stderr
+    that says its error, or the last one, of which all has been passed on; then those that were
+    ended for it."""
     from commlayer.emulation.output import error_line
 
     lines = []

@@ -1,4 +1,5 @@
-"""The words of ``commlayer emulate`` on emulated accelerators: which device ranks stand for, and whether this machine kept up."""
+"""The words of ``commlayer emulate`` on emulated accelerators: which device ranks stand for, and
+whether this machine kept up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors of ours on their way out of a program: one message and an exit status instead of a traceback."""
+"""Errors of ours on their way out of a program: one message and an exit status instead of a
+traceback."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from commlayer.profiles.printable import shortened
 __all__ = ["CommandFailure", "as_typed", "failure_of", "fitting", "refuse_damaged", "wants_traceback", "without_field"]
 
 _NAMED = re.compile(r"(?:[A-Z]\w*\.)?([a-z]\w*)(?=(?: [\w+.\-]+)?: )")
-"""A field, or a field and its value, before a colon: how errors begin that say which of several is wrong."""
+"""A field, or a field and its value, before a colon: how errors begin that say which of several is
+wrong."""
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
-"""Why writing to stdout fails, of which Python does not say what file it was: a full disk, a closed descriptor."""
+"""Why writing to stdout fails, of which Python does not say what file it was: a full disk, a closed
+descriptor."""
 _BUG = "this is a bug of commlayer: please report it with what `commlayer --traceback …` prints"
 _MOST_IN_LINE = 2000
 """The most characters of a line of a message: a sentence that names every known model has fewer."""
@@ -40,8 +43,8 @@ class CommandFailure(click.ClickException):
 def failure_of(error: Exception, command: click.Command | None) -> CommandFailure:
     """Turn whatever ``command`` has raised into a message and an exit status.
 
-    2: wrong usage, or a file that is not sound; 1: the surroundings failed; 3: a bug of ours, which is every error that we have
-    not raised on purpose.
+    2: wrong usage, or a file that is not sound; 1: the surroundings failed; 3: a bug of ours, which
+    is every error that we have not raised on purpose.
     """
     if isinstance(error, CommlayerError):
         status = 2 if isinstance(error, UsageError) else 3 if isinstance(error, InternalError) else 1
@@ -62,7 +65,8 @@ def failure_of(error: Exception, command: click.Command | None) -> CommandFailur
 
 
 def refuse_damaged(damaged: Sequence[str]) -> None:
-    """End the command, which has printed what sound files say, with the errors of those that are not; without any: do nothing."""
+    """End the command, which has printed what sound files say, with the errors of those that are
+    not; without any: do nothing."""
     if damaged:
         raise CommandFailure("\n".join(map(fitting, damaged)), 2)
 
@@ -73,22 +77,25 @@ def fitting(message: str) -> str:
 
 
 def as_typed(message: str, command: click.Command | None) -> str:
-    """The message of an error, with the option that was typed in place of the field that it begins with: whoever typed
-    --capacity-factor has never seen capacity_factor, or Policy.capacity_factor."""
+    """The message of an error, with the option that was typed in place of the field that it begins
+    with: whoever typed --capacity-factor has never seen capacity_factor, or
+    Policy.capacity_factor."""
     found = _NAMED.match(message)
     option = dict(_options(command)).get(found[1]) if found and command is not None else None
     return message if found is None or option is None else option + message[found.end() :]
 
 
 def without_field(error: Exception) -> str:
-    """The message of an error without the field that it begins with, for who puts the option before it."""
+    """The message of an error without the field that it begins with, for who puts the option before
+    it."""
     message = str(error)
     found = _NAMED.match(message)
     return message if found is None else message[found.end() :].removeprefix(": ")
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
-    """The fields that options of ``command`` and of its subcommands set, with their names on the command line."""
+    """The fields that options of ``command`` and of its subcommands set, with their names on the
+    command line."""
     for each in command.commands.values() if isinstance(command, click.Group) else ():
         yield from _options(each)
     for parameter in command.params:
@@ -99,5 +106,6 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 
 def wants_traceback(ctx: click.Context) -> bool:
-    """Tell whether the user asked for a traceback, by ``--traceback`` or ``COMMLAYER_DEBUG=detail``."""
+    """Tell whether the user asked for a traceback, by ``--traceback`` or
+    ``COMMLAYER_DEBUG=detail``."""
     return bool(ctx.params.get("traceback")) or os.environ.get("COMMLAYER_DEBUG") == "detail"

@@ -1,5 +1,5 @@
-"""The checks of lanes in ``commlayer doctor``: by what means higher traffic goes first here, and which of them are not
-active.
+"""The checks of lanes in ``commlayer doctor``: by what means higher traffic goes first here, and
+which of them are not active.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def lane_lines(
 ) -> list[Line]:
     """Make one line for each means. Pure: what is at hand is passed in.
 
-    ``nccl_version``: such as (2, 28, 9); None where there is no CUDA device or no NCCL. ``config_fields``: what this torch can
-    set of NCCL's configuration. ``is_on``, ``share``: the settings.
+    ``nccl_version``: such as (2, 28, 9); None where there is no CUDA device or no NCCL.
+    ``config_fields``: what this torch can set of NCCL's configuration. ``is_on``, ``share``: the
+    settings.
     """
     order = " before ".join(
         " and ".join(lane for lane in LANES if LANES[lane] == level) for level in sorted(set(LANES.values()))
@@ -175,7 +176,8 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
 
 
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:
-    """Return NCCL's version and the fields that this torch can set of it; (None, nothing) without CUDA."""
+    """Return NCCL's version and the fields that this torch can set of it; (None, nothing) without
+    CUDA."""
     from commlayer.transport.nccl import config_fields, is_usable
 
     if not is_usable():

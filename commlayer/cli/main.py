@@ -1,7 +1,7 @@
 """The command ``commlayer``: a table of commands, each imported only when it is called.
 
-Offline commands must start in well under half a second, so that nothing here imports more than click; what a command
-does when it fails is decided here too, once for all of them.
+Offline commands must start in well under half a second, so that nothing here imports more than
+click; what a command does when it fails is decided here too, once for all of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _SECTIONS = {
         "long-context": "Lay experts and context out from 4K to 1M tokens.",
     },
 }
-"""Our commands, each with its help. A command's module has its name, and is imported when it is called."""
+"""Our commands, each with its help. A command's module has its name, and is imported when it is
+called."""
 _OURS = {name: words for commands in _SECTIONS.values() for name, words in commands.items()}
 _PLUG_INS = "commlayer.commands"
 """The group of entry points, of a click command each, by which other packages add commands."""
@@ -79,8 +80,8 @@ def _plug_ins() -> dict[str, EntryPoint]:
 
 
 class LazyGroup(CommandGroup):
-    """A group of commands that knows their names and one-line help without importing them; it turns errors into exit
-    statuses.
+    """A group of commands that knows their names and one-line help without importing them; it turns
+    errors into exit statuses.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:

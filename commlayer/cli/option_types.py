@@ -68,8 +68,8 @@ class WholeNumber(click.IntRange):
 
 
 class RealNumber(click.FloatRange):
-    """A number in a range. What Python calls nan and inf are none: each compares as if it were in every range, or in one without
-    an end."""
+    """A number in a range. What Python calls nan and inf are none: each compares as if it were in
+    every range, or in one without an end."""
 
     name = "number"
 
@@ -102,7 +102,8 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before c
 
 
 def _duration(text: str, most: str = "1000h", *, may_be_none: bool = True) -> float:
-    """Read a time such as 100us, in µs. The unit must be there: 100 alone has meant everything already."""
+    """Read a time such as 100us, in µs. The unit must be there: 100 alone has meant everything
+    already."""
     time_us = _as_us(text)
     if time_us is None:
         raise UsageError(f"expected a time with its unit, got {text!r}: for example 100us, 5ms, 30s or 2m")
@@ -161,8 +162,8 @@ def _shape(text: str) -> str:
 class NameOr(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
     """A known name, or ``other``: a PATH, or a SHAPE of a group of ranks such as 2x2.
 
-    Only completes; who resolves it says what is wrong with a bad one. The names are shown where they
-    are few: of a path there may be any number.
+    Only completes; who resolves it says what is wrong with a bad one. The names are shown where
+    they are few: of a path there may be any number.
     """
 
     def __init__(self, name: str, other: Literal["PATH", "SHAPE"], known: Callable[[], Iterable[str]]) -> None:
@@ -172,7 +173,8 @@ class NameOr(click.ParamType):  # type: ignore[type-arg]  # not generic before c
         return "NAME|PATH" if self._other == "PATH" else "|".join([*self._known(), self._other])
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        # Files first: click's bash script empties the list where it turns on the shell's own file completion.
+        # Files first: click's bash script empties the list where it turns on the shell's own file
+        # completion.
         files = [CompletionItem(incomplete, type="file")] if self._other == "PATH" else []
         return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
 

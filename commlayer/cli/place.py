@@ -1,5 +1,5 @@
-"""The place where a command runs: on an emulated cluster that it builds, or under torchrun, which has started it on
-every rank.
+"""The place where a command runs: on an emulated cluster that it builds, or under torchrun, which
+has started it on every rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a command runs. ``emulate`` None: this process is one rank under torchrun. Rates as tc writes
-    them; None is unshaped.
+    """The place where a command runs. ``emulate`` None: this process is one rank under torchrun.
+    Rates as tc writes them; None is unshaped.
     """
 
     emulate: Topology | None
@@ -53,7 +53,8 @@ class Place:
 
     @property
     def inter_gbps(self) -> float | None:
-        """The inter link's peak per rank, where it is shaped: the node's rate, shared by its ranks."""
+        """The inter link's peak per rank, where it is shaped: the node's rate, shared by its
+        ranks."""
         return self._share(self.inter)
 
     @property
@@ -79,7 +80,8 @@ place_options = in_order(
 
 
 def read_place(given: dict[str, Any]) -> Place:
-    """Take what ``place_options`` gave out of ``given``, and return the place. Raises as :func:`place_of`."""
+    """Take what ``place_options`` gave out of ``given``, and return the place. Raises as
+    :func:`place_of`."""
     return place_of(*(given.pop(name) for name in ("emulate", "inter", "intra", "delay", "timeout")))
 
 
@@ -107,7 +109,8 @@ def place_of(emulate: str | None, inter: str | None, intra: str | None, delay: f
 
 
 def check_has_links(place: Place, option: str = "--emulate") -> None:
-    """Refuse an emulated cluster of one rank before it is built. Raises TopologyError: there are no links to measure.
+    """Refuse an emulated cluster of one rank before it is built. Raises TopologyError: there are no
+    links to measure.
 
     ``option``: by which it was asked for.
     """
@@ -126,15 +129,16 @@ def is_first() -> bool:
 def emulation() -> Emulation | None:
     """Return by what means an emulated cluster runs this rank; None on a rank of no such cluster.
 
-    Asked on the ranks, not taken from the options: `commlayer emulate` starts ranks that look like torchrun's, and a
-    machine without namespaces runs them on loopback whatever was asked for.
+    Asked on the ranks, not taken from the options: `commlayer emulate` starts ranks that look like
+    torchrun's, and a machine without namespaces runs them on loopback whatever was asked for.
     """
     mode = os.environ.get("COMMLAYER_EMULATED")
     return None if mode is None else "netns" if mode == "netns" else "loopback"
 
 
 def run_job(place: Place, job: Callable[..., Result], *arguments: Any) -> Result | None:
-    """Run ``job(*arguments)`` on every rank, with torch.distributed initialised, and return rank 0's result.
+    """Run ``job(*arguments)`` on every rank, with torch.distributed initialised, and return rank
+    0's result.
 
     None on the other ranks of torchrun. Raises what the emulated cluster raises when a rank fails.
     """
@@ -178,7 +182,8 @@ def _as_rank(job: Callable[..., Result], arguments: tuple[Any, ...], device: str
 
 
 def check_place(place: Place, profile_topology: str, profile_name: str) -> None:
-    """Refuse a profile of another shape before a cluster is built. Raises ProfileMismatchError naming both."""
+    """Refuse a profile of another shape before a cluster is built. Raises ProfileMismatchError
+    naming both."""
     if place.emulate is not None and place.emulate.shape != profile_topology:
         raise ProfileMismatchError(
             f"--emulate {place.emulate.shape}: profile {profile_name!r} is of shape {profile_topology}; choose a profile of "

@@ -74,8 +74,9 @@ def profile(
 ) -> None:
     """Measure the links of a cluster into a profile.
 
-    Every primitive over sizes, on the groups that plans use, with nccl-tests' letters and columns; then pairs of resources
-    together against alone. A size is repeated until the 95 % confidence interval of its median is within 5 %.
+    Every primitive over sizes, on the groups that plans use, with nccl-tests' letters and columns;
+    then pairs of resources together against alone. A size is repeated until the 95 % confidence
+    interval of its median is within 5 %.
 
     \b
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
@@ -162,7 +163,8 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
 
 
 def _links(device: str | None) -> DeviceLinks | None:
-    """The links of the device that was asked for; None: the CPU's, or those of the ranks' own backend."""
+    """The links of the device that was asked for; None: the CPU's, or those of the ranks' own
+    backend."""
     if device in (None, "cpu"):
         return None
     import torch
@@ -196,7 +198,8 @@ def _source(place: Place, shape: str) -> str:
 
 
 def link_rates(place: Place) -> dict[str, str]:
-    """Return what the environment of a profile or a result says about emulated links; nothing for real ones."""
+    """Return what the environment of a profile or a result says about emulated links; nothing for
+    real ones."""
     mode = emulation()
     if mode is None:
         return {}

@@ -101,9 +101,9 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
 def merge(base: str, learnt: str, output: Path, force: bool, as_json: bool) -> None:
     """Take what a running job has learnt of its links into a profile.
 
-    LEARNT is a learnt-….json of the folder COMMLAYER_AUDIT: its curves and peak of links between nodes, and its slow cards,
-    take the place of BASE's; everything else stays, and the source says so. BASE is left as it is, unless it is named as the
-    output with --force.
+    LEARNT is a learnt-….json of the folder COMMLAYER_AUDIT: its curves and peak of links between
+    nodes, and its slow cards, take the place of BASE's; everything else stays, and the source says
+    so. BASE is left as it is, unless it is named as the output with --force.
     """
     merged = merge_learnt(catalog.load_profile(base), catalog.load_profile(learnt))
     try:
@@ -275,7 +275,8 @@ def _checked(name: str) -> dict[str, Any]:
 def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
     """Time of ``b`` over time of ``a``, for the curves that both have.
 
-    At the sizes that both measured; where there are none, at those of either one that both ranges cover.
+    At the sizes that both measured; where there are none, at those of either one that both ranges
+    cover.
     """
     others = {curve.key: curve for curve in b.curves}
     found = []

@@ -1,4 +1,5 @@
-"""``commlayer routing``: record how tokens choose experts, look at it, and predict steps under other placements."""
+"""``commlayer routing``: record how tokens choose experts, look at it, and predict steps under
+other placements."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ _SHOWN = 5
 
 @click.group(cls=CommandGroup, no_args_is_help=True)
 def routing() -> None:
-    """Record how tokens choose experts, show it, and predict steps under other placements of the experts."""
+    """Record how tokens choose experts, show it, and predict steps under other placements of the
+    experts."""
 
 
 @routing.command("record", context_settings={"allow_interspersed_args": False})
@@ -58,8 +60,8 @@ def routing() -> None:
 def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str, ...]) -> None:
     """Run a training on an emulated cluster, and keep how its tokens chose.
 
-    Unless given, the command is our example with 16 experts. Where you train on a cluster of your own, set COMMLAYER_ROUTING to a
-    folder instead: the other commands take that folder, too.
+    Unless given, the command is our example with 16 experts. Where you train on a cluster of your
+    own, set COMMLAYER_ROUTING to a folder instead: the other commands take that folder, too.
 
     \b
       commlayer routing record -o routing.json
@@ -165,8 +167,8 @@ _place_options = in_order(
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
 @json_option
 def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:
-    """Predict steps of recorded routing: with experts where they are, as EPLB places them, with rows that spill by LLEP's rule,
-    and as commlayer places experts.
+    """Predict steps of recorded routing: with experts where they are, as EPLB places them, with
+    rows that spill by LLEP's rule, and as commlayer places experts.
 
     \b
       commlayer routing replay routing.json -c h100-eos --shape 2x8 -m deepseek-v3 --tokens 65536 --spare 4GB
@@ -267,7 +269,8 @@ def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:
 def _scaled(loads: ExpertLoads, tokens: int | None) -> ExpertLoads:
     """The loads with so many tokens a step, in whole choices of which none are lost.
 
-    Each load is rounded down, and what is missing goes to those that lost most. Raises UsageError for loads of no choices.
+    Each load is rounded down, and what is missing goes to those that lost most. Raises UsageError
+    for loads of no choices.
     """
     from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Standard streams that every command can print on: of any encoding, and also where the shell has closed one."""
+"""Standard streams that every command can print on: of any encoding, and also where the shell has
+closed one."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ _ERRORS = "commlayer-spelt"
 def make_usable() -> None:
     """Give this process a stdin, a stdout and a stderr, of which the last two take any text.
 
-    A descriptor that the shell has closed (``>&-``) is opened again in a way that writing to it fails, as it would have: else the
-    next file that is opened would get its number, and what a program prints would land in there. Where stderr is closed, its text
-    is lost.
+    A descriptor that the shell has closed (``>&-``) is opened again in a way that writing to it
+    fails, as it would have: else the next file that is opened would get its number, and what a
+    program prints would land in there. Where stderr is closed, its text is lost.
     """
     for descriptor, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         if not _is_open(descriptor):
@@ -53,7 +54,8 @@ def _to(file: str | int) -> TextIO:
 
 
 def give_up_stdout() -> None:
-    """Print nowhere from now on: what stdout did not take would fail once more when the program ends, and change its status."""
+    """Print nowhere from now on: what stdout did not take would fail once more when the program
+    ends, and change its status."""
     sys.stdout = _to(os.devnull)
 
 

@@ -35,9 +35,11 @@ _REACH = 4.0
 
 @styled
 def efficiency_figure(profile: Profile) -> Figure:
-    """Draw bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated.
+    """Draw bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines
+    are extrapolated.
 
-    One panel; where a profile has more curves than colours, one for each group of ranks that was measured.
+    One panel; where a profile has more curves than colours, one for each group of ranks that was
+    measured.
     """
     panels: dict[tuple[Resource, int], list[Curve]] = {}
     for curve in profile.curves:

@@ -51,7 +51,8 @@ _PREDICTED, _MEASURED = 0.38, 1.0
 
 @styled
 def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title: str = "") -> Figure:
-    """Draw one plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
+    """Draw one plan as bars over time, a row for each resource; the prediction is pale and above
+    what was measured."""
     shown = [predicted] + ([measured] if measured is not None else [])
     rows = _resources(shown)
     figure = new_figure(FIGURE_WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
@@ -105,7 +106,8 @@ def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: 
 
 @styled
 def bench_figure(result: BenchResult) -> Figure:
-    """Draw time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios.
+    """Draw time over size of torch's flat all_to_all, of the chosen plan, of the best one and of
+    the wire; below, the ratios.
 
     Raises:
         UsageError: a result without points.
@@ -158,7 +160,8 @@ def bench_figure(result: BenchResult) -> Figure:
 
 @styled
 def loads_figure(loads: ExpertLoads, layer: int, ranks: dict[str, Any]) -> Figure:
-    """Draw one layer: its experts over time, and for each name of ``ranks`` an array [steps, ranks] of rows."""
+    """Draw one layer: its experts over time, and for each name of ``ranks`` an array [steps, ranks]
+    of rows."""
     panels = {"experts": loads.counts[:, layer], **ranks}
     figure = new_figure(FIGURE_WIDTH, 1.4 + 1.7 * len(panels))
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -207,7 +210,8 @@ def _bars(
         draw = partial(axes.barh, y, width, height, start / unit_us, edgecolor=PAPER, linewidth=0.7, zorder=2)
         draw(color=PAPER)  # else the grid shines through
         draw(color=OP_COLOURS[step.op], alpha=alpha)
-        # The chunk's number, or the operation where there is one chunk; nothing where it does not fit.
+        # The chunk's number, or the operation where there is one chunk; nothing where it does not
+        # fit.
         label = str(step.chunk) if timeline.plan.chunks > 1 else step.op.value
         if (end - start) / end_us > 0.011 * len(label) + 0.004:
             colour = INK if alpha < _MEASURED else "white"

@@ -1,7 +1,9 @@
-"""The figures of mappings: what a step is made of, what fills the memory, how it scales, what would change it.
+"""The figures of mappings: what a step is made of, what fills the memory, how it scales, what would
+change it.
 
-All return a matplotlib ``Figure``. Bars of steps are as in MoE Parallel Folding's figures 5 and 6: one for each mapping, its
-parts end to end. Parts of a kind have like colours: computing blue and green, communication red, yellow and purple, waiting grey.
+All return a matplotlib ``Figure``. Bars of steps are as in MoE Parallel Folding's figures 5 and 6:
+one for each mapping, its parts end to end. Parts of a kind have like colours: computing blue and
+green, communication red, yellow and purple, waiting grey.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _BAR = 0.66
 _ROW = 0.52
 """Height of a row in inches."""
 _LEAST = 0.004
-"""The least share of the longest bar that is drawn: parts that are shorter at every mapping are put together as ``other``."""
+"""The least share of the longest bar that is drawn: parts that are shorter at every mapping are put
+together as ``other``."""
 _END = 0.13
 """The room, as a part of the longest bar, for what is written behind a memory bar."""
 _ROOM = 1.5
@@ -77,7 +80,8 @@ class FigureLine(NamedTuple):
 
 
 def mapping_name(setup: Setup) -> str:
-    """Name ``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
+    """Name ``setup`` in two short lines: the degrees that are not 1, then what else is not as
+    usual."""
     degrees = {
         "TP": setup.tp,
         "CP": setup.cp,
@@ -92,8 +96,8 @@ def mapping_name(setup: Setup) -> str:
 
 
 def labelled(result: SearchResult) -> dict[str, StepEstimate]:
-    """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded or unfolded one if
-    it is not among them.
+    """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded
+    or unfolded one if it is not among them.
     """
     found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
     others = {f"best {kind}  {mapping_name(best.setup)}": best for kind, best in other_bests(result).items()}
@@ -102,7 +106,8 @@ def labelled(result: SearchResult) -> dict[str, StepEstimate]:
 
 @styled
 def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """Draw a bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
+    """Draw a bar for each mapping by its name, of its step's parts; behind it the step's time and
+    MFU.
 
     Raises:
         UsageError: no mapping to draw.
@@ -118,7 +123,8 @@ def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> 
 
 @styled
 def memory_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """Draw a bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
+    """Draw a bar for each mapping by its name, of what fills the fullest GPU, against what a GPU
+    has for the job.
 
     Raises:
         UsageError: no mapping to draw.
@@ -238,10 +244,12 @@ def _significant(
 
 
 def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> None:
-    """Write each part's name in its bar where, as all is laid out, there is room; ``bars``: with name and colour."""
+    """Write each part's name in its bar where, as all is laid out, there is room; ``bars``: with
+    name and colour."""
     written = []
     for bar, part, colour in bars:
-        # White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars do not.
+        # White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars
+        # do not.
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
         ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
         left, width, row = bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2
@@ -288,7 +296,8 @@ def _short(value: float, *, binary: bool) -> str:
 
 
 def _crossings(axes: Axes, crossings: Sequence[tuple[float, str]]) -> None:
-    """A dashed line at each, its words beside it; every other one lower, lest neighbours overlap."""
+    """A dashed line at each, its words beside it; every other one lower, lest neighbours
+    overlap."""
     low, high = axes.get_xlim()
     middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     for index, (value, words) in enumerate(crossings):

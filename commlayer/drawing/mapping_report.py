@@ -1,4 +1,5 @@
-"""Reports about mappings: what a search found, one mapping in full, what would change; each one HTML file with its pictures."""
+"""Reports about mappings: what a search found, one mapping in full, what would change; each one
+HTML file with its pictures."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def write_what_if_report(
     """Write the report of a what-if: what would change.
 
     Args:
-        facts: below the title. sentences: what was found. each_value: columns and rows. figures: each with its label.
+        facts: below the title. sentences: what was found. each_value: columns and rows. figures:
+            each with its label.
 
     Raises OSError where the file cannot be written.
     """

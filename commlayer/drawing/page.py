@@ -1,4 +1,5 @@
-"""HTML pages from the templates beside this module: whatever is put into one is text, and escaped."""
+"""HTML pages from the templates beside this module: whatever is put into one is text, and
+escaped."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def write_page(path: StrPath, template: str, **values: object) -> None:
 
 
 def drawing(name: str, draw: Callable[[], Figure], label: str = "") -> Drawing:
-    """Draw the figure that ``draw`` makes. ``name``: unique on the page. ``label``: what a screen reader says."""
+    """Draw the figure that ``draw`` makes. ``name``: unique on the page. ``label``: what a screen
+    reader says."""
     from commlayer.drawing.style import svg_fragment
 
     try:

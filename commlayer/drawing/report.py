@@ -1,4 +1,5 @@
-"""The report of one run: one HTML file without anything from outside, readable in light and in dark."""
+"""The report of one run: one HTML file without anything from outside, readable in light and in
+dark."""
 
 from __future__ import annotations
 

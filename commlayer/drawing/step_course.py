@@ -1,8 +1,8 @@
 """The simulated course of a mapping's step: a Chrome/Perfetto trace, and a figure.
 
-The views: the step on every pipeline rank (:mod:`commlayer.drawing.pipeline_course`); the forward and the backward pass of one
-stage with every call, and of a layer both merged where the schedule does that. In a pass, what other micro-batches compute
-beside its calls is told apart from its own.
+The views: the step on every pipeline rank (:mod:`commlayer.drawing.pipeline_course`); the forward
+and the backward pass of one stage with every call, and of a layer both merged where the schedule
+does that. In a pass, what other micro-batches compute beside its calls is told apart from its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Row(NamedTuple):
 
 
 def courses(estimate: StepEstimate) -> dict[str, Forecast]:
-    """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate has no course to show."""
+    """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate
+    has no course to show."""
     found = {"forward": estimate.forward, "backward": estimate.backward, _MERGED: estimate.merged}
     kept = {name: forecast for name, forecast in found.items() if forecast is not None}
     if not kept:
@@ -65,10 +66,11 @@ def courses(estimate: StepEstimate) -> dict[str, Forecast]:
 def step_trace(estimate: StepEstimate) -> dict[str, Any]:
     """The trace as the JSON object that Chrome and Perfetto read.
 
-    A process for the pipeline (a thread for each rank), and one for each direction: a thread for the program (what it computes
-    and waits for), one for each lane (calls, from issue to end) and one for each resource (the steps of calls that occupy it).
-    What overlaps on a thread goes into a second one of the same name: those programs draw no overlapping slices. ``ts`` and
-    ``dur`` in µs.
+    A process for the pipeline (a thread for each rank), and one for each direction: a thread for
+    the program (what it computes and waits for), one for each lane (calls, from issue to end) and
+    one for each resource (the steps of calls that occupy it). What overlaps on a thread goes into a
+    second one of the same name: those programs draw no overlapping slices. ``ts`` and ``dur`` in
+    µs.
 
     Raises UsageError as :func:`courses`.
     """
@@ -108,8 +110,9 @@ def step_trace(estimate: StepEstimate) -> dict[str, Any]:
 def course_figure(estimate: StepEstimate, title: str = "") -> Figure:
     """Draw the pipeline's ranks, forward and backward, one above the other, each over its own time.
 
-    Of a pass: what the program computes (and waits for, dark), then a row for each lane. Full colour: a step of one of its calls
-    occupies a link; pale: a call is under way, but held, or between its steps.
+    Of a pass: what the program computes (and waits for, dark), then a row for each lane. Full
+    colour: a step of one of its calls occupies a link; pale: a call is under way, but held, or
+    between its steps.
 
     Raises UsageError as :func:`courses`.
     """
@@ -144,7 +147,8 @@ def _time_axis(axes: Axes, end_us: float) -> float:
 
 
 def _scope(name: str, forecast: Forecast) -> str:
-    """The words on what was simulated: all layers of a stage where data parallelism's calls meet them, else one layer."""
+    """The words on what was simulated: all layers of a stage where data parallelism's calls meet
+    them, else one layer."""
     is_edge = name != _MERGED and "dp" in _lanes(forecast)
     return f"{name} of a stage, at the step's edge" if is_edge else f"{name} of a layer"
 

@@ -1,8 +1,9 @@
-"""The look of every figure, and how it becomes a file or a piece of a web page. matplotlib is imported on first use.
+"""The look of every figure, and how it becomes a file or a piece of a web page. matplotlib is
+imported on first use.
 
-Colours are Okabe and Ito's, which stay apart for colour-blind eyes; no meaning rests on colour alone. Ink, grid and paper
-are four fixed colours that occur nowhere else, so that ``svg_fragment`` can exchange them for CSS variables and a report
-follows the reader's light or dark theme.
+Colours are Okabe and Ito's, which stay apart for colour-blind eyes; no meaning rests on colour
+alone. Ink, grid and paper are four fixed colours that occur nowhere else, so that ``svg_fragment``
+can exchange them for CSS variables and a report follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure of this size in inches. Not of pyplot: that would keep every figure alive, and open windows."""
+    """Make an empty figure of this size in inches. Not of pyplot: that would keep every figure
+    alive, and open windows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -183,7 +185,8 @@ def check_drawing() -> None:
 def _show_texts(figure: Figure) -> None:
     """Have names and sources of others in ``figure`` drawn as they are.
 
-    Control characters, which SVG cannot have, are spelt out, and what stands between two dollar signs is no mathematics.
+    Control characters, which SVG cannot have, are spelt out, and what stands between two dollar
+    signs is no mathematics.
     """
     from matplotlib.text import Text
     from matplotlib.ticker import FixedFormatter

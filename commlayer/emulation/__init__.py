@@ -5,8 +5,9 @@
     with EmulatedCluster(nodes=2, ranks_per_node=4, inter="400mbit") as cluster:
         results = cluster.run(train, timeout_s=60)
 
-Each node is an anonymous network namespace with its own host name, each rank a forked process in it. Times measured
-here are emulated: quote them as ratios from one run. Importing this package loads neither torch nor pyroute2.
+Each node is an anonymous network namespace with its own host name, each rank a forked process in
+it. Times measured here are emulated: quote them as ratios from one run. Importing this package
+loads neither torch nor pyroute2.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class _Run:
         self.timed_out: list[int] = []
 
     def follow(self) -> None:
-        """Until every rank has reported or ended; kills stragglers when the grace or the time is over."""
+        """Until every rank has reported or ended; kills stragglers when the grace or the time is
+        over."""
         for rank in self.ranks:
             self._selector.register(rank.channel, selectors.EVENT_READ, rank)
             self._selector.register(rank.pid_fd, selectors.EVENT_READ, rank)
@@ -77,7 +78,8 @@ class _Run:
         if self._first_failed is not None:
             limits.append(self._grace_deadline)
         events = self._selector.select(max(0.0, min(limits) - now) if limits else None)
-        # Deaths first: a rank that was killed says nothing, and what its peers say is the consequence.
+        # Deaths first: a rank that was killed says nothing, and what its peers say is the
+        # consequence.
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int), reverse=True):
             if isinstance(key.data, OutputStream):
                 key.data.take_from(self._selector)

@@ -38,15 +38,17 @@ _MAX_RANKS = 1_024
 
 
 class EmulatedCluster:
-    """Nodes as network namespaces with shaped links, ranks as forked processes; see docs/emulation.md.
+    """Nodes as network namespaces with shaped links, ranks as forked processes; see
+    docs/emulation.md.
 
-    Ready when constructed; close it, or use it as a context manager. Everything in it is private to it: two clusters
-    do not see each other, and nothing of it outlives this process.
+    Ready when constructed; close it, or use it as a context manager. Everything in it is private to
+    it: two clusters do not see each other, and nothing of it outlives this process.
 
     Attributes:
         accelerator: the device that each rank stands for; None: nothing of computation is emulated.
         scale: how many times slower everything runs than the cluster that it stands for.
-        device_reports: what the ranks' accelerators did in the last run, by rank: of those that ended by themselves.
+        device_reports: what the ranks' accelerators did in the last run, by rank: of those that
+            ended by themselves.
     """
 
     def __init__(
@@ -67,21 +69,26 @@ class EmulatedCluster:
         Args:
             nodes: number of nodes.
             ranks_per_node: processes on each node.
-            inter: rate of each node's network interface, each direction, such as ``400mbit``; None: unshaped.
+            inter: rate of each node's network interface, each direction, such as ``400mbit``; None:
+                unshaped.
             intra: rate of each node's loopback, which all its ranks share; None: unshaped.
             delay_us: one-way delay between nodes, in µs.
-            mode: ``netns`` (namespaces, or an error), ``loopback`` (no namespaces, no shaping), or ``auto``: namespaces
-                where the machine grants them, else loopback with a warning. COMMLAYER_EMULATION decides for ``auto``.
-            compute: how fast the accelerator is that every rank stands for, such as ``4tflops``: products and attention last
-                their FLOPs over it, without holding a core. None: ranks compute as fast as this machine does.
-            memory: how fast that accelerator's memory is, such as ``3.35tbyte`` per second: all other operations last their
-                bytes over it. None: they take no time of it.
-            scale: by how many times everything is slowed down: the rates above are those of the cluster that this one stands
-                for, and wires and accelerators run at a ``scale``-th of them, with so many times the delay.
+            mode: ``netns`` (namespaces, or an error), ``loopback`` (no namespaces, no shaping), or
+                ``auto``: namespaces where the machine grants them, else loopback with a warning.
+                COMMLAYER_EMULATION decides for ``auto``.
+            compute: how fast the accelerator is that every rank stands for, such as ``4tflops``:
+                products and attention last their FLOPs over it, without holding a core. None: ranks
+                compute as fast as this machine does.
+            memory: how fast that accelerator's memory is, such as ``3.35tbyte`` per second: all
+                other operations last their bytes over it. None: they take no time of it.
+            scale: by how many times everything is slowed down: the rates above are those of the
+                cluster that this one stands for, and wires and accelerators run at a ``scale``-th
+                of them, with so many times the delay.
 
         Raises:
             UsageError: an argument that cannot be.
-            RightsError: the machine does not grant what was asked, and the mode forbids to do without.
+            RightsError: the machine does not grant what was asked, and the mode forbids to do
+            without.
         """
         self._closed = False
         self._owner = os.getpid()
@@ -154,12 +161,14 @@ class EmulatedCluster:
         grace_s: float = 5.0,
         check: bool = True,
     ) -> list[Any]:
-        """Call ``fn(*args)`` in one forked process per rank; neither has to be picklable, what it returns has.
+        """Call ``fn(*args)`` in one forked process per rank; neither has to be picklable, what it
+        returns has.
 
         Args:
             fn: called in every rank, with the environment that torchrun would give it.
             timeout_s: after so many seconds all ranks are killed; None: never.
-            grace_s: how long the others may go on once a rank has failed, to notice it by themselves.
+            grace_s: how long the others may go on once a rank has failed, to notice it by
+                themselves.
             check: False: return `RankOutcome` objects instead of raising for failed ranks.
 
         Returns:
@@ -167,7 +176,8 @@ class EmulatedCluster:
 
         Raises:
             RanksFailedError: a rank raised, exited or was killed; names every one, with tracebacks.
-            RanksTimedOutError: the time was up (also with ``check=False``); names the ranks and where they hung.
+            RanksTimedOutError: the time was up (also with ``check=False``); names the ranks and
+            where they hung.
         """
         with self._reporting() as reports:
             result = self._run(self._jobs(call=partial(fn, *args), reports=reports), timeout_s, grace_s)
@@ -187,15 +197,17 @@ class EmulatedCluster:
         check: bool = False,
         prefix: bool = False,
     ) -> int:
-        """Run a program as every rank, or once per node (for torchrun itself, which finds its PET_ variables set).
+        """Run a program as every rank, or once per node (for torchrun itself, which finds its PET_
+        variables set).
 
         Args:
             argv: the program and its arguments.
             timeout_s, grace_s: as in `run`.
             per_node: one process per node; RANK, LOCAL_RANK and WORLD_SIZE are left to it.
             check: raise `RanksFailedError` instead of returning a status.
-            prefix: begin each line that a rank prints with its name, ``[rank 3]`` (``[node 1]`` with ``per_node``), and keep
-                the last lines of its stderr for the error. The program then writes to a pipe, not to a terminal.
+            prefix: begin each line that a rank prints with its name, ``[rank 3]`` (``[node 1]``
+                with ``per_node``), and keep the last lines of its stderr for the error. The program
+                then writes to a pipe, not to a terminal.
 
         Returns:
             0, or the exit status of the first process that failed (128 + n if signal n killed it).
@@ -222,7 +234,8 @@ class EmulatedCluster:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[str]:
-        """A folder for what the ranks' accelerators did, read at the end into ``device_reports``; "" where they have none."""
+        """A folder for what the ranks' accelerators did, read at the end into ``device_reports``;
+        "" where they have none."""
         self.device_reports = []
         if self.accelerator is None:
             yield ""
@@ -237,10 +250,12 @@ class EmulatedCluster:
     def shape(
         self, *, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None
     ) -> None:
-        """Change rates, also while ranks run (from another thread; a rank itself calls `request_shape`).
+        """Change rates, also while ranks run (from another thread; a rank itself calls
+        `request_shape`).
 
         Args:
-            inter: new rate of the network interface, each direction; None: unshaped; left out: as it is.
+            inter: new rate of the network interface, each direction; None: unshaped; left out: as
+                it is.
             intra: the same for the loopback.
             node: the node whose links change; None: all.
 
@@ -251,10 +266,11 @@ class EmulatedCluster:
         self._request(shape_message(inter, intra, node))
 
     def shape_pair(self, sender: int, receiver: int, rate: str | None, *, is_one_way: bool = False) -> None:
-        """Change the rate between two nodes, as a bad cable or a shared uplink does: both cards go on as before to all others.
+        """Change the rate between two nodes, as a bad cable or a shared uplink does: both cards go
+        on as before to all others.
 
-        What is sent there counts for the sender's card too. Runs that begin later measure a profile of their own: they find
-        the pair in ``COMMLAYER_EMULATED_LINKS``.
+        What is sent there counts for the sender's card too. Runs that begin later measure a profile
+        of their own: they find the pair in ``COMMLAYER_EMULATED_LINKS``.
 
         Args:
             sender, receiver: two nodes.
@@ -263,14 +279,16 @@ class EmulatedCluster:
 
         Raises:
             UsageError: not a rate, or no such nodes.
-            RightsError: on loopback there is nothing to shape; or the kernel has no classes of traffic (sch_htb, cls_u32).
+            RightsError: on loopback there is nothing to shape; or the kernel has no classes of
+            traffic (sch_htb, cls_u32).
         """
         for a, b in [(sender, receiver)] if is_one_way else [(sender, receiver), (receiver, sender)]:
             self._request(pair_message(a, b, rate))
             self._layout = replace(self._layout, links=f"{self._layout.links}, {a}>{b} {rate or 'unshaped'}")
 
     def delay(self, delay_us: float) -> None:
-        """Change the one-way delay between nodes, also while ranks run, of a cluster that was made with one.
+        """Change the one-way delay between nodes, also while ranks run, of a cluster that was made
+        with one.
 
         Raises:
             UsageError: not a delay, or the cluster has none.
@@ -312,7 +330,8 @@ class EmulatedCluster:
         return make_jobs(self._layout, spaces, pick_port(self._layout, self._num_runs), **what)
 
     def close(self) -> None:
-        """Kill what still runs, and give the network and every descriptor back. Harmless when repeated."""
+        """Kill what still runs, and give the network and every descriptor back. Harmless when
+        repeated."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True

@@ -1,12 +1,13 @@
 """The fabric: a process that builds the cluster's network, keeps it, and changes it on request.
 
-It is forked once per cluster, sits in the namespace of the wires, hands the nodes' namespaces to the parent as file
-descriptors, and serves `shape` requests from the parent (a socket pair) and from any process inside a node (an abstract
-Unix socket, which is private to the node's network namespace). When the parent is gone it kills what still lives in the
-nodes, also what left its process group, and exits; with it the kernel removes namespaces, cables and queues.
+It is forked once per cluster, sits in the namespace of the wires, hands the nodes' namespaces to
+the parent as file descriptors, and serves `shape` requests from the parent (a socket pair) and from
+any process inside a node (an abstract Unix socket, which is private to the node's network
+namespace). When the parent is gone it kills what still lives in the nodes, also what left its
+process group, and exits; with it the kernel removes namespaces, cables and queues.
 
-A process of its own, and not netlink calls in the parent, because the calling thread would have to change namespaces,
-and because pyroute2 runs an event loop.
+A process of its own, and not netlink calls in the parent, because the calling thread would have to
+change namespaces, and because pyroute2 runs an event loop.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Fabric:
 
     @property
     def fds(self) -> list[int]:
-        """Every descriptor that the parent holds; a rank closes them once it has entered its node."""
+        """Every descriptor that the parent holds; a rank closes them once it has entered its
+        node."""
         spaces = [fd for space in self.spaces for fd in (space.net_fd, space.uts_fd)]
         return [self._socket.fileno(), *self._shared_fds, *spaces]
 
@@ -94,7 +96,8 @@ class Fabric:
         kill_processes_in(self._networks)
 
     def close(self) -> None:
-        """End the fabric process and give every descriptor back; harmless when repeated, or in a forked copy."""
+        """End the fabric process and give every descriptor back; harmless when repeated, or in a
+        forked copy."""
         if self._socket.fileno() < 0:
             return
         _, *fds = self.fds

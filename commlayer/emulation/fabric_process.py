@@ -1,4 +1,5 @@
-"""The fabric's own side: it builds the network, answers requests, and cleans up when its parent is gone."""
+"""The fabric's own side: it builds the network, answers requests, and cleans up when its parent is
+gone."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class _FabricProcess:
             os.close(pair[1])
 
     def shape(self, rates: dict[str, int | None], nodes: Sequence[int]) -> None:
-        """Set rates; a link that has its rate already is left alone (a change would refill its token bucket)."""
+        """Set rates; a link that has its rate already is left alone (a change would refill its
+        token bucket)."""
         for node in nodes:
             for link, rate in rates.items():
                 if self._rates[node][link] == rate:
@@ -174,7 +176,8 @@ class _FabricProcess:
 def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_namespace: bool) -> NoReturn:
     """Body of the forked process; never returns into the parent's code."""
     try:
-        # Objects of the parent must not be finalised here: their descriptors' numbers are reused below.
+        # Objects of the parent must not be finalised here: their descriptors' numbers are reused
+        # below.
         gc.disable()
         gc.freeze()
         os.setsid()

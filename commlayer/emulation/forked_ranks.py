@@ -1,7 +1,8 @@
 """The forked side: what a rank does between its fork and its end.
 
-It tells its parent its result as a pickle, over a socket pair between the two: one process tree of one user, so neither could
-do to the other what it cannot do by itself. Ranks tell each other nothing this way (:mod:`commlayer.agree.messages`).
+It tells its parent its result as a pickle, over a socket pair between the two: one process tree of
+one user, so neither could do to the other what it cannot do by itself. Ranks tell each other
+nothing this way (:mod:`commlayer.agree.messages`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ FRAME_ERROR = b"E"
 """The kind of message whose payload is a pickled `RaisedInRank`."""
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""The signal on which a rank writes where its threads are. SIGUSR1 asks a job who waits for whom, also on an emulated cluster."""
+"""The signal on which a rank writes where its threads are. SIGUSR1 asks a job who waits for whom,
+also on an emulated cluster."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def flush_stdio() -> None:
 
 
 def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: int, close: Iterable[int]) -> NoReturn:
-    """Body of a forked rank; leaves by `os._exit`, so that none of the parent's clean-up runs twice."""
+    """Body of a forked rank; leaves by `os._exit`, so that none of the parent's clean-up runs
+    twice."""
     status = 1
     try:
         _set_up(job, stacks_fd, parent_pid, close)
@@ -88,8 +91,8 @@ def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: 
         value = job.call()
         _send(channel, FRAME_RESULT, _pickled_value(value))
         flush_stdio()
-        # Stay until all ranks have reported: a rank that left early would cut the connections of those still in
-        # their last collective, and rank 0 would take the rendezvous store with it.
+        # Stay until all ranks have reported: a rank that left early would cut the connections of
+        # those still in their last collective, and rank 0 would take the rendezvous store with it.
         channel.recv(1)
         status = 0
     except BaseException as error:  # noqa: BLE001 - also SystemExit and KeyboardInterrupt end here, the process ends
@@ -130,18 +133,19 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
         torch = sys.modules.get("torch")
         if torch is not None and num_threads is None:
-            # OMP_NUM_THREADS came too late for a torch that is loaded. One thread also keeps clear of OpenMP's pool,
-            # which does not survive a fork.
+            # OMP_NUM_THREADS came too late for a torch that is loaded. One thread also keeps clear
+            # of OpenMP's pool, which does not survive a fork.
             torch.set_num_threads(1)
 
 
 def _share_cores() -> None:
-    """Have the kernel run this rank as a batch job: what wakes up waits until a core's present task has had its turn.
+    """Have the kernel run this rank as a batch job: what wakes up waits until a core's present task
+    has had its turn.
 
-    An emulated cluster mostly has more ranks than this machine has cores. Each message would wake up its receiver in
-    place of its sender, which then still holds the lock of their connection. Gloo's thread asks for that lock again and
-    again, which takes up to half of all processor time. Ranks with emulated accelerators stay as they are: their timers
-    must be in time.
+    An emulated cluster mostly has more ranks than this machine has cores. Each message would wake
+    up its receiver in place of its sender, which then still holds the lock of their connection.
+    Gloo's thread asks for that lock again and again, which takes up to half of all processor time.
+    Ranks with emulated accelerators stay as they are: their timers must be in time.
     """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # a container may refuse it: ranks are slower then

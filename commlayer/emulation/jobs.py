@@ -1,4 +1,5 @@
-"""The processes of one run, and the environment that each of them gets: torchrun's, and a little of ours."""
+"""The processes of one run, and the environment that each of them gets: torchrun's, and a little of
+ours."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ __all__ = ["ClusterLayout", "make_jobs", "pick_port"]
 
 _FIRST_PORT, _NUM_PORTS = 29_500, 1_000
 _LOOPBACK_PORTS = range(20_000, 30_000)
-"""Below those that Linux hands out by itself, from 32768 on: between the choice of a port and its use nobody is given it."""
+"""Below those that Linux hands out by itself, from 32768 on: between the choice of a port and its
+use nobody is given it."""
 _MOST_TRIES = 100
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 """The variables from which torchrun takes its options when they are not on its command line."""
 _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", DEVICE, REPORTS, *_TORCHRUN)
-"""The variables that a rank must not inherit from a parent that runs under torchrun or in a cluster itself."""
+"""The variables that a rank must not inherit from a parent that runs under torchrun or in a cluster
+itself."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class ClusterLayout:
     ranks_per_node: int
     mode: Literal["netns", "loopback"]
     links: str = ""
-    """The rates that it began with, for a profile's cache: two clusters of one shape may differ in nothing else."""
+    """The rates that it began with, for a profile's cache: two clusters of one shape may differ in
+    nothing else."""
     accelerator: Accelerator | None = None
     """The device that every rank stands for."""
 
@@ -51,9 +55,10 @@ class ClusterLayout:
 def pick_port(layout: ClusterLayout, num_runs: int) -> int:
     """A port that is free on node 0.
 
-    In a private network any is; another one each run, because connections of the last run linger. On loopback one is drawn,
-    which somebody else might draw too before rank 0 takes it: there is no way to hand it over. Rejected: one that the kernel
-    names, which it names to the next socket as well, of which a job opens dozens.
+    In a private network any is; another one each run, because connections of the last run linger.
+    On loopback one is drawn, which somebody else might draw too before rank 0 takes it: there is no
+    way to hand it over. Rejected: one that the kernel names, which it names to the next socket as
+    well, of which a job opens dozens.
     """
     if layout.mode == "netns":
         return _FIRST_PORT + num_runs % _NUM_PORTS
@@ -79,7 +84,8 @@ def make_jobs(
     prefix: bool = False,
     reports: str = "",
 ) -> list[RankJob]:
-    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output.
+    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``:
+    with pipes for its output.
     ``reports``: the folder in which ranks tell what their accelerators did."""
     jobs = []
     emulated: dict[str, str] = {}

@@ -50,8 +50,8 @@ def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
     Raises:
         UsageError: no such mode.
         SettingsError: COMMLAYER_EMULATION names none, or another variable of ours is wrong.
-        RightsError: namespaces were demanded and cannot be had, or a delay was asked for that this machine cannot make
-            (a delay is never dropped silently).
+        RightsError: namespaces were demanded and cannot be had, or a delay was asked for that this
+            machine cannot make (a delay is never dropped silently).
     """
     if mode not in get_args(Mode):
         raise UsageError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")

@@ -43,7 +43,8 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """The wanted properties of the wires. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
+    """The wanted properties of the wires. Rates in bytes per second (None: unshaped); delay one
+    way, between nodes."""
 
     inter: int | None
     intra: int | None
@@ -51,7 +52,8 @@ class LinkSpec:
     delay_by: str
     """The means of delay: ``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
     scale: float = 1.0
-    """How many times slower the wires run here than those that they stand for: rates and delay are of the latter."""
+    """How many times slower the wires run here than those that they stand for: rates and delay are
+    of the latter."""
 
     @property
     def slowed_delay_us(self) -> float:
@@ -65,7 +67,8 @@ class LinkSpec:
 
 def error_reply(error: Exception) -> dict[str, Any]:
     """The reply that makes `raise_reply` raise this error at the other end."""
-    # pyroute2's NetlinkError is what the kernel answered, as an OSError is; named, because pyroute2 may be absent.
+    # pyroute2's NetlinkError is what the kernel answered, as an OSError is; named, because pyroute2
+    # may be absent.
     refused = isinstance(error, OSError) or type(error).__name__ == "NetlinkError"
     kind = "usage" if isinstance(error, UsageError) else "rights" if refused else "internal"
     text = str(error) if isinstance(error, CommlayerError) else f"{type(error).__name__}: {error}"
@@ -110,12 +113,15 @@ def delay_message(delay_us: float) -> dict[str, object]:
 
 
 def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None) -> None:
-    """Change rates of the emulated cluster in which this process runs; back when the new rate is in force, and said on stderr.
+    """Change rates of the emulated cluster in which this process runs; back when the new rate is in
+    force, and said on stderr.
 
-    Works in a rank, in a program that a rank became, and in their children: the cluster listens inside every node.
+    Works in a rank, in a program that a rank became, and in their children: the cluster listens
+    inside every node.
 
     Args:
-        inter: new rate of the network interface, each direction; None: unshaped; left out: as it is.
+        inter: new rate of the network interface, each direction; None: unshaped; left out: as it
+            is.
         intra: the same for the loopback.
         node: the node whose links change; None: all.
 

@@ -1,7 +1,8 @@
 """The parent's handle of one rank: fork it, read what it says, kill it, collect it.
 
-What a rank says is a pickle, which nowhere else is read: here the sender is a process that this one has forked, of the same
-user, over a socket pair that nobody else holds. It could run nothing that it cannot run by itself.
+What a rank says is a pickle, which nowhere else is read: here the sender is a process that this one
+has forked, of the same user, over a socket pair that nobody else holds. It could run nothing that
+it cannot run by itself.
 """
 
 from __future__ import annotations
@@ -110,25 +111,29 @@ class RankProcess:
         self.ended, self.ended_at_s = True, time.monotonic()
 
     def ask_for_stacks(self) -> None:
-        """Have the rank write down where it is (a program that it became would only die of the signal)."""
+        """Have the rank write down where it is (a program that it became would only die of the
+        signal)."""
         if self.job.call is not None and not self.reported:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.pid_fd, STACKS_SIGNAL)
 
     @property
     def has_written_stacks(self) -> bool:
-        """Tell whether the stacks are whole: the main thread's is the last, and ends where the rank was begun."""
+        """Tell whether the stacks are whole: the main thread's is the last, and ends where the rank
+        was begun."""
         return b" in rank_main\n" in os.pread(self.stacks_fd, _STACKS_BYTES, 0)
 
     def stacks(self) -> str:
-        """Return the stacks that `ask_for_stacks` brought, without the frames of this package and of the forked parent."""
+        """Return the stacks that `ask_for_stacks` brought, without the frames of this package and
+        of the forked parent."""
         text = os.pread(self.stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
         threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
         own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
         return "\n".join("\n".join(lines) for lines in own)
 
     def outcome(self) -> tuple[float, RankOutcome]:
-        """Return what became of the rank, and when (seconds, monotonic); call it once the rank has ended."""
+        """Return what became of the rank, and when (seconds, monotonic); call it once the rank has
+        ended."""
         rank, node = self.job.rank, self.job.node
         raised: RaisedInRank | None = None
         if self._fine():
@@ -193,7 +198,8 @@ def masked_signals() -> Iterator[None]:
 
 
 def launch(jobs: Sequence[RankJob], started: list[RankProcess], private_fds: Sequence[int]) -> None:
-    """Fork one process per job, appending to `started` (so that the caller can kill them if a later fork fails).
+    """Fork one process per job, appending to `started` (so that the caller can kill them if a later
+    fork fails).
 
     `private_fds` are descriptors of the parent that no rank may keep open.
     """
@@ -211,6 +217,7 @@ def launch(jobs: Sequence[RankJob], started: list[RankProcess], private_fds: Seq
         if job.output is not None:
             job.output.close_writers()
         with contextlib.suppress(OSError):
-            # Also done by the rank itself: whoever comes first, the group is there before anyone kills it.
+            # Also done by the rank itself: whoever comes first, the group is there before anyone
+            # kills it.
             os.setpgid(pid, pid)
         started.append(RankProcess(job, pid, channel, stacks_fd))

@@ -68,19 +68,23 @@ def check_communicator(
     device: torch.device | str = "cpu",
     one_clock: bool = True,
 ) -> list[str]:
-    """Check that a communicator keeps the contract of `Verbs`. Collective: every rank calls it, with the same arguments.
+    """Check that a communicator keeps the contract of `Verbs`. Collective: every rank calls it,
+    with the same arguments.
 
-    Splits (no tokens at all, one token, one hot rank, to itself only, uneven, …), sizes, dtypes, every root, blocking and
-    asynchronous calls and their order, refusals. Moves are compared bit by bit. Reductions of integer values must be
-    exact; sums of fractions within rounding, with the same bits on all ranks (all_reduce) and in every run.
+    Splits (no tokens at all, one token, one hot rank, to itself only, uneven, …), sizes, dtypes,
+    every root, blocking and asynchronous calls and their order, refusals. Moves are compared bit by
+    bit. Reductions of integer values must be exact; sums of fractions within rounding, with the
+    same bits on all ranks (all_reduce) and in every run.
 
-    A check that finds a wrong result does not end the others. One in which a call raised does: the ranks may be out of
-    step from there on. Each rank reports what it saw; other ranks may have seen other failures, or none.
+    A check that finds a wrong result does not end the others. One in which a call raised does: the
+    ranks may be out of step from there on. Each rank reports what it saw; other ranks may have seen
+    other failures, or none.
 
     Args:
         verbs: this rank's end; for a torch process group `ProcessGroupVerbs(group)`.
         dtypes: what the communicator claims to move; float32, uint8 and int64 must be among them.
-        reduce_dtypes: what it claims to reduce: floating point, int8, int16, int32, int64 and uint8 can be checked.
+        reduce_dtypes: what it claims to reduce: floating point, int8, int16, int32, int64 and uint8
+            can be checked.
         ops: the reductions that it claims.
         rows: rows of a rank's block, of three elements each.
         device: where the tensors are.

@@ -1,8 +1,8 @@
 """The checks that `check_communicator` makes, each under its name.
 
-Expected results are computed locally, from seeds that all ranks know, so that no check relies on the communicator that it
-judges. A check makes all its calls before it compares anything: a rank that sees a wrong result must not leave the others
-alone in the next call.
+Expected results are computed locally, from seeds that all ranks know, so that no check relies on
+the communicator that it judges. A check makes all its calls before it compares anything: a rank
+that sees a wrong result must not leave the others alone in the next call.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class _Calls(Pieces):
             yield "barrier", self.barrier
 
     def many_at_once(self, reverse: bool) -> None:
-        """Calls of different verbs and sizes under way together: each must meet its like on the other ranks."""
+        """Calls of different verbs and sizes under way together: each must meet its like on the
+        other ranks."""
         under_way: list[tuple[AsyncCall | None, torch.Tensor, torch.Tensor, str]] = []
         for turn in range(4):
             rows = 1 + 64 * (turn % 2)

@@ -1,11 +1,12 @@
-"""A communicator inside one process: n threads that share memory, for unit tests of code that communicates.
+"""A communicator inside one process: n threads that share memory, for unit tests of code that
+communicates.
 
     world = FakeWorld(4)
     results = world.run(lambda verbs: my_code(verbs))       # one thread per rank
 
-Slow and obvious on purpose: the last rank to arrive computes everyone's result, reductions in rank order. It blocks as a
-real communicator does, and it is stricter: a rank that calls something else, or has left, is named at once, and a rank that
-does not come is named when the time is up.
+Slow and obvious on purpose: the last rank to arrive computes everyone's result, reductions in rank
+order. It blocks as a real communicator does, and it is stricter: a rank that calls something else,
+or has left, is named at once, and a rank that does not come is named when the time is up.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class FakeWorld:
     def run(self, fn: Callable[[FakeVerbs], T]) -> list[T]:
         """Call ``fn`` with each rank's verbs, in a thread each; the results by rank.
 
-        A rank that has returned or raised is gone: a call that waits for it raises PeerError. Raises what the first
-        rank to fail raised, when all threads have ended. A world runs once.
+        A rank that has returned or raised is gone: a call that waits for it raises PeerError.
+        Raises what the first rank to fail raised, when all threads have ended. A world runs once.
         """
         if self._gone:
             raise UsageError("this FakeWorld has run already: make another")
@@ -144,7 +145,8 @@ class FakeWorld:
         return _FakeAsyncCall(finish)
 
     def _wait(self, rank: int, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Until ``done``; raises where a missing rank is gone, or the time is up. Called with the lock held."""
+        """Until ``done``; raises where a missing rank is gone, or the time is up. Called with the
+        lock held."""
 
         def gone() -> list[int]:
             return [each for each in missing() if each in self._gone]
@@ -174,8 +176,9 @@ class _FakeAsyncCall:
 class FakeVerbs:
     """One rank's end of a `FakeWorld`; see `Verbs` for what each method does.
 
-    Raises TensorError and UsageError for a call that cannot be, DisagreementError where ranks call different things, PeerError
-    where a rank is gone, CollectiveTimeoutError where one does not come.
+    Raises TensorError and UsageError for a call that cannot be, DisagreementError where ranks call
+    different things, PeerError where a rank is gone, CollectiveTimeoutError where one does not
+    come.
     """
 
     def __init__(self, world: FakeWorld, rank: int) -> None:

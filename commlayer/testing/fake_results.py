@@ -1,4 +1,5 @@
-"""Results of the collectives of the in-process fake: every rank's part in, every rank's result out. Slow and obvious."""
+"""Results of the collectives of the in-process fake: every rank's part in, every rank's result out.
+Slow and obvious."""
 
 from __future__ import annotations
 

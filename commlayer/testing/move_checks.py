@@ -1,4 +1,5 @@
-"""Checks of the verbs that move bytes: every byte must arrive as it was, where it belongs. See conformance_checks.py."""
+"""Checks of the verbs that move bytes: every byte must arrive as it was, where it belongs. See
+conformance_checks.py."""
 
 from __future__ import annotations
 
@@ -164,7 +165,8 @@ class MoveChecks(Pieces):
         expect_bits(output, wanted, self.rank)
 
     def ring(self, dtype: torch.dtype, async_op: bool) -> None:
-        """Everyone sends to the next rank; even ranks send first, so that sends that wait for their receiver are fine too."""
+        """Everyone sends to the next rank; even ranks send first, so that sends that wait for their
+        receiver are fine too."""
         to, source = (self.rank + 1) % self.n, (self.rank - 1) % self.n
         message, wanted = self.block(FEW, dtype, self.rank), self.block(FEW, dtype, source)
         output = stale(wanted)

@@ -4,8 +4,9 @@
     with EmulatedCluster(len(sizes), max(sizes)) as cluster:
         results = run_on_nodes(cluster, sizes, job)
 
-The emulated cluster itself has equal nodes. A process whose seat stays empty returns at once; the others get ranks
-without gaps, so that they meet a job of `sum(sizes)` ranks on nodes that really differ.
+The emulated cluster itself has equal nodes. A process whose seat stays empty returns at once; the
+others get ranks without gaps, so that they meet a job of `sum(sizes)` ranks on nodes that really
+differ.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def run_on_nodes(
 ) -> list[T]:
     """Call ``fn(*args)`` in ``sizes[n]`` processes of node n; the results by rank.
 
-    ``cyclic``: deal the ranks out to one node after the other, as Slurm's ``--distribution=cyclic`` does, instead of filling
-    node after node. Where nodes are not namespaces (mode loopback) the ranks find ``COMMLAYER_TOPOLOGY`` declared.
+    ``cyclic``: deal the ranks out to one node after the other, as Slurm's ``--distribution=cyclic``
+    does, instead of filling node after node. Where nodes are not namespaces (mode loopback) the
+    ranks find ``COMMLAYER_TOPOLOGY`` declared.
 
     Raises:
-        UsageError: the cluster has other nodes, or too few seats on one; cyclic ranks on loopback, which cannot be declared.
-        RanksFailedError, RanksTimedOutError: as `EmulatedCluster.run`; they number the seats of the cluster, not the ranks.
+        UsageError: the cluster has other nodes, or too few seats on one; cyclic ranks on loopback,
+        which cannot be declared.
+        RanksFailedError, RanksTimedOutError: as `EmulatedCluster.run`; they number the seats of the
+        cluster, not the ranks.
     """
     job = _Seated(tuple(sizes), cluster, fn, args, cyclic)
     values = cluster.run(job, timeout_s=timeout_s)
@@ -52,7 +56,8 @@ def outcomes_on_nodes(
     timeout_s: float = 120.0,
     grace_s: float = 5.0,
 ) -> list[RankOutcome]:
-    """Run as :func:`run_on_nodes` does, and return one `RankOutcome` per rank instead of raising where ranks fail.
+    """Run as :func:`run_on_nodes` does, and return one `RankOutcome` per rank instead of raising
+    where ranks fail.
 
     Raises RanksTimedOutError when the time is up.
     """
@@ -62,7 +67,8 @@ def outcomes_on_nodes(
 
 
 class _Seated:
-    """The body of every process of the cluster: an empty seat returns None, the others learn their new rank."""
+    """The body of every process of the cluster: an empty seat returns None, the others learn their
+    new rank."""
 
     def __init__(
         self,

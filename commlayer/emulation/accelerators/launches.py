@@ -1,12 +1,15 @@
-"""Launches on an emulated accelerator: a dispatch mode that times what torch computes on CPU tensors.
+"""Launches on an emulated accelerator: a dispatch mode that times what torch computes on CPU
+tensors.
 
-Loaded into a rank when torch is there. FLOPs are those of :mod:`torch.utils.flop_counter`; its registry lacks what torch runs on
-the CPU for attention, which is counted by the formula of the GPU's, and grouped products, which are counted as the products that
-they are made of.
+Loaded into a rank when torch is there. FLOPs are those of :mod:`torch.utils.flop_counter`; its
+registry lacks what torch runs on the CPU for attention, which is counted by the formula of the
+GPU's, and grouped products, which are counted as the products that they are made of.
 
-Dispatch modes belong to a thread. Autograd runs the backward pass of CPU tensors in the thread that asks for it, where the mode
-is, and hands its state on to threads of its own (``at::ThreadLocalState`` has it). Threads that the program starts enter it when
-they start; those of commlayer do not, because what they compute (sums of what arrived) NCCL computes beside the device's queue.
+Dispatch modes belong to a thread. Autograd runs the backward pass of CPU tensors in the thread that
+asks for it, where the mode is, and hands its state on to threads of its own
+(``at::ThreadLocalState`` has it). Threads that the program starts enter it when they start; those
+of commlayer do not, because what they compute (sums of what arrived) NCCL computes beside the
+device's queue.
 """
 
 from __future__ import annotations
@@ -64,8 +67,8 @@ def _no_flops(*args: Any, **kwargs: Any) -> float:
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> float:
-    """The products of all groups: where both operands have groups it is a batched product; where one is ragged, all of its
-    rows (or columns) meet one group's operand each, as in one product."""
+    """The products of all groups: where both operands have groups it is a batched product; where
+    one is ragged, all of its rows (or columns) meet one group's operand each, as in one product."""
     if a.dim() == b.dim() == 3:
         return float(flop_registry[aten.bmm](a, b, out_val=out_val))
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -177,7 +180,8 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def start_launches(clock: DeviceClock) -> None:
-    """Give this process the accelerator of ``clock``, until its end: its main thread, and each that it starts."""
+    """Give this process the accelerator of ``clock``, until its end: its main thread, and each that
+    it starts."""
     first = not _started
     _started.append(clock)
     use_device_time(clock)
