@@ -12,8 +12,11 @@ __all__ = ["Command", "CommandGroup", "is_repeatable"]
 _WHOLE = 1000
 
 
-class _OnceEach(click.Command):
-    """A command whose options are given once each, but for flags and for those that collect values."""
+class Command(click.Command):
+    """A command of the program, or a program of one command.
+
+    Its options are given once each, but for flags and for those that collect values.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)  # click empties what it parses
@@ -32,11 +35,7 @@ class _OnceEach(click.Command):
                 )
 
 
-class Command(_OnceEach):
-    """A command of the program, or a program of one command."""
-
-
-class CommandGroup(_OnceEach, click.Group):
+class CommandGroup(Command, click.Group):
     """A group of commands, whose own are of :class:`Command`."""
 
     command_class = Command

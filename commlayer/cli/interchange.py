@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from commlayer.cli.commands import Command
-from commlayer.cli.option_types import BYTES, OUTPUT_FILE, OUTPUT_FOLDER, PROFILE, SHAPE, json_option
+from commlayer.cli.option_types import (
+    BYTES,
+    OUTPUT_FILE,
+    OUTPUT_FOLDER,
+    PROFILE,
+    SHAPE,
+    given_options,
+    json_option,
+)
+from commlayer.cli.output_files import save_profile
 from commlayer.cli.tables import echo, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
@@ -65,10 +73,7 @@ def import_command(
         raise UsageError(f"{twice[0]}: expected each file once, got it twice: leave one out")
     runs = _read(files, collective, topology)
     profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
-    try:
-        profile.save(output, new_only=not force)
-    except FileExistsError as error:
-        raise UsageError(f"{output}: there is such a file already: choose another, or --force to replace it") from error
+    save_profile(profile, output, replaces=force)
     read = [
         f"{each.collective} of {counted(each.key[2] if each.key else each.ranks, 'rank')}, "
         f"{counted(len(each.times_us), 'size')}"
@@ -157,8 +162,7 @@ def tuner_command(
             raise UsageError(
                 f"{missing[0]}: expected files of nccl-tests, or one profile alone, got the name of no file"
             )
-        asked = click.get_current_context().get_parameter_source
-        if any(asked(option) is ParameterSource.COMMANDLINE for option in ("group", "begin", "end")):
+        if given_options(click.get_current_context()) & {"group", "begin", "end"}:
             raise UsageError("--group, --begin and --end are of a profile's decisions: files have times of their own")
         rows, comments = _of_runs(sources)
     text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)

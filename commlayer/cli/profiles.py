@@ -12,13 +12,13 @@ from commlayer.cli.commands import CommandGroup
 from commlayer.cli.failure import fitting
 from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
-from commlayer.cli.output_files import draw
+from commlayer.cli.output_files import draw, save_profile
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
 from commlayer.profiles.counted import counted
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.errors import ProfileError, UsageError
+from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.sweep import doubts
@@ -106,12 +106,7 @@ def merge(base: str, learnt: str, output: Path, force: bool, as_json: bool) -> N
     so. BASE is left as it is, unless it is named as the output with --force.
     """
     merged = merge_learnt(catalog.load_profile(base), catalog.load_profile(learnt))
-    try:
-        merged.profile.save(output, new_only=not force)
-    except FileExistsError as error:
-        raise UsageError(
-            f"{output}: there is such a file already: choose another name, or --force to replace it"
-        ) from error
+    save_profile(merged.profile, output, replaces=force)
     for note in merged.notes:
         echo(f"note: {note}", err=True)
     if as_json:

@@ -141,10 +141,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Give the y axis a row for each name, the first one on top."""
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names)
+def name_rows(axes: Axes, names: Sequence[str], height: float = 1.0, top: float = -0.5) -> None:
+    """Give the y axis a row of ``height`` for each name, the first one on top, from ``top`` on."""
+    axes.set_ylim(height * len(names) + top, top)
+    axes.set_yticks([(row + 0.5) * height + top for row in range(len(names))], names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from commlayer.drawing.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, VERMILLION, new_figure, styled
+from commlayer.drawing.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    name_rows,
+    new_figure,
+    styled,
+)
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.analyse import Selected
 from commlayer.traces.chrome_of_job import lane_place, running
 from commlayer.traces.intervals import Interval, union
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["LANE_COLOURS", "lanes_figure"]
@@ -72,7 +82,7 @@ def lanes_figure(ranks: Sequence[Selected], title: str = "") -> Figure:
             )
     axes.set_xlim(0, (end_ns - begin_ns) / unit_ns)
     axes.set_xlabel(f"time ({unit})")
-    _rank_axis(axes, [rank.trace.rank for rank in shown], height)
+    name_rows(axes, [f"rank {rank.trace.rank}" for rank in shown], height, -_GAP / 2)
     left_out = f" (the first {_MAX_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MAX_RANKS else ""
     axes.set_title(f"{title}{left_out}")
     _legend(figure, lanes)
@@ -97,13 +107,6 @@ def _comparable(rank: Selected, spans: Iterable[Interval]) -> list[Interval]:
 def _joined(spans: Sequence[Interval], least_ns: int) -> list[Interval]:
     """``spans`` without gaps, and with nothing shorter, than can be seen."""
     return union((start, max(end, start + least_ns)) for start, end in spans)
-
-
-def _rank_axis(axes: Axes, ranks: Sequence[int], height: float) -> None:
-    axes.set_ylim(height * len(ranks) - _GAP / 2, -_GAP / 2)
-    axes.set_yticks([(place + 0.5) * height - _GAP / 2 for place in range(len(ranks))], [f"rank {r}" for r in ranks])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
 
 
 def _legend(figure: Figure, lanes: Sequence[str]) -> None:

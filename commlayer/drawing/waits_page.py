@@ -59,21 +59,13 @@ class _Picture(NamedTuple):
     width: float = _WIDTH
 
 
-class _Finding(NamedTuple):
-    """A section: a picture, or calls that differ."""
-
-    title: str
-    picture: _Picture | None = None
-    mismatch: Mismatch | None = None
-
-
 def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
     """Return the page, one HTML file without anything from outside."""
     return render(
         "waits.html",
         title="Who waits for whom",
         summary=_summary(found),
-        findings=[*map(_finding, found.findings), *map(_finding, found.waits)],
+        findings=[(headline(each), each, _picture(each)) for each in (*found.findings, *found.waits)],
         words=in_words(found),
         ranks=[_cells(log) for log in logs[:_MOST_ROWS]],
         call_words=call_words,
@@ -89,16 +81,14 @@ def _summary(found: Diagnosis) -> list[tuple[str, str]]:
     return items
 
 
-def _finding(found: Cycle | Missing | Mismatch) -> _Finding:
-    title = headline(found)
-    if isinstance(found, Cycle):
-        return _Finding(title, _circle(found))
-    if isinstance(found, Missing):
-        return _Finding(title, _star(found))
-    return _Finding(title, mismatch=found)
-
-
 # Pictures
+
+
+def _picture(found: Cycle | Missing | Mismatch) -> _Picture | None:
+    """Draw who waits for whom; None for calls that differ."""
+    if isinstance(found, Cycle):
+        return _circle(found)
+    return _star(found) if isinstance(found, Missing) else None
 
 
 def _circle(cycle: Cycle) -> _Picture:

@@ -139,7 +139,7 @@ class _FabricProcess:
                 return {"rates": [{k: format_rate(v) for k, v in rates.items()} for rates in self._rates]}
             if request["op"] == "shape_pair":
                 sender, receiver = request["nodes"]
-                if sender == receiver or not self._has(sender) or not self._has(receiver):
+                if sender == receiver or not all(_is_node(node, self._num_nodes) for node in (sender, receiver)):
                     raise UsageError(
                         f"nodes: expected two different ones of 0 to {self._num_nodes - 1}, "
                         f"got {sender!r} and {receiver!r}"
@@ -152,15 +152,12 @@ class _FabricProcess:
                 return {}
             rates = {link: self._parsed(rate, link) for link, rate in request["rates"].items()}
             node = request["node"]
-            if node is not None and not self._has(node):
+            if node is not None and not _is_node(node, self._num_nodes):
                 raise UsageError(f"node: expected None (all) or 0 to {self._num_nodes - 1}, got {node!r}")
             self.shape(rates, range(self._num_nodes) if node is None else [node])
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
             return error_reply(error)
         return {}
-
-    def _has(self, node: object) -> bool:
-        return isinstance(node, int) and 0 <= node < self._num_nodes
 
     def _parsed(self, rate: str | None, name: str) -> int | None:
         return None if rate is None else parse_rate(rate, name, self._spec.scale)
@@ -171,6 +168,10 @@ class _FabricProcess:
         if self._relay is not None:
             os.kill(self._relay, signal.SIGKILL)
             os.waitpid(self._relay, 0)
+
+
+def _is_node(node: object, num_nodes: int) -> bool:
+    return isinstance(node, int) and 0 <= node < num_nodes
 
 
 def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_namespace: bool) -> NoReturn:
