@@ -166,21 +166,21 @@ class Settings:
     def wires(self) -> dict[str, tuple[WireFormat, ...]]:
         """Return the formats that ``wire`` allows each lane that it names. Raises SettingsError for
         what names none."""
-        found: dict[str, tuple[WireFormat, ...]] = {}
+        formats: dict[str, tuple[WireFormat, ...]] = {}
         for entry in (self.wire or "").split(","):
             lane, sign, text = (word.strip() for word in entry.partition("="))
             if not lane and not sign:
                 continue
-            if lane not in LANES or not sign or lane in found:
+            if lane not in LANES or not sign or lane in formats:
                 raise SettingsError(
                     "COMMLAYER_WIRE must be lane=format, several separated by commas, each lane once, such as "
                     f"dp=bf16,ep=fp8_e4m3; lanes: {', '.join(LANES)}; got {entry.strip()!r}"
                 )
             try:
-                found[lane] = parse_wire(text)
+                formats[lane] = parse_wire(text)
             except UsageError as error:
                 raise SettingsError(f"COMMLAYER_WIRE, lane {lane}: {error}") from error
-        return found
+        return formats
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

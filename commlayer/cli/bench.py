@@ -76,10 +76,10 @@ def bench_command(
     gathers = tuple(Gather) if options["all_forms"] else ()
     drawn = sizes[-1:] if report is not None else ()
     job = BenchOptions(sizes, options["rounds"], options["max_chunks"], gathers, trace_bytes=drawn)
-    found = run_job(place, bench_job, planned_with, job, place)
-    if found is None:
+    outcome = run_job(place, bench_job, planned_with, job, place)
+    if outcome is None:
         return
-    measured, result, timelines = found
+    measured, result, timelines = outcome
     if output is not None:
         result.save(output)
     if report is not None:
@@ -147,8 +147,8 @@ def _latest(result: BenchResult) -> str:
     from commlayer.units import format_bytes
 
     point = result.points[-1]
-    found = f"{point.chosen.name} takes {point.chosen.ratio:.2f} of torch's time" if result.is_comparable else "ran"
-    return f"{format_bytes(point.logical_bytes)}: {found}"
+    words = f"{point.chosen.name} takes {point.chosen.ratio:.2f} of torch's time" if result.is_comparable else "ran"
+    return f"{format_bytes(point.logical_bytes)}: {words}"
 
 
 def print_result(result: BenchResult) -> None:
@@ -157,9 +157,9 @@ def print_result(result: BenchResult) -> None:
     from commlayer.units import format_bytes, format_us
 
     compares = result.is_comparable
-    place = result.topology
+    where = result.topology
     if result.is_emulated and compares:
-        place += f", inter {result.inter}, intra {result.intra or 'unshaped'}"
+        where += f", inter {result.inter}, intra {result.intra or 'unshaped'}"
     if not compares:
         echo("no links known to be shaped here: these times say that the plans run, not which is faster")
     columns = ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong")
@@ -180,7 +180,7 @@ def print_result(result: BenchResult) -> None:
                 )
                 for row in point.rows
             ],
-            title=f"{format_bytes(point.logical_bytes)} a rank on {place}{limit}",
+            title=f"{format_bytes(point.logical_bytes)} a rank on {where}{limit}",
             bold=[index for index, row in enumerate(point.rows) if row.is_chosen],
         )
         echo(f"→ {point.reason}\n")

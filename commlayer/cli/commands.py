@@ -19,10 +19,10 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)  # click empties what it parses
+        all_args = list(args)  # click empties what it parses
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
-            self.refuse_repeated(ctx, given)
+            self.refuse_repeated(ctx, all_args)
         return rest
 
     def refuse_repeated(self, ctx: click.Context, args: Sequence[str]) -> None:

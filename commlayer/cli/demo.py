@@ -59,10 +59,10 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
         echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
     options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
     sweep = SweepOptions(max_bytes=_SIZES[-1], repeats=Repeats(warmup=1, min_repeats=6, max_repeats=30, budget_us=1e6))
-    found = run_job(place, bench_job, None, options, place, sweep)
-    if found is None:  # under torchrun, and not the first rank
+    outcome = run_job(place, bench_job, None, options, place, sweep)
+    if outcome is None:  # under torchrun, and not the first rank
         return
-    profile, result, timelines = found
+    profile, result, timelines = outcome
     from commlayer.drawing import chrome_trace, write_report
 
     profile.save(output / "profile.json")

@@ -66,7 +66,7 @@ def _installed(*names: str) -> str | None:
 def _versions() -> list[Finding]:
     section = "Versions"
     kernel = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    found = [
+    findings = [
         Finding(section, "ok", "commlayer", __version__),
         Finding(section, "ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version()),
         Finding(section, "ok", "kernel", kernel),
@@ -82,16 +82,16 @@ def _versions() -> list[Finding]:
         version, least = _installed(name), minimums.get(name)
         wanted = f"{name}>={least}" if least else name
         if version is None:
-            found.append(Finding(section, "bad", name, "not installed", f"pip install '{wanted}'"))
+            findings.append(Finding(section, "bad", name, "not installed", f"pip install '{wanted}'"))
         elif least is not None and _numbers(version) < _numbers(least):
-            found.append(Finding(section, "bad", name, version, f"too old: pip install '{wanted}'"))
+            findings.append(Finding(section, "bad", name, version, f"too old: pip install '{wanted}'"))
         else:
-            found.append(Finding(section, "ok", name, version))
+            findings.append(Finding(section, "ok", name, version))
     for name, (packages, advice) in _EXTRAS.items():
         version = _installed(*packages)
         mark: Verdict = "ok" if version or name == "cupy" else "warn"
-        found.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
-    return found
+        findings.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
+    return findings
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -114,11 +114,11 @@ def _torch() -> list[Finding]:
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
     usable = "gloo" in backends or "nccl" in backends
     advice = "" if usable else "commlayer runs over gloo (CPU) or nccl (CUDA): install a torch with one of them"
-    found = [Finding(section, "ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice)]
-    found += _devices(section, torch)
+    findings = [Finding(section, "ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice)]
+    findings += _devices(section, torch)
     if "nccl" in backends:
-        found.append(_nccl(section, torch))
-    return found
+        findings.append(_nccl(section, torch))
+    return findings
 
 
 def _devices(section: str, torch: Any) -> list[Finding]:
@@ -157,10 +157,10 @@ def _network() -> list[Finding]:
     from commlayer.cli.interfaces import gloo_address, interfaces
 
     section = "Network"
-    found = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]
+    findings = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]
     choice = gloo_address()
     mark: Verdict = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
-    return [*found, Finding(section, mark, "gloo would use", choice.describe(), choice.advice)]
+    return [*findings, Finding(section, mark, "gloo would use", choice.describe(), choice.advice)]
 
 
 def _emulation() -> list[Finding]:
@@ -246,11 +246,11 @@ def _choice(settings: Settings) -> list[Finding]:
     doubt = _DOUBTS.get(profile.kind, "")
     where = f", measured on {profile.measured_on}" if profile.measured_on else ""
     about = f"{profile.name}: {profile.kind}, {profile.topology}{where}"
-    found = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
+    findings = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
     for link in profile.slow_links:
         advice = _CARD if len(link.nodes) == 1 else _WAY
-        found.append(Finding(section, "warn", "slow link", str(link), advice))
-    return [*found, _decision(section, profile)]
+        findings.append(Finding(section, "warn", "slow link", str(link), advice))
+    return [*findings, _decision(section, profile)]
 
 
 _NOT_PROFILES = {

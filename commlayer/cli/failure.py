@@ -80,17 +80,17 @@ def as_typed(message: str, command: click.Command | None) -> str:
     """The message of an error, with the option that was typed in place of the field that it begins
     with: whoever typed --capacity-factor has never seen capacity_factor, or
     Policy.capacity_factor."""
-    found = _NAMED.match(message)
-    option = dict(_options(command)).get(found[1]) if found and command is not None else None
-    return message if found is None or option is None else option + message[found.end() :]
+    match = _NAMED.match(message)
+    option = dict(_options(command)).get(match[1]) if match and command is not None else None
+    return message if match is None or option is None else option + message[match.end() :]
 
 
 def without_field(error: Exception) -> str:
     """The message of an error without the field that it begins with, for who puts the option before
     it."""
     message = str(error)
-    found = _NAMED.match(message)
-    return message if found is None else message[found.end() :].removeprefix(": ")
+    match = _NAMED.match(message)
+    return message if match is None else message[match.end() :].removeprefix(": ")
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:

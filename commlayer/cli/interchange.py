@@ -123,15 +123,15 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
     """
     profile = catalog.load_profile(profile_name)
     output.mkdir(parents=True, exist_ok=True)
-    found = nccl_tests_json(profile)
-    there = [name for name in found if (output / name).exists()]
+    texts = nccl_tests_json(profile)
+    there = [name for name in texts if (output / name).exists()]
     if there and not force:
         raise UsageError(
             f"{output}: there is {there[0]} already: choose another folder, or --force to replace its files"
         )
-    for name, text in found.items():
+    for name, text in texts.items():
         write_file(output / name, text)
-    echo(f"{output}: {counted(len(found), 'file')} in the form of {kind}")
+    echo(f"{output}: {counted(len(texts), 'file')} in the form of {kind}")
 
 
 @click.command("tuner", cls=Command)
@@ -180,8 +180,8 @@ def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[
     nodes = tuple(len(node) for node in Topology.parse(topology).nodes) if topology else ()
     runs = []
     for path in files:
-        found, left_out = read_nccl_runs(path, collective, nodes)
-        runs += found
+        file_runs, left_out = read_nccl_runs(path, collective, nodes)
+        runs += file_runs
         for what in left_out:
             echo(f"note: {path}: left out {what}", err=True)
     return runs
@@ -207,11 +207,11 @@ def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tu
     rows, untold, unpriced = [], list[str](), list[str]()
     for collective in TUNED:
         try:
-            found, others = rows_of_decisions([_decided(profile, collective, size, group) for size in sizes])
+            tuned, others = rows_of_decisions([_decided(profile, collective, size, group) for size in sizes])
         except PlanError as error:
             unpriced.append(f"{collective}: {str(error).partition('; it has')[0]}")
             continue
-        rows += found
+        rows += tuned
         untold += others
     if len(unpriced) == len(TUNED):
         raise UsageError(

@@ -41,17 +41,17 @@ def lane_lines(
     order = " before ".join(
         " and ".join(lane for lane in LANES if LANES[lane] == level) for level in sorted(set(LANES.values()))
     )
-    found: list[Line] = [("ok", "order", order, "MoNTA's, EP ≪ PP ≪ CP ≪ DP; tp stays inside nodes")]
+    lines: list[Line] = [("ok", "order", order, "MoNTA's, EP ≪ PP ≪ CP ≪ DP; tp stays inside nodes")]
     if not is_on:
         advice = "no traffic goes before other traffic: unset COMMLAYER_LANES, or set it to on"
-        found.append(("warn", "lanes", "off", advice))
+        lines.append(("warn", "lanes", "off", advice))
     else:
         what = f"chunk edges, {CHUNKS_IN_FLIGHT} chunks of a call in flight, a share of {share:.0%} kept"
-        found.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
+        lines.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
     if nccl_version is None:
-        return [*found, *(("ok", name, "not active: no CUDA here", "") for name in _ON_CUDA)]
+        return [*lines, *(("ok", name, "not active: no CUDA here", "") for name in _ON_CUDA)]
     return [
-        *found,
+        *lines,
         _streams(environment, is_on=is_on),
         _holds(environment, is_on=is_on),
         _traffic_class(environment, nccl_version, config_fields),

@@ -440,9 +440,9 @@ def resolve_shape(cluster: str | None, shape: str | None, profile: str | None) -
         raise UsageError("expected --cluster and --shape, such as -c h100-eos --shape 2x8, or else --profile")
     if profile is not None:
         return profile_catalog.load_profile(profile), None
-    found = resolve_cluster(str(cluster))
+    declared = resolve_cluster(str(cluster))
     nodes = tuple(map(len, Topology.parse(str(shape)).nodes))
-    return found.profile_of(nodes), found.gpu.bf16_tflops * found.gpu.gemm
+    return declared.profile_of(nodes), declared.gpu.bf16_tflops * declared.gpu.gemm
 
 
 def _is_profile(name: str) -> bool:

@@ -178,12 +178,12 @@ def _kind(timeline: Timeline) -> tuple[Strategy, Wire]:
 
 
 def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
-    kept: list[Timeline] = []
+    shown: list[Timeline] = []
     for _, group in groupby(decision.candidates, key=_kind):
         members = list(group)
         ranked = sorted(members, key=lambda timeline: timeline.total_us)[: None if show_all else _BEST_COUNTS]
-        kept += [member for member in members if member in ranked or member is decision.timeline]
-    return kept
+        shown += [member for member in members if member in ranked or member is decision.timeline]
+    return shown
 
 
 def _show(decision: Decision, profile: Profile, show_all: bool) -> None:

@@ -86,10 +86,10 @@ def profile(
     if device == "cuda" and place.emulate is not None:
         raise UsageError("--device cuda: the ranks of an emulated cluster have no GPU each: say --device cpu")
     check_has_links(place)
-    found = measure_here(place, _sweep(**options), name)
-    if found is None:
+    outcome = measure_here(place, _sweep(**options), name)
+    if outcome is None:
         return
-    measured, rows = found
+    measured, rows = outcome
     _warn(measured)
     if output is not None:
         measured.save(output)
@@ -211,10 +211,10 @@ def link_rates(place: Place) -> dict[str, str]:
 
 def _warn(measured: Profile) -> None:
     """Say on stderr which curves rest on too few times or sizes, and how to have more."""
-    found = doubts(measured.curves)
-    for doubt in found:
+    warnings = doubts(measured.curves)
+    for doubt in warnings:
         echo(f"warning: {doubt}", err=True)
-    if found:
+    if warnings:
         echo(
             "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
             err=True,

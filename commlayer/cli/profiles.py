@@ -41,9 +41,9 @@ for each in (import_command, export_command, tuner_command):
 @json_option
 def list_(as_json: bool) -> None:
     """List the profiles that are shipped."""
-    found = [catalog.load(name) for name in catalog.names()]
+    shipped = [catalog.load(name) for name in catalog.names()]
     if as_json:
-        print_json([_summary(profile) for profile in found])
+        print_json([_summary(profile) for profile in shipped])
         return
     rows = [
         [
@@ -54,7 +54,7 @@ def list_(as_json: bool) -> None:
             str(len(profile.curves)),
             _first_sentence(profile.source),
         ]
-        for profile in found
+        for profile in shipped
     ]
     columns = ["name", "kind", "topology", ">inter GB/s", ">intra GB/s", ">device GB/s", ">curves", "~source"]
     print_table(columns, rows, spare=(7, 5))  # the source, which `show` has whole, and what copies inside a device take
@@ -227,9 +227,9 @@ def _show(profile: Profile) -> None:
         print_table(["interference", ">takes longer"], rows)
     else:
         echo("\nno interference stored: resources are priced as independent")
-    if found := doubts(profile.curves):
+    if doubtful := doubts(profile.curves):
         echo()
-        for doubt in found:
+        for doubt in doubtful:
             echo(f"few times: {doubt}")
     if profile.environment:
         echo()
@@ -274,7 +274,7 @@ def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
     cover.
     """
     others = {curve.key: curve for curve in b.curves}
-    found = []
+    ratios = []
     for left in a.curves:
         right = others.get(left.key)
         if right is None or right == left:
@@ -283,7 +283,7 @@ def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
         if not sizes:
             either = sorted({*left.bytes, *right.bytes})
             sizes = [n for n in either if not (left.is_extrapolated(n) or right.is_extrapolated(n))]
-        found += [
+        ratios += [
             {
                 "curve": f"{left.collective} {left.link} {left.group_size}",
                 "bytes": size,
@@ -293,4 +293,4 @@ def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
             }
             for size in sizes
         ]
-    return found
+    return ratios

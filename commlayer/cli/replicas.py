@@ -20,11 +20,11 @@ def replica_folders(folder: Path, pattern: str) -> list[tuple[str, Path]]:
 def of_replicas(folder: Path, pattern: str, refused: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Find, as :func:`replica_folders`, the folders to report on one by one. Raises UsageError where there are several, and an
     option was given, by its name in ``refused``, that is about one."""
-    found = replica_folders(folder, pattern)
-    if len(found) > 1 and refused:
-        names = ", ".join(str(path) for _, path in found[:4]) + (", …" if len(found) > 4 else "")
+    folders = replica_folders(folder, pattern)
+    if len(folders) > 1 and refused:
+        names = ", ".join(str(path) for _, path in folders[:4]) + (", …" if len(folders) > 4 else "")
         raise click.UsageError(
-            f"{' and '.join(refused)}: {folder} has the files of {len(found)} replicas, and this is for one: give the "
+            f"{' and '.join(refused)}: {folder} has the files of {len(folders)} replicas, and this is for one: give the "
             f"folder of one, of {names}"
         )
-    return found
+    return folders

@@ -78,8 +78,8 @@ def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str,
         with said_warnings("commlayer routing: "):
             cluster = EmulatedCluster(topology.num_nodes, topology.ranks_per_node, inter=inter)
         with cluster:
-            given = [f"COMMLAYER_ROUTING={folder}", *([] if command else ["COMMLAYER_PROFILE=none"])]
-            cluster.command(["env", *given, *argv], check=True, prefix=True)
+            variables = [f"COMMLAYER_ROUTING={folder}", *([] if command else ["COMMLAYER_PROFILE=none"])]
+            cluster.command(["env", *variables, *argv], check=True, prefix=True)
         if not any(Path(folder).iterdir()):
             raise UsageError(
                 f"{argv[0]}: expected a program whose ranks train with commlayer's MoE layer or dispatcher, and that ends; "
@@ -194,24 +194,24 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         )
     if layer >= loads.num_layers:
         raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
-    found = []
+    replays = []
     for way in ("static", "eplb", "llep", "place"):
         with progress_of(way) as progress:
-            found.append(replay_loads(loads, prices, way, every=every, horizon=horizon, room=room, progress=progress))
+            replays.append(replay_loads(loads, prices, way, every=every, horizon=horizon, room=room, progress=progress))
     if picture is not None:
         from commlayer.drawing.figures import loads_figure
 
-        panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (found[0], found[-1])}
+        panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (replays[0], replays[-1])}
         draw(picture, loads_figure(loads, layer, panels))
     if as_json:
-        print_json([_as_dict(each, found[0]) for each in found])
+        print_json([_as_dict(each, replays[0]) for each in replays])
         return
     echo(
         f"{counted(loads.num_steps, 'step')} on {prices.profile.name}, a decision every {every} of them; "
         "predicted, nothing was run\n"
     )
     columns = ["placement", ">mean step", ">/ static", ">busiest / mean", ">migrations", ">each takes"]
-    print_table(columns, [_replay_row(each, found[0]) for each in found])
+    print_table(columns, [_replay_row(each, replays[0]) for each in replays])
 
 
 def _replay_row(each: LoadReplay, static: LoadReplay) -> list[str]:
@@ -250,16 +250,16 @@ def _by_rank(loads: ExpertLoads, ranks: int) -> Any:
 
 def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:
     counts, rows = loads.counts[:, place], by_rank[:, place]
-    whole = counts.sum()
-    if not whole:
+    total = counts.sum()
+    if not total:
         return {"name": loads.layers[place], "choices": 0, "busiest": 1.0, "worst": 1.0, "popular": []}
     each = rows[rows.sum(1) > 0]
     ratios = each.max(1) / each.mean(1)
-    shares = counts.sum(0) / whole
+    shares = counts.sum(0) / total
     popular = [(int(expert), rounded(float(shares[expert]), 4)) for expert in (-shares).argsort(kind="stable")[:_SHOWN]]
     return {
         "name": loads.layers[place],
-        "choices": float(whole) / loads.num_steps,
+        "choices": float(total) / loads.num_steps,
         "busiest": rounded(float(ratios.mean())),
         "worst": rounded(float(ratios.max())),
         "popular": popular,
@@ -282,8 +282,8 @@ def _scaled(loads: ExpertLoads, tokens: int | None) -> ExpertLoads:
     exact = loads.counts * (tokens / mean)
     counts = exact.astype("int64")  # rounds down
     missing = exact.sum(-1, keepdims=True).round().astype("int64") - counts.sum(-1, keepdims=True)
-    place = (exact - counts).argsort(-1, kind="stable")[..., ::-1].argsort(-1)  # 0: lost most
-    return replace(loads, counts=counts + (place < missing))
+    loss_rank = (exact - counts).argsort(-1, kind="stable")[..., ::-1].argsort(-1)  # 0: lost most
+    return replace(loads, counts=counts + (loss_rank < missing))
 
 
 def _prices(
@@ -298,7 +298,7 @@ def _prices(
 ) -> PlacementPrices:
     from commlayer.scheduler.placement.placement_price import ExpertWork, PlacementPrices
 
-    found, rate = resolve_shape(cluster_name, shape, profile)
+    group, rate = resolve_shape(cluster_name, shape, profile)
     tflops = tflops or rate
     if model_name is not None:
         model = resolve_model(model_name)
@@ -307,4 +307,4 @@ def _prices(
         raise UsageError(
             "expected --model, or --hidden and --width; and --tflops where --profile says nothing of a GPU"
         )
-    return PlacementPrices(found, ExpertWork.of_shape(hidden, width, tflops=tflops, micro_batches=micro_batches))
+    return PlacementPrices(group, ExpertWork.of_shape(hidden, width, tflops=tflops, micro_batches=micro_batches))

@@ -129,15 +129,15 @@ def print_table(
         spare: indices of columns to leave out, the first ones first, where a row would not fit into one line of the terminal;
             a line below says which.
     """
-    out, given, left_out = _console(), [list(row) for row in rows], list[int]()
+    out, cells, left_out = _console(), [list(row) for row in rows], list[int]()
     for column in spare:
-        if _needed_width(columns, given, left_out, _EASY_WRAPPED) <= out.width:
+        if _needed_width(columns, cells, left_out, _EASY_WRAPPED) <= out.width:
             break
         left_out.append(column)
     if title:
         _print(out, cell_text(title, "bold"))
-    terminal, out.width = out.width, max(out.width, _needed_width(columns, given, left_out, _LEAST_WRAPPED))
-    _print(out, _table(columns, given, bold, dim, left_out))
+    terminal, out.width = out.width, max(out.width, _needed_width(columns, cells, left_out, _LEAST_WRAPPED))
+    _print(out, _table(columns, cells, bold, dim, left_out))
     if left_out:
         names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
         _print(out, cell_text(f"left out, as there are {terminal} columns: {names}", "dim"), soft_wrap=True)

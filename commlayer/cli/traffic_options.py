@@ -25,18 +25,18 @@ def size_of(
     nbytes: int | None, batch: int | None, sequence: int | None, hidden: int | None, dtype: str, top_k: int
 ) -> int:
     parts = {"--batch": batch, "--sequence": sequence, "--hidden": hidden}
-    given = [name for name, value in parts.items() if value is not None]
+    named = [name for name, value in parts.items() if value is not None]
     if nbytes is not None:
-        if given:
+        if named:
             raise UsageError(
-                f"expected --bytes or {', '.join(parts)}, got --bytes and {', '.join(given)}: drop one side"
+                f"expected --bytes or {', '.join(parts)}, got --bytes and {', '.join(named)}: drop one side"
             )
         return nbytes
     if batch is None or sequence is None or hidden is None:
-        missing = ", ".join(name for name in parts if name not in given)
+        missing = ", ".join(name for name in parts if name not in named)
         raise UsageError(
-            f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(given) or 'none of them'}: add "
-            f"{'--bytes 16MiB, say' if not given else missing}"
+            f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(named) or 'none of them'}: add "
+            f"{'--bytes 16MiB, say' if not named else missing}"
         )
     size = moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
     if size >= EXBIBYTE:

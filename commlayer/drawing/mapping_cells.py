@@ -91,8 +91,8 @@ def short_mappings(setups: Sequence[Setup]) -> tuple[list[str], str]:
     same = [word for word in every[0][1:] if all(word in words for words in every)] if every else []
     names = []
     for degrees, *words in every:
-        kept = [degree for degree in degrees.split() if degree.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ") != "1"]
-        names.append(" ".join([*kept, *(word for word in words if word not in same)]) or "DP1")
+        shown = [degree for degree in degrees.split() if degree.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ") != "1"]
+        names.append(" ".join([*shown, *(word for word in words if word not in same)]) or "DP1")
     return names, ", ".join(same)
 
 
@@ -168,18 +168,18 @@ def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
     """
     model = job.model
     own = setup.micro_batch * job.sequence // (setup.cp * setup.tp)
-    found: dict[str, float] = {}
+    forms: dict[str, float] = {}
     if setup.tp > 1:
         tokens = own * setup.tp
-        found["attention_by_tp"] = tensor_parallel_attention(tokens, model.hidden, setup.tp)
+        forms["attention_by_tp"] = tensor_parallel_attention(tokens, model.hidden, setup.tp)
         ratio = model.heads / model.kv_heads
-        found["attention_by_sp"] = sequence_parallel_attention_sent(tokens, model.hidden, setup.tp, ratio)
+        forms["attention_by_sp"] = sequence_parallel_attention_sent(tokens, model.hidden, setup.tp, ratio)
     ranks = setup.ep if setup.ep > 1 else setup.etp
     if ranks > 1:
         tokens = own * ranks
-        found["ffn_by_ep"] = expert_parallel_ffn(tokens, model.hidden, ranks, model.top_k)
-        found["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
-    found = {name: elements * _ACTIVATION_BYTES for name, elements in found.items()}
+        forms["ffn_by_ep"] = expert_parallel_ffn(tokens, model.hidden, ranks, model.top_k)
+        forms["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
+    forms = {name: elements * _ACTIVATION_BYTES for name, elements in forms.items()}
     if setup.ep > 1:
         crosses = len(cluster.nodes_of(setup.layout("ep"), setup.gpus)) > 1
         link = Resource.INTER if crosses else Resource.INTRA
@@ -194,8 +194,8 @@ def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
             flops_per_s=tflops * 1e12,
             element_bytes=_ACTIVATION_BYTES,
         )
-        found["compute_over_communication"] = ratio_of.value
-    return found
+        forms["compute_over_communication"] = ratio_of.value
+    return forms
 
 
 def closed_form_words(forms: Mapping[str, float]) -> list[str]:

@@ -99,9 +99,9 @@ def labelled(result: SearchResult) -> dict[str, StepEstimate]:
     """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded
     or unfolded one if it is not among them.
     """
-    found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
+    ranked = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
     others = {f"best {kind}  {mapping_name(best.setup)}": best for kind, best in other_bests(result).items()}
-    return found | others
+    return ranked | others
 
 
 @styled
@@ -233,14 +233,14 @@ def _significant(
     """The parts worth a colour, in order, and the bars with all else as one part."""
     names = list(dict.fromkeys([*colours, *(part for parts in bars.values() for part in parts)]))
     shown = [name for name in names if any(parts.get(name, 0.0) > least for parts in bars.values())]
-    kept = {
+    merged = {
         bar: {
             **{part: parts.get(part, 0.0) for part in shown},
             _OTHER: sum(size for part, size in parts.items() if part not in shown),
         }
         for bar, parts in bars.items()
     }
-    return [*shown, *[_OTHER] * any(parts[_OTHER] > 0 for parts in kept.values())], kept
+    return [*shown, *[_OTHER] * any(parts[_OTHER] > 0 for parts in merged.values())], merged
 
 
 def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> None:

@@ -91,7 +91,7 @@ def rank_spans(estimate: StepEstimate) -> list[list[RankSpan]]:
         return []
     before = estimate.parts.get("parameters", 0.0)
     behind = max(before + _pipeline_us(estimate), before + max(task.end for task in tasks))
-    found = []
+    ranks = []
     for rank in range(estimate.setup.pp):
         spans = [RankSpan("parameters", 0.0, before, "gathering of weights, exposed")] if before else []
         now = before
@@ -103,8 +103,8 @@ def rank_spans(estimate: StepEstimate) -> list[list[RankSpan]]:
                 now = task.end + before
         if behind > now + _SHORT_US:
             spans.append(RankSpan("wait", now, behind, "wait"))
-        found.append([*spans, *_edges(estimate, behind)])
-    return found
+        ranks.append([*spans, *_edges(estimate, behind)])
+    return ranks
 
 
 def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[RankSpan]], unit_us: float) -> None:

@@ -56,11 +56,11 @@ class _Row(NamedTuple):
 def courses(estimate: StepEstimate) -> dict[str, Forecast]:
     """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate
     has no course to show."""
-    found = {"forward": estimate.forward, "backward": estimate.backward, _MERGED: estimate.merged}
-    kept = {name: forecast for name, forecast in found.items() if forecast is not None}
-    if not kept:
+    passes = {"forward": estimate.forward, "backward": estimate.backward, _MERGED: estimate.merged}
+    simulated = {name: forecast for name, forecast in passes.items() if forecast is not None}
+    if not simulated:
         raise UsageError("the estimate has no course of its step to show: ask Estimator.estimate for it")
-    return kept
+    return simulated
 
 
 def step_trace(estimate: StepEstimate) -> dict[str, Any]:
@@ -205,9 +205,9 @@ def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> N
 
 
 def _bars(axes: Axes, row: int, spans: list[tuple[float, float]], unit_us: float, colour: str, opacity: float) -> None:
-    kept = [(start / unit_us, (end - start) / unit_us) for start, end in spans if end > start]
-    edge = PAPER if colour in (SPAN_COLOURS["forward"], SPAN_COLOURS["wait"], _OTHERS) and len(kept) < _MANY else colour
-    axes.broken_barh(kept, (row - _BAR / 2, _BAR), color=colour, alpha=opacity, linewidth=0.3, edgecolor=edge)
+    bars = [(start / unit_us, (end - start) / unit_us) for start, end in spans if end > start]
+    edge = PAPER if colour in (SPAN_COLOURS["forward"], SPAN_COLOURS["wait"], _OTHERS) and len(bars) < _MANY else colour
+    axes.broken_barh(bars, (row - _BAR / 2, _BAR), color=colour, alpha=opacity, linewidth=0.3, edgecolor=edge)
 
 
 _NAMES = {

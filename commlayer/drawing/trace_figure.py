@@ -93,9 +93,9 @@ def _bars(rank: Selected, lanes: Sequence[str]) -> list[_Bars]:
     bars = [_Bars(0, INK, 1.0, _comparable(rank, (span for call in rank.calls for span in call.waited)))]
     for row, lane in enumerate(lanes, start=1):
         calls = [call for call in rank.calls if call.lane == lane and call.start_ns]
-        whole = [(call.start_ns, call.end_ns or rank.trace.closed_ns) for call in calls]
+        under_way = [(call.start_ns, call.end_ns or rank.trace.closed_ns) for call in calls]
         busy = [span for call in calls for span in (running(call) if call.steps else [(call.start_ns, call.end_ns)])]
-        bars.append(_Bars(row, _colour(lane), _PALE, _comparable(rank, whole)))
+        bars.append(_Bars(row, _colour(lane), _PALE, _comparable(rank, under_way)))
         bars.append(_Bars(row, _colour(lane), 1.0, _comparable(rank, busy)))
     return bars
 

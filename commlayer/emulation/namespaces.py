@@ -128,13 +128,13 @@ def namespace_id(fd: int) -> str:
 
 def _processes_in(networks: Sequence[str]) -> list[int]:
     """Processes, other than this one, whose network is one of `networks` (see `namespace_id`)."""
-    wanted, mine, found = set(networks), os.getpid(), []
+    wanted, own_pid, pids = set(networks), os.getpid(), []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != mine:
+        if entry.isdigit() and int(entry) != own_pid:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{entry}/ns/net") in wanted:
-                    found.append(int(entry))
-    return found
+                    pids.append(int(entry))
+    return pids
 
 
 def kill_processes_in(networks: Sequence[str], patience_s: float = 5.0) -> None:

@@ -113,10 +113,10 @@ class RankOutput:
     def last_words(self) -> str:
         """The last lines on stderr, and before them that of the last exception, where it is not one of them."""
         errors = self.streams[1]
-        kept = list(errors.last_lines)
-        if errors.error_line is not None and errors.error_line not in kept:
-            kept.insert(0, errors.error_line)
-        lines = (line.decode(errors="replace").rstrip("\r\n") for line in kept)
+        last = list(errors.last_lines)
+        if errors.error_line is not None and errors.error_line not in last:
+            last.insert(0, errors.error_line)
+        lines = (line.decode(errors="replace").rstrip("\r\n") for line in last)
         return "\n".join(line[:_LAST_LINE_CHARACTERS] for line in lines)
 
     def close(self) -> None:

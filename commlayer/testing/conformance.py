@@ -130,8 +130,8 @@ def _run(name: str, check: Callable[[], None], rank: int) -> tuple[FailedCheck |
         return FailedCheck(name, str(error)), True
     except Exception as error:  # noqa: BLE001 - whatever a communicator raises is its failure, and is reported
         where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{where.filename}:{where.lineno}"
-        return FailedCheck(name, f"rank {rank}: raised {type(error).__name__} at {place}: {error}"), False
+        line = f"{where.filename}:{where.lineno}"
+        return FailedCheck(name, f"rank {rank}: raised {type(error).__name__} at {line}: {error}"), False
     return None, True
 
 

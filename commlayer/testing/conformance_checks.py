@@ -73,9 +73,9 @@ class _Reductions(Pieces):
             tensor = fractions(shape, dtype, self.rank).to(self.device)
             self.verbs.all_reduce(tensor)
             results.append(tensor)
-        mine = results[0].view(1, -1).view(torch.uint8)
-        everyones = torch.empty((self.n, mine.shape[1]), dtype=torch.uint8, device=self.device)
-        self.verbs.all_gather(everyones, mine)
+        own = results[0].view(1, -1).view(torch.uint8)
+        everyones = torch.empty((self.n, own.shape[1]), dtype=torch.uint8, device=self.device)
+        self.verbs.all_gather(everyones, own)
         expect_sum(results[0], [fractions(shape, dtype, a) for a in range(self.n)], self.rank)
         expect_bits(results[1], results[0], self.rank, "a second run")
         for rank in range(self.n):
@@ -112,11 +112,11 @@ class _Calls(Pieces):
         under_way: list[tuple[AsyncCall | None, torch.Tensor, torch.Tensor, str]] = []
         for turn in range(4):
             rows = 1 + 64 * (turn % 2)
-            whole = self.join([self.block(rows, torch.float32, a, turn) for a in range(self.n)])
-            output = stale(whole)
-            mine = self.block(rows, torch.float32, self.rank, turn)
-            pending = self.verbs.all_gather(output, mine, async_op=True)
-            under_way.append((pending, output, whole, f"all_gather {turn}"))
+            gathered = self.join([self.block(rows, torch.float32, a, turn) for a in range(self.n)])
+            output = stale(gathered)
+            own = self.block(rows, torch.float32, self.rank, turn)
+            pending = self.verbs.all_gather(output, own, async_op=True)
+            under_way.append((pending, output, gathered, f"all_gather {turn}"))
             tensor = torch.full((rows,), float(self.rank + turn), device=self.device)
             total = torch.full_like(tensor, float(sum(range(self.n)) + self.n * turn))
             async_op = reverse or turn % 2 == 0
@@ -138,11 +138,11 @@ class _Calls(Pieces):
     def barrier(self) -> None:
         """Rank k comes 10 k ms late; nobody may leave before the last one came."""
         time.sleep(0.01 * self.rank)
-        came = time.monotonic_ns()
+        came_ns = time.monotonic_ns()
         self.verbs.barrier()
-        left = time.monotonic_ns()
+        left_ns = time.monotonic_ns()
         times = torch.empty((self.n, 2), dtype=torch.int64, device=self.device)
-        self.verbs.all_gather(times, torch.tensor([[came, left]], device=self.device))
+        self.verbs.all_gather(times, torch.tensor([[came_ns, left_ns]], device=self.device))
         early = int(times[:, 0].max() - times[:, 1].min())
         assert early <= 0, f"rank {self.rank}: a rank left the barrier {early / 1e6:g} ms before the last one came"
 
@@ -164,12 +164,12 @@ class _Calls(Pieces):
             yield f"refused[{name}]", partial(self.refused, call)
 
     def refused(self, call: Callable[[], object]) -> None:
-        taken = True
+        accepted = True
         try:
             call()
         except Exception:  # noqa: BLE001 - the contract leaves the kind of error open
-            taken = False
+            accepted = False
         tensor = torch.ones(1, device=self.device)
         self.verbs.all_reduce(tensor)
-        assert not taken, f"rank {self.rank}: a call that cannot be was taken"
+        assert not accepted, f"rank {self.rank}: a call that cannot be was taken"
         expect_bits(tensor, torch.full_like(tensor, float(self.n)), self.rank, "an all_reduce after the refusal")

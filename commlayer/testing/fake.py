@@ -72,15 +72,15 @@ class FakeWorld:
         errors: list[BaseException] = []
 
         def body(rank: int) -> None:
-            left = "has returned"
+            end = "has returned"
             try:
                 results[rank] = fn(self.ranks[rank])
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller's thread, which raises it
-                left = f"raised {type(error).__name__}: {error}"
+                end = f"raised {type(error).__name__}: {error}"
                 errors.append(error)
             finally:
                 with self._changed:
-                    self._gone[rank] = left
+                    self._gone[rank] = end
                     self._changed.notify_all()
 
         threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
@@ -154,8 +154,8 @@ class FakeWorld:
         self._changed.wait_for(lambda: done() or gone(), self.timeout_s)
         if done():
             return
-        if left := gone():
-            raise PeerError(f"rank {rank}: {what}: rank {left[0]} {self._gone[left[0]]}")
+        if absent := gone():
+            raise PeerError(f"rank {rank}: {what}: rank {absent[0]} {self._gone[absent[0]]}")
         raise CollectiveTimeoutError(
             f"rank {rank}: {what}: ranks {missing()} did not come within {self.timeout_s:g} s: every rank must call it"
         )

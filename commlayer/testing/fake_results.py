@@ -106,8 +106,8 @@ def _reduced(parts: Sequence[Contribution]) -> torch.Tensor:
     total: torch.Tensor | None = None
     for part in parts:
         assert part.source is not None
-        mine = part.source.detach().reshape(-1)
-        total = mine.clone() if total is None else combine(total, mine)
+        values = part.source.detach().reshape(-1)
+        total = values.clone() if total is None else combine(total, values)
     assert total is not None
     return total
 

@@ -158,10 +158,10 @@ class MoveChecks(Pieces):
             expect_bits(output, wanted, self.rank)
 
     def scatter(self, rows: int, root: int, async_op: bool) -> None:
-        whole = self.join([self.block(rows, torch.float32, root, b) for b in range(self.n)])
+        parts = self.join([self.block(rows, torch.float32, root, b) for b in range(self.n)])
         wanted = self.block(rows, torch.float32, root, self.rank)
         output = stale(wanted)
-        self.finish(self.verbs.scatter(output, whole if self.rank == root else None, root, async_op=async_op), async_op)
+        self.finish(self.verbs.scatter(output, parts if self.rank == root else None, root, async_op=async_op), async_op)
         expect_bits(output, wanted, self.rank)
 
     def ring(self, dtype: torch.dtype, async_op: bool) -> None:

@@ -80,15 +80,15 @@ def testifying(fn: Callable[..., T], folder: Path) -> Callable[..., T]:
 def alarms(folder: Path) -> list[str]:
     """Find what is wrong in what the witnesses of a job have left in ``folder``, in words; each once."""
     seen = [msgspec.msgpack.decode(path.read_bytes(), type=_Seen) for path in sorted(folder.glob("seen-*"))]
-    found: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for logs in [*_asked(seen), *_mixed(seen)]:
         diagnosis = diagnose(logs)
         if diagnosis.findings:
-            found[in_words(diagnosis)] = None
+            sentences[in_words(diagnosis)] = None
     end = diagnose([each.end for each in seen if each.end is not None])
     if end.findings or end.waits:
-        found[f"at the end: {in_words(end)}"] = None
-    return list(found)
+        sentences[f"at the end: {in_words(end)}"] = None
+    return list(sentences)
 
 
 def _asked(seen: Sequence[_Seen]) -> Iterator[list[RankLog]]:

@@ -104,5 +104,5 @@ def _write_report() -> None:
 
 def read_reports(folder: str) -> list[DeviceReport]:
     """Return what the ranks wrote, by rank: those that ended by themselves and had loaded torch."""
-    found = [DeviceReport(**json.loads(path.read_text(encoding="utf-8"))) for path in Path(folder).glob("*.json")]
-    return sorted(found, key=lambda report: report.rank)
+    reports = [DeviceReport(**json.loads(path.read_text(encoding="utf-8"))) for path in Path(folder).glob("*.json")]
+    return sorted(reports, key=lambda report: report.rank)
