@@ -38,7 +38,7 @@ def make_usable() -> None:
         with contextlib.suppress(
             AttributeError, ValueError
         ):  # somebody's own stream, which has no encoding, or is closed
-            stream.reconfigure(errors=_ERRORS)  # type: ignore[attr-defined]
+            stream.reconfigure(errors=_ERRORS)  # type: ignore[union-attr]
 
 
 def _is_open(descriptor: int) -> bool:
