@@ -35,9 +35,8 @@ def make_usable() -> None:
         sys.stderr = _to(os.devnull)
     register_error(_ERRORS, _spelt)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            AttributeError, ValueError
-        ):  # somebody's own stream, which has no encoding, or is closed
+        # Somebody's own stream may have no encoding, or be closed.
+        with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors=_ERRORS)  # type: ignore[union-attr]
 
 
