@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from common import measure_links
 
-import commlayer.backend.order
-import commlayer.measure.calibrate  # before the fork, as the others: ranks then start in milliseconds
+import commlayer.measure.calibrate  # noqa: F401  before the fork, as the others: ranks then start in milliseconds
 from commlayer.auditing import watch as watching
 from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.shadow import Shadow
@@ -46,7 +45,6 @@ WAYS = ("nothing", "ring", "audit", "drift", "replan", "trace", "shadow")
 =on; and records with their steps, as with COMMLAYER_TRACE; and one call in a hundred compared, as with
 COMMLAYER_SHADOW=100: everything."""
 _SWEEP = SweepOptions(min_bytes=1024, max_bytes=1 << 20, factor=8.0, interference_rounds=0, group_max_bytes=1 << 20)
-_ordering: Any = commlayer.backend.order  # which names what is patched there
 _Found = dict[str, dict[str, list[tuple[float, float]]]]
 
 
@@ -66,12 +64,11 @@ class Parts:
             )
             for group in groups
         ]
-        self._noted, self._silent = _ordering.noted, Silent()
+        self._silent = Silent()
 
     def use(self, way: str) -> None:
         """Have all groups keep what ``way`` asks for, from the next call on."""
         level = WAYS.index(way)
-        _ordering.noted = self._noted if level >= 1 else _unnoted
         for group, track, watch, ledger, (records, shadow), heard in self._kept:
             group._order.track = track if level >= 1 else self._silent
             for instrument, least in ((ledger, 2), (watch, 3), (records, 5), (shadow, 6)):
@@ -84,10 +81,6 @@ class Parts:
                 if watch.lead is not None:
                     watch.lead.is_replanning = level >= 4
                 (watching._watching.add if level >= 3 else watching._watching.discard)(watch)
-
-
-def _unnoted(args: Any, opts: Any) -> tuple[Any, ...]:
-    return None, 0, 0, opts, opts.asyncOp, None
 
 
 def _begin(profile: str) -> None:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from commlayer.calls.movement import Movement
-from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.profiles.printable import warn
@@ -32,6 +31,7 @@ from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import NATIVE, Wire, WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
+from commlayer.transport.memory import plain
 from commlayer.wire.governor import Governor
 from commlayer.wire_decider import WireDecider, row_elements
 

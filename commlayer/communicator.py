@@ -28,7 +28,6 @@ from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
-from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
 from commlayer.engine.runner import Prepared, Runner
 from commlayer.engine.tracing import traced
@@ -60,7 +59,7 @@ from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.transfers import Pending, moved, needs_gradient
 from commlayer.transport.connect import connect, device_type, gloo_of_grid, require_device_type
-from commlayer.transport.contract import CallMemory
+from commlayer.transport.memory import CallMemory, as_bytes, plain
 
 __all__ = ["Communicator", "State"]
 

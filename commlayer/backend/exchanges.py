@@ -22,8 +22,8 @@ from commlayer.backend.running import Calls
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.calls.counters import Row
 from commlayer.calls.movement import Movement
-from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
+from commlayer.transport.memory import as_bytes
 
 if TYPE_CHECKING:
     from commlayer.backend.on_device import HostOrder, OnDevice
@@ -95,7 +95,7 @@ def _by_plan(
         wanted = [count * item for count in _elements(output, received, size)]
         into, splits = target.view(torch.uint8), (given, wanted)
         movement = Movement(plan, source, into, "split", splits=splits, dtype=input.dtype)
-        calls.run(movement, input.nbytes, timeout_s)
+        calls.run(movement, input.nbytes, opts.timeout)
         land(output, target)
     return True
 

@@ -18,13 +18,12 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.members import Members, Tensors
-from commlayer.backend.options import timeout_of
 from commlayer.backend.running import Calls
 from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_row, require_room, spread
 from commlayer.calls.movement import Movement
-from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
+from commlayer.transport.memory import as_bytes
 
 if TYPE_CHECKING:
     from commlayer.backend.on_device import OnDevice
@@ -54,7 +53,7 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
     num_bytes = output.nbytes
     plan = calls.look(input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
     if plan is not None and is_plain(output):
-        calls.run(Movement(plan, input, output), num_bytes, timeout_of(opts))
+        calls.run(Movement(plan, input, output), num_bytes, opts.timeout)
         return
     if plan is None and is_plain(output) and is_plain(input):
         # The verb tells autograd of the change, not Gloo.
@@ -72,7 +71,7 @@ def _gather_row(
 ) -> None:
     """All_gather of flat tensors of any dtype, by ``plan`` where there is one."""
     if plan is not None:
-        calls.run(Movement(plan, source, target), num_bytes, timeout_of(opts))
+        calls.run(Movement(plan, source, target), num_bytes, opts.timeout)
     else:
         call = calls.inner.gloo._allgather_base
         calls.flat(num_bytes, call, _carried(target), _carried(source), opts)
@@ -158,7 +157,7 @@ def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     with torch.inference_mode():
         moved = plain_row(tensor)
         if plan is not None:
-            calls.run(Movement(plan, moved, moved, root=opts.rootRank), num_bytes, timeout_of(opts))
+            calls.run(Movement(plan, moved, moved, root=opts.rootRank), num_bytes, opts.timeout)
         else:
             calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
         land(tensor, moved)

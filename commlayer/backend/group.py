@@ -207,7 +207,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
         if on_device is not None:
             return on_device.own("barrier", opts)
-        return self._order.issue(opts, "barrier", [], self._calls.barrier, opts)
+        return self._order.issue(opts, "barrier", (None, 0, 0, None), [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""

@@ -7,6 +7,7 @@ They run in a group's order, counted and compared like its others. c10d has no w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG
-from commlayer.backend.options import timeout_of
 from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
@@ -76,7 +76,8 @@ class KnownPlans:
         options: Any = AllreduceOptions()
         options.asyncOp = True
         collective = movement.plan.traffic.collective
-        return self._order.issue(options, collective, [movement.target], self._run_known, movement)
+        noted = movement.source.dtype, -1, -1, None  # ranks may have sizes of their own
+        return self._order.issue(options, collective, noted, [movement.target], self._run_known, movement)
 
     def start_known_exchange(
         self,
@@ -112,15 +113,15 @@ class KnownPlans:
         plan = self.plan(collective, source.nbytes, wires, source.element_size(), source, is_in_turn=True)
         if plan is None or plan.wire.is_native:
             return False
-        size, codec, limit_s = self._calls.members.size, Codec(plan.wire, source.dtype, "pass"), timeout_of(opts)
+        size, codec = self._calls.members.size, Codec(plan.wire, source.dtype, "pass")
         blocks = None if collective == "all_reduce" else (target.nbytes,) * size
-        self._run_known(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec), limit_s)
+        self._run_known(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec), opts.timeout)
         if op == AVG:
             with torch._C._InferenceMode(True):
                 target.data.div_(size)
         return True
 
-    def _run_known(self, movement: Movement, timeout_s: float | None = None) -> None:
+    def _run_known(self, movement: Movement, timeout: timedelta | None = None) -> None:
         calls, plan, source = self._calls, movement.plan, movement.source
         collective, size = plan.traffic.collective, source.nbytes
         order, signatures = self._order, self._inner.signatures
@@ -130,7 +131,8 @@ class KnownPlans:
             words = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
             signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
         if calls.instead is not None:  # the plan was looked up when the call was made
-            calls.begin_plan(plan).plan = None
+            assert order.call is not None
+            order.sequence = order.call.sequence = order.sequence + 1
             calls.instead(movement)
             return
-        calls.run(movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else size, timeout_s)
+        calls.run(movement, plan.traffic.logical_bytes if collective != "all_to_all_v" else size, timeout)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from commlayer.backend.tensors import reals
-from commlayer.engine.plain import require_dense
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.transport.memory import require_dense
 
-__all__ = ["Members", "Tensors"]
+__all__ = ["Members", "Noted", "Tensors"]
 
 Tensors = Sequence[torch.Tensor]
+Noted = tuple[torch.dtype | None, int, int, Any]
+"""Arguments of a call as the ring keeps them: dtype, bytes that go and come (−1: no two ranks need have them alike), splits."""
 
 
 class Members:

@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
 from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
-from commlayer.backend.members import Members
-from commlayer.backend.noting import Noted, noted
+from commlayer.backend.members import Members, Noted
 from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
@@ -149,17 +148,16 @@ class OnDevice:
 
     # Issuing
 
-    def issue(self, name: str, collective: str, launch: Callable[..., Work] | None, *args: Any) -> Work:
+    def issue(self, name: str, collective: str, noted: Noted, launch: Callable[..., Work] | None, *args: Any) -> Work:
         """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's options. ``launch``: see Verb."""
-        described = noted((self, *args), args[-1])
         if launch is None:
-            return self._issue(collective, described, self._own_compared, name, collective, *args)
-        return self._issue(collective, described, launch, self, *args)
+            return self._issue(collective, noted, args[-1], self._own_compared, name, collective, *args)
+        return self._issue(collective, noted, args[-1], launch, self, *args)
 
-    def _issue(self, collective: str, described: Noted, body: Callable[..., Work], *args: Any) -> Work:
+    def _issue(self, collective: str, noted: Noted, opts: Any, body: Callable[..., Work], *args: Any) -> Work:
         if self._pending:
             self.settle()
-        dtype, sent, received, opts, _, splits = described
+        dtype, sent, received, splits = noted
         # The host waits for no call of a device, whatever the program does: to those who look for hangs none is a wait.
         self._call = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
         instruments = self.instruments
@@ -393,8 +391,8 @@ class OnDevice:
 
     def start(self, movement: Movement) -> Work:
         """Launch a call of a plan that is known already, in a wire format, or over rails or nodes."""
-        described = movement.source.dtype, -1, -1, None, True, None  # ranks may have sizes of their own
-        return self._issue(movement.plan.traffic.collective, described, self._launch_known, movement)
+        noted = movement.source.dtype, -1, -1, None  # ranks may have sizes of their own
+        return self._issue(movement.plan.traffic.collective, noted, None, self._launch_known, movement)
 
     def _launch_known(self, movement: Movement) -> Work:
         plan, source, outputs = movement.plan, movement.source, [movement.target]
@@ -412,8 +410,8 @@ class OnDevice:
         self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
     ) -> Work:
         """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to each rank, and come from it."""
-        described = source.dtype, source.nbytes, target.nbytes, None, True, (list(rows[1]), list(rows[0]))
-        return self._issue("all_to_all", described, self._launch_exchange, source, target, rows, counts)
+        noted = source.dtype, source.nbytes, target.nbytes, (list(rows[1]), list(rows[0]))
+        return self._issue("all_to_all", noted, None, self._launch_exchange, source, target, rows, counts)
 
     def _launch_exchange(
         self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts

@@ -16,8 +16,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.inner import InnerGroups
-from commlayer.backend.members import Members
-from commlayer.backend.noting import noted
+from commlayer.backend.members import Members, Noted
 from commlayer.backend.same_number import require_same_number, settle_own_call
 from commlayer.backend.works import IssuedWork
 from commlayer.calls.instruments import Instruments
@@ -76,53 +75,74 @@ class Order:
 
     # Issuing
 
-    def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
-        """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
-        call = self.track.note(label, *noted(args, opts), depth=4)
-        instruments = self.instruments
+    def issue(self, opts: Any, label: str, noted: Noted, outputs: Any, task: QueuedCall, *args: Any) -> Work:
+        """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread.
+
+        ``noted``: the call's arguments, for the ring.
+        """
+        dtype, sent, received, splits = noted
+        call = self.track.note(label, dtype, sent, received, opts, opts.asyncOp, splits, depth=4)
+        if self.instruments.issued:
+            self._tell_issued(call)
+        if self.lane.name is None:
+            self.use_lane_of_group()
+        issued = None
+        if self.lane.is_on:
+            issued, task, args = self._enter_lane(call, outputs, task, args)
+        queued = call, issued, task, args
+        if call.is_async:
+            return self._queue(outputs, *queued)
+        began, progress = now(), self.progress
         try:
-            for hear in instruments.issued:
+            if self.latest is not None:
+                self.latest.settle()
+            if progress.pending:
+                progress.run(label, self._run, queued)
+            else:  # what progress.run does then
+                with progress.running:
+                    self._run(*queued)
+        except BaseException:
+            self._leave_lane(issued)  # perhaps it never ran
+            raise
+        finally:
+            for heard in self.instruments.waited:
+                heard(call, began, now())
+        return DONE
+
+    def _tell_issued(self, call: Call) -> None:
+        try:
+            for hear in self.instruments.issued:
                 hear(call)
         except UsageError:
             self.track.take_back(call)
             raise
-        if self.lane.name is None:
-            self.use_lane_of_group()
-        if not instruments.waited or call.is_async:
-            return self._issue(call, outputs, task, args)
-        began = now()
-        try:
-            return self._issue(call, outputs, task, args)
-        finally:
-            for heard in instruments.waited:
-                heard(call, began, now())
 
-    def _issue(self, call: Call, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
-        if not self.lane.is_on:
-            return self._enqueue(call, outputs, self._run, (call, task, args))
-        if call.begins_after_s is not None:  # it holds nobody before: a link is not to be idle for what cannot go yet
-            return self._enqueue(call, outputs, self._run, (call, self._on_lane, (outputs, task, args)))
-        issued = self.lane.enter(outputs)
-        try:
-            return self._enqueue(call, outputs, self._run_issued, (issued, call, task, args))
-        except BaseException:  # perhaps not queued, and so never run
+    def _enter_lane(
+        self, call: Call, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
+    ) -> tuple[Issued | None, QueuedCall, tuple[Any, ...]]:
+        """Have the call enter the group's lane. Returns it as the lane knows it, and what runs it."""
+        if call.begins_after_s is None:
+            return self.lane.enter(outputs), task, args
+        # It holds nobody before: a link is not to be idle for what cannot go yet.
+        return None, self._run_on_lane, (outputs, task, args)
+
+    def _leave_lane(self, issued: Issued | None) -> None:
+        if issued is not None:
             lanes().leave(issued)
-            raise
 
-    def _enqueue(self, call: Call, outputs: Any, run: QueuedCall, args: tuple[Any, ...]) -> Work:
-        """Have ``run(*args)`` run ``call`` in its turn."""
-        latest, label = self.latest, call.collective
-        if not call.is_async:
-            if latest is not None:
-                latest.settle()
-            self.progress.run(label, run, args)
-            return DONE
-        if latest is not None:  # tasks read and write tensors outside the inner backend, too
-            self.progress.submit(label, None, latest.settle, ())
-        if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
-            with _record(f"commlayer:{label} (queued)"):
-                pass
-        work = self.progress.submit(label, outputs, run, args)
+    def _queue(self, outputs: Any, call: Call, issued: Issued | None, task: QueuedCall, args: tuple[Any, ...]) -> Work:
+        """Have the progress thread run an asynchronous call in its turn."""
+        label = call.collective
+        try:
+            if self.latest is not None:  # tasks read and write tensors outside the inner backend, too
+                self.progress.submit(label, None, self.latest.settle, ())
+            if _profiling():  # the progress thread is not: the caller's trace shows at least who asked for what
+                with _record(f"commlayer:{label} (queued)"):
+                    pass
+            work = self.progress.submit(label, outputs, self._run, (call, issued, task, args))
+        except BaseException:
+            self._leave_lane(issued)
+            raise
         work.call, work.instruments = call, self.instruments
         if self.coalescing is not None:
             self.coalescing.append(work)
@@ -130,8 +150,11 @@ class Order:
 
     # Running
 
-    def _run(self, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
-        """Run ``task(*args)``, which is ``call``, to its end, on the thread whose turn it is."""
+    def _run(self, call: Call, issued: Issued | None, task: QueuedCall, args: tuple[Any, ...]) -> None:
+        """Run ``task(*args)``, which is ``call``, to its end, on the thread whose turn it is.
+
+        ``issued``: the call on its lane, which it leaves then; None: it is on none.
+        """
         instruments = self.instruments
         if call.begins_after_s is not None:
             await_device(call.begins_after_s)
@@ -153,17 +176,12 @@ class Order:
         finally:
             self.call, call.ended_ns = None, now()
             self.under_way.end(call, call.ended_ns)
+            if issued is not None:
+                lanes().leave(issued)
             for hear in instruments.ended:
                 hear(call)
 
-    def _run_issued(self, issued: Issued, call: Call, task: QueuedCall, args: tuple[Any, ...]) -> None:
-        """Run a call that has entered its lane."""
-        try:
-            self._run(call, task, args)
-        finally:
-            lanes().leave(issued)
-
-    def _on_lane(self, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> None:
+    def _run_on_lane(self, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> None:
         """Run a task that enters its lane only now."""
         issued = self.lane.enter(outputs)
         try:

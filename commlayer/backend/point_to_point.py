@@ -21,10 +21,10 @@ from commlayer.backend.tensors import land, landing, plain_row, reals, require_r
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.ring import ANY, Call
 from commlayer.device_time import await_device
-from commlayer.engine.plain import require_dense
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.transport.contract import FIRST_TAG
+from commlayer.transport.memory import require_dense
 
 __all__ = ["MessageWork", "Messages"]
 

@@ -23,13 +23,12 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
 from commlayer.backend.members import Tensors
-from commlayer.backend.options import like, timeout_of, with_op
+from commlayer.backend.options import like, with_op
 from commlayer.backend.running import Calls
 from commlayer.backend.tensors import join, land, plain_row, require_room, spread
 from commlayer.calls.movement import Movement
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
-from commlayer.scheduler.plan import Plan
 
 if TYPE_CHECKING:
     from commlayer.backend.on_device import OnDevice
@@ -57,12 +56,11 @@ def is_native(tensor: torch.Tensor, opts: Any) -> bool:
 def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     """Every element becomes its reduction over all ranks, the same bits on every rank. In place."""
     tensor, op = tensors[0], opts.reduceOp.op
-    if (
-        len(tensors) > 1 or tensor.layout is not _STRIDED
-    ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
+    if len(tensors) > 1 or tensor.layout is not _STRIDED:
+        # Sparse, or a tensor for each of a rank's devices: Gloo's own.
         _all_reduce_unusual(calls, tensors, op, opts)
         return
-    if not _is_reduced_as_it_is(tensor, op):
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous() or tensor.is_neg():
         with torch.inference_mode():
             _all_reduce_carried(calls, tensor, opts)
         return
@@ -73,7 +71,9 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if plan is None:
         calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
-        _reduce_by_plan(calls, plan, num_bytes, tensor, tensor, op, opts)
+        calls.run(Movement(plan, tensor, tensor, op=PLAN_NAMES[op]), num_bytes, opts.timeout)
+        if op == AVG:
+            _divide(tensor, calls.members.size)
 
 
 def launch_all_reduce(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
@@ -169,7 +169,9 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
     if plan is None:
         calls.flat(num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:
-        _reduce_by_plan(calls, plan, num_bytes, input, output, op, opts)
+        calls.run(Movement(plan, input, output, op=PLAN_NAMES[op]), num_bytes, opts.timeout)
+        if op == AVG:
+            _divide(output, size)
 
 
 def launch_reduce_scatter(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
@@ -234,19 +236,10 @@ def _reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, 
     land(output, how.store(reduce_rows(arrived, how.op)).view(-1))
 
 
-def _reduce_by_plan(
-    calls: Calls,
-    plan: Plan,
-    num_bytes: int,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    op: ReduceOp.RedOpType,
-    opts: Any,
-) -> None:
-    calls.run(Movement(plan, source, target, op=PLAN_NAMES[op]), num_bytes, timeout_of(opts))
-    if op == AVG:
-        with torch._C._InferenceMode(True):
-            target.data.div_(calls.members.size)
+def _divide(total: torch.Tensor, size: int) -> None:
+    """Make a mean of a sum over ``size`` ranks, in place. Autograd is not told: see :attr:`Verb.changes`."""
+    with torch._C._InferenceMode(True):
+        total.data.div_(size)
 
 
 def _plain(opts: Any) -> AllreduceOptions:

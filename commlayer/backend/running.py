@@ -264,36 +264,37 @@ class Calls:
 
     # Plans
 
-    def run(self, movement: Movement, num_bytes: int, timeout_s: float | None = None) -> None:
-        """Run a plan for the call that runs now, on contiguous tensors; count ``num_bytes``."""
-        call = self.begin_plan(movement.plan)
-        for hear in self.instruments.moving:
-            hear(call, movement)
-        started, run = now(), self.inner.planned.run
-        if _profiling():
-            with _record(f"commlayer:{call.collective} {movement.plan.name}"):
-                ran = run(movement, timeout_s=timeout_s, issued=call)
-        else:
-            ran = run(movement, timeout_s=timeout_s, issued=call)
-        self.count_plan(call, num_bytes, now() - started, ran.sent)
+    def run(self, movement: Movement, num_bytes: int, timeout: timedelta | None = None) -> None:
+        """Run a plan for the call that runs now, on contiguous tensors; count ``num_bytes``.
 
-    def begin_plan(self, plan: Plan) -> Call:
-        """A collective of the call that runs now is to be run by ``plan``. Returns the call."""
-        order, call = self.order, self.order.call
+        ``timeout``: of the call; None, or below zero: the group's.
+        """
+        order, call, plan, planned = self.order, self.order.call, movement.plan, self.inner.planned
         assert call is not None
         order.sequence = call.sequence = order.sequence + 1
         call.plan = plan
-        return call
-
-    def count_plan(self, call: Call, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        """Count a collective that a plan has run. ``sent``: bytes between nodes, and inside this one."""
-        plan, call.run_bytes, call.moved_ns = call.plan, num_bytes, spent_ns
+        for hear_moving in self.instruments.moving:
+            hear_moving(call, movement)
+        limit_s = 0.0 if timeout is None else max(timeout.total_seconds(), 0.0)
+        started = now()
+        if _profiling():
+            with _record(f"commlayer:{call.collective} {plan.name}"):
+                ran = planned.run(movement, timeout_s=limit_s, issued=call)
+        else:
+            ran = planned.run(movement, timeout_s=limit_s, issued=call)
+        spent_ns = now() - started
+        call.run_bytes, call.moved_ns = num_bytes, spent_ns
         call.logical_bytes += num_bytes
-        call.inter_bytes, call.intra_bytes = sent
-        self.counters.planned[call.collective, plan.name].add(num_bytes, spent_ns, *sent)
-        if self.inner.planned.choices.experience.is_contested:
+        call.inter_bytes, call.intra_bytes = inter, intra = ran.sent
+        row = self.counters.planned[call.collective, plan.name]  # row.add, without the call
+        row.calls += 1
+        row.logical_bytes += num_bytes
+        row.time_ns += spent_ns
+        row.inter += inter
+        row.intra += intra
+        if planned.choices.is_tried and planned.choices.experience.is_contested:
             from commlayer.measure.trials import judge  # not for those who only import the backend
 
-            judge(self.inner.planned, plan, spent_ns / 1e3)
+            judge(planned, plan, spent_ns / 1e3)
         for hear in self.instruments.moved:
             hear(call)

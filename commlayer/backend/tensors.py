@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from commlayer.engine.plain import as_row, plain
 from commlayer.profiles.errors import TensorError
+from commlayer.transport.memory import as_row, plain
 
 __all__ = [
     "MOVABLE",

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Work
 from torch.autograd.graph import increment_version
 
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
-from commlayer.backend.members import Members, Tensors
+from commlayer.backend.members import Members, Noted, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.running import Calls, Refused
@@ -119,6 +119,45 @@ def _telling_autograd(body: Callable[..., None], changes: int) -> Callable[..., 
     return task
 
 
+def _noted_lists(outputs: Any, inputs: Any, row: Verb) -> Noted:
+    """Describe a call of lists of tensors, or of one list and one tensor.
+
+    They are not checked yet: of what makes no sense nothing is noted.
+    """
+    try:
+        dtype = _first(inputs).dtype if _has_any(inputs) else _first(outputs).dtype
+        if row.is_rooted:  # only the root has the list
+            return dtype, -1, -1, None
+        sent, received = _num_bytes(inputs), _num_bytes(outputs)
+        if isinstance(inputs, torch.Tensor):  # all_gather: a tensor comes from each rank
+            return dtype, sent, received, ([_num_bytes(x) for x in outputs], None)
+        if isinstance(outputs, torch.Tensor) or not _is_row(outputs) or not _is_row(inputs):
+            return dtype, sent, received, None
+        return dtype, sent, received, ([_num_bytes(x) for x in outputs], [_num_bytes(x) for x in inputs])
+    except Exception:  # noqa: BLE001  the verb says what is wrong with them
+        return None, -1, -1, None
+
+
+def _num_bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()  # nbytes is not defined for sparse ones
+    return sum(map(_num_bytes, tensors))
+
+
+def _is_row(tensors: Any) -> bool:
+    return all(isinstance(x, torch.Tensor) for x in tensors)
+
+
+def _has_any(tensors: Any) -> bool:
+    return isinstance(tensors, torch.Tensor) or any(map(_has_any, tensors))
+
+
+def _first(tensors: Any) -> torch.Tensor:
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    return next(_first(each) for each in tensors if _has_any(each))
+
+
 def add_methods(group: type, rows: Iterable[Verb]) -> None:
     """Give ``group`` the method of each row, by all names; the first is what tracebacks and profiles show."""
     for row in rows:
@@ -150,41 +189,51 @@ def in_place(row: Verb) -> Method:
 
     def verb(self: _Parts, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         order = self._order
-        if order.is_direct and type(opts) is options and type(tensors) is list and len(tensors) == 1:
-            x = tensors[0]
-            if (
-                type(x) is _TENSOR
-                and x.dtype in dtypes
-                and x.is_cpu
-                and x.layout is _STRIDED
-                and x.is_contiguous()
-                and not x.is_neg()
-                and not x.requires_grad
-                and order.latest is None
-                and not order.progress.pending
-            ):
-                if not opts.asyncOp:
-                    num_bytes, track = x.nbytes, order.track
-                    started = now()
-                    call = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
-                    try:
-                        work = self._calls.wait(call, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts)
-                        track.done = call.number
-                        return work
-                    except refuses:
-                        track.take_back(call)
-                elif fits is None or fits(x, opts):
-                    num_bytes = x.nbytes
-                    work = inner(order.inner.gloo)(tensors, opts)
-                    call = order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
-                    return self._calls.under_way(call, num_bytes, work, opts, tensors)
+        x: Any = tensors[0] if type(tensors) is list and len(tensors) == 1 else None
+        is_plain = (
+            type(x) is _TENSOR
+            and x.dtype in dtypes
+            and x.is_cpu
+            and x.layout is _STRIDED
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not x.requires_grad
+        )
+        if (
+            is_plain
+            and order.is_direct
+            and type(opts) is options
+            and order.latest is None
+            and not order.progress.pending
+        ):
+            if not opts.asyncOp:
+                num_bytes, track = x.nbytes, order.track
+                started = now()
+                call = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
+                try:
+                    work = self._calls.wait(call, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts)
+                    track.done = call.number
+                    return work
+                except refuses:
+                    track.take_back(call)
+            elif fits is None or fits(x, opts):
+                num_bytes = x.nbytes
+                work = inner(order.inner.gloo)(tensors, opts)
+                call = order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
+                return self._calls.under_way(call, num_bytes, work, opts, tensors)
         if type(opts) is not options or not takes_as_it_is:
             tensors = named.pop("tensor", tensors)
             opts = make(type(opts) if isinstance(opts, row.also) else options, opts, timeout, named)
+        if is_plain:
+            return order.issue(
+                opts, collective, (x.dtype, x.nbytes, x.nbytes, None), tensors, body, self._calls, tensors, opts
+            )
         tensors = self._members.some(title, tensors, may_be_sparse=row.may_be_sparse)
+        num_bytes = -1 if any(x.layout is not _STRIDED for x in tensors) else _num_bytes(tensors)
+        noted = tensors[0].dtype, num_bytes, num_bytes, None
         if not tensors[0].is_cpu:
-            return order.on_device(tensors[0]).issue(row.name, collective, row.launch, tensors, opts)
-        return order.issue(opts, collective, tensors, body, self._calls, tensors, opts)
+            return order.on_device(tensors[0]).issue(row.name, collective, noted, row.launch, tensors, opts)
+        return order.issue(opts, collective, noted, tensors, body, self._calls, tensors, opts)
 
     return verb
 
@@ -198,14 +247,15 @@ def _issued_pair(row: Verb) -> Method:
     ) -> Work:
         order = self._order
         input, output = real(input), real(output)
+        noted = input.dtype, _num_bytes(input), _num_bytes(output), splits or None
         if not (input.is_cpu and output.is_cpu):
             on_device = order.on_device(output if input.is_cpu else input)
             if splits:
                 check_splits(self._members, output, input, *splits)
-            return on_device.issue(row.name, collective, row.launch, output, input, *splits, opts)
+            return on_device.issue(row.name, collective, noted, row.launch, output, input, *splits, opts)
         if splits:
             order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
-        return order.issue(opts, collective, [output], body, self._calls, output, input, *splits, opts)
+        return order.issue(opts, collective, noted, [output], body, self._calls, output, input, *splits, opts)
 
     return issue
 
@@ -279,11 +329,12 @@ def pairs(row: Verb, outputs_of: Callable[[Any], Any] = reals) -> Method:
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None, **named: Any) -> Work:
         opts = make(options, opts, timeout, named)
         outputs, inputs = outputs_of(outputs), reals(inputs)
+        noted, order = _noted_lists(outputs, inputs, row), self._order
         if inputs and not inputs[0].is_cpu:
-            return self._order.on_device(inputs[0]).issue(row.name, collective, row.launch, outputs, inputs, opts)
+            return order.on_device(inputs[0]).issue(row.name, collective, noted, row.launch, outputs, inputs, opts)
         if check is not None:
             check(self._members, outputs, inputs)
-        return self._order.issue(opts, collective, outputs, body, self._calls, outputs, inputs, opts)
+        return order.issue(opts, collective, noted, outputs, body, self._calls, outputs, inputs, opts)
 
     return verb
 
@@ -313,13 +364,16 @@ def _one_list(row: Verb, *, is_out: bool) -> Method:
             singles, lists = [singles], [lists] if not is_rooted or lists else []
         singles, lists = self._members.some(collective, singles), _lists(lists)
         outputs, inputs = (lists, singles) if is_out else (singles, lists)
+        order = self._order
         if not singles[0].is_cpu:
-            return self._order.on_device(singles[0]).issue(row.name, collective, row.launch, outputs, inputs, opts)
+            noted = _noted_lists(outputs, inputs, row)
+            return order.on_device(singles[0]).issue(row.name, collective, noted, row.launch, outputs, inputs, opts)
         if not is_rooted:
             self._members.require_one_list(collective, lists, singles)
+            outputs, inputs = outputs[0], inputs[0]
         filled = singles if not is_out else lists[0] if lists else []
-        given = (outputs, inputs) if is_rooted else (outputs[0], inputs[0])
-        return self._order.issue(opts, collective, filled, body, self._calls, *given, opts)
+        noted = _noted_lists(outputs, inputs, row)
+        return order.issue(opts, collective, noted, filled, body, self._calls, outputs, inputs, opts)
 
     return verb
 

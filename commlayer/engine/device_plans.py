@@ -29,7 +29,6 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
 from commlayer.engine.lane_edges import longest_holds_us
 from commlayer.engine.lane_holds import lanes
-from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner
 from commlayer.failures.board import FailureBoard
 from commlayer.profiles.errors import ClusterError, UsageError
@@ -40,7 +39,7 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.settings import Settings
 from commlayer.transport.bound_steps import bind
-from commlayer.transport.contract import CallMemory
+from commlayer.transport.memory import CallMemory, reducer
 from commlayer.transport.stream_lanes import StreamLane
 from commlayer.transport.stream_times import StreamTimes
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamScript, StreamTransport

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from commlayer.calls.movement import Movement
-from commlayer.engine.plain import as_bytes
 from commlayer.engine.runner import Runner, Sent
 from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer
-from commlayer.transport.contract import Buffers, CallMemory, Script
+from commlayer.transport.contract import Script
+from commlayer.transport.memory import Buffers, CallMemory, as_bytes
 from commlayer.wire.codecs import Codec
 
 __all__ = ["RowCoder", "explain_non_finite", "reduce_scatter_in_place"]

@@ -46,7 +46,7 @@ class Choices:
     of its nodes' cards, as a fraction of the usual one; empty: all alike. ``slow_pairs``: two of its nodes each, and the
     rate of the way between them. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as
     its ranks make up. ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so
-    that calls are cut finely.
+    that calls are cut finely. ``is_tried``: plans take turns, and the fastest is found out.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Choices:
         self._slowest = min(rates, default=0.0)  # 0.0: perhaps the slowest of all
         self.planner = self._planner()
         self.reasons: Counter[str] = Counter()
-        self._is_tried = settings.plan == TRIED
-        self._forced = parse_plan(settings.plan) if settings.plan and not self._is_tried else None
+        self.is_tried = settings.plan == TRIED
+        self._forced = parse_plan(settings.plan) if settings.plan and not self.is_tried else None
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
         self.experience = Experience(LinkRates(1.0, self.rates))
@@ -158,7 +158,7 @@ class Choices:
     def is_planning(self) -> bool:
         """Whether any call may get a plan."""
         return self.size > 1 and (
-            self.planner is not None or self._forced is not None or self._is_ordered or self._is_tried
+            self.planner is not None or self._forced is not None or self._is_ordered or self.is_tried
         )
 
     @property
@@ -186,7 +186,7 @@ class Choices:
         ``experience.ran`` is told what it took, so that plans may take turns.
         """
         is_plain = wires == (NATIVE,)
-        is_unplanned = self.planner is None and self._forced is None and not (self._is_ordered or self._is_tried)
+        is_unplanned = self.planner is None and self._forced is None and not (self._is_ordered or self.is_tried)
         if self.size == 1 or (is_plain and is_unplanned):
             return None
         is_ordered = self._is_ordered and is_float and collective in _SUMS
@@ -197,7 +197,7 @@ class Choices:
         if found is None:
             traffic = self._traffic(collective, num_bytes, is_ordered, wires, element_bytes, lane)
             found = self._plans.add(key, self._decide(traffic))
-        if self._is_tried and is_in_turn and not isinstance(found, str):
+        if self.is_tried and is_in_turn and not isinstance(found, str):
             return self._in_turn(found)
         if isinstance(found, str):
             self.reasons[found] += 1
@@ -365,7 +365,7 @@ class Choices:
         if traffic.is_ordered:
             return self._connected(build(traffic, Strategy.DIRECT, wire=wire))  # the only one that sums in rank order
         try:
-            if self._forced is not None or self._is_tried:
+            if self._forced is not None or self.is_tried:
                 return self._connected(build(traffic, *(self._forced or (Strategy.DIRECT, 1)), wire=wire))
             if self.planner is None:
                 return self._unplanned(traffic, wire, encoded)

@@ -217,7 +217,8 @@ class ProgressQueue:
 
     def __init__(self, name: str, who: Callable[[], str]) -> None:
         self.name, self.who = name, who
-        self._running = threading.Lock()  # held while a task runs
+        self.running = threading.Lock()
+        """Held while a call runs."""
         # Guards the counter, the order of the queue, and who has a thread; told when the thread is given back.
         self._counting = threading.Condition(threading.Lock())
         self.futures_lock = threading.Lock()
@@ -232,7 +233,7 @@ class ProgressQueue:
     @property
     def is_running(self) -> bool:
         """Whether some thread runs a call at this moment."""
-        return self._running.locked()
+        return self.running.locked()
 
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
@@ -242,7 +243,7 @@ class ProgressQueue:
         if self.pending and not self.is_progress_thread():
             self.submit(label, None, task, args).wait()
             return
-        with self._running:
+        with self.running:
             task(*args)
 
     def submit(self, label: str, outputs: Outputs, task: QueuedCall, args: tuple[Any, ...]) -> QueuedWork:
@@ -300,7 +301,7 @@ class ProgressQueue:
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`. What is called from now on runs here, and is
         refused."""
-        self._running, self.futures_lock = threading.Lock(), threading.Lock()
+        self.running, self.futures_lock = threading.Lock(), threading.Lock()
         self._counting = threading.Condition(threading.Lock())
         self._tasks, self.pending = SimpleQueue(), 0
         self._has_thread, self._has_joined, self._thread_id = False, False, 0
@@ -363,7 +364,7 @@ class ProgressQueue:
     def _execute(self, work: QueuedWork, task: QueuedCall, args: tuple[Any, ...]) -> None:
         error: BaseException | None = None
         try:
-            with self._running:
+            with self.running:
                 task(*args)
         except BaseException as raised:  # noqa: BLE001  carried to whoever waits
             error = raised

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import DisagreementError
+from commlayer.transport.memory import as_bytes
 
 __all__ = ["Contribution", "complete"]
 

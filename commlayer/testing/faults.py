@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 
-from commlayer.engine.plain import as_row
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
+from commlayer.transport.memory import as_row
 
 __all__ = ["Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"]
 

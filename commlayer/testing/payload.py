@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.engine.plain import as_row, plain
 from commlayer.testing.verbs_contract import ReduceOp
+from commlayer.transport.memory import as_row, plain
 
 __all__ = ["bits", "expect_bits", "expect_sum", "fractions", "integers", "reduced", "stale"]
 

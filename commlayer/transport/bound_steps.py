@@ -17,7 +17,8 @@ from commlayer.devices.device_contract import Addressed, Messenger, Received
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Reduction, Region
 from commlayer.scheduler.plan import Buffer
-from commlayer.transport.contract import Buffers, Coder, Reducer
+from commlayer.transport.contract import Coder
+from commlayer.transport.memory import Buffers, Reducer
 
 __all__ = ["BoundScript", "BoundStep", "bind"]
 
@@ -139,7 +140,7 @@ class _Binder:
         return [*encodes, *decodes]
 
     def _part(self, region: Region, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self._buffers[region.buffer].part(region.start, region.stop, dtype)
+        return self._buffers[region.buffer][region.start, region.stop, dtype]
 
 
 def _exchange(messenger: Messenger, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Sequence[Received]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -14,17 +13,15 @@ import torch
 import torch.distributed as dist
 
 from commlayer.scheduler.moves import MAX_TAGS, Moves
-from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.scheduler.plan import Plan
+from commlayer.transport.memory import Buffers, Reducer
 
 __all__ = [
     "CALLS_IN_FLIGHT",
     "FIRST_TAG",
-    "Buffers",
-    "CallMemory",
     "CallMismatch",
     "Channel",
     "Coder",
-    "Reducer",
     "Script",
     "SizeMismatch",
     "StartedPlan",
@@ -37,62 +34,6 @@ CALLS_IN_FLIGHT = 1 << 15
 FIRST_TAG = 1 << 30
 """The first tag of calls. Below it are those of programs, whose messages may go over the same connections."""
 _ABORT_TAG = FIRST_TAG + MAX_TAGS * CALLS_IN_FLIGHT
-
-_BYTE = torch.uint8
-_MAX_PARTS = 4096
-_MAY_BE_WRITTEN = 0x200  # PyBUF_WRITE of Python's C interface
-# A function of our own: argument types that are set on ctypes.pythonapi's are those of everybody who calls it.
-_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
-
-
-class CallMemory:
-    """The memory of one buffer of a call: ``tensor``, 1-D uint8 [bytes], and, on the CPU, ``bytes``, the same as a memoryview.
-
-    ``bytes`` is made from an address, and holds no memory: a slice of it must not outlive this object, which holds the tensor.
-    (Rejected: ``tensor.numpy()``. It makes the storage one that can never be resized again, and most tensors are a caller's.)
-
-    Its parts as tensors are made once: a slice of a tensor costs ten times what a slice of a memoryview does, and more than the
-    copy of a small message. A buffer that is kept between calls keeps its parts too.
-    """
-
-    __slots__ = ("_parts", "_typed", "bytes", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        if tensor.is_cpu:
-            self.bytes: memoryview = _memory_at(tensor.data_ptr(), tensor.nbytes, _MAY_BE_WRITTEN)
-        self._parts: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._typed: dict[torch.dtype, torch.Tensor] = {_BYTE: tensor}
-
-    def part(self, start: int, stop: int, dtype: torch.dtype = _BYTE) -> torch.Tensor:
-        """Bytes ``start`` to ``stop`` as a 1-D tensor of ``dtype``, whose elements begin at multiples of its size."""
-        found = self._parts.get((start, stop, dtype))
-        if found is None:
-            whole = self._typed.get(dtype)
-            if whole is None:
-                width = dtype.itemsize
-                whole = self._typed[dtype] = self.tensor[: self.tensor.numel() // width * width].view(dtype)
-            if (
-                len(self._parts) >= _MAX_PARTS
-            ):  # not Kept, which takes a call of Python to make: most memory is of one call
-                self._parts.clear()
-            width = dtype.itemsize
-            found = self._parts[start, stop, dtype] = whole[start // width : stop // width]
-        return found
-
-
-Buffers = Mapping[Buffer, CallMemory]
-"""Input, output and staging of one call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reducer:
-    """``reduce(target, sources)`` reduces sources into a target, all 1-D of ``dtype``; see engine/reducers.py."""
-
-    dtype: torch.dtype
-    reduce: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 class SizeMismatch(RuntimeError):

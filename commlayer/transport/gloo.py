@@ -29,17 +29,16 @@ from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 from commlayer.transport.contract import (
     CALLS_IN_FLIGHT,
     FIRST_TAG,
-    Buffers,
     CallMismatch,
     Channel,
     Coder,
-    Reducer,
     SizeMismatch,
     break_connections,
 )
 from commlayer.transport.marks import mark_text
+from commlayer.transport.memory import Buffers, Reducer
+from commlayer.transport.shared_memory.peers import SENT, Receive, Send, Waitable
 from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
-from commlayer.transport.shared_memory.work import SENT, Receive, Send, Waitable
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport"]
 
@@ -55,6 +54,10 @@ _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer", "broken pipe", "gloo")
 """Words of a connection that failed, Gloo's or shared memory's."""
 
+
+_BYTE = torch.uint8
+_NOTHING: tuple[None, tuple[()]] = None, ()
+"""What a step receives that has no messages, or none that nobody has waited for."""
 
 _FarPosting = tuple[int, int, Buffer, int, int, int]
 """A message to a rank of another node: as to a neighbour, and over which of the channel's connections."""
@@ -285,37 +288,54 @@ class GlooCall:
         """Work, step, and the place of the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
         """The messages by step: what comes from neighbours, and what comes from others, with their places."""
-        for index in script.receiving:  # receives first: a message that finds no receive waits a round trip for it
-            self._expect(index)
+        self._expect(script.receiving)  # first: a message that finds no receive waits a round trip for it
 
-    def _expect(self, index: int) -> None:
-        """Post receives. On a connection that is already gone posting raises, not waiting."""
-        transport, step, buffers, base = self._transport, self._steps[index], self._buffers, self._tag
-        near, far = self._expected.get(index, (None, []))
-        posted = 0
-        try:
-            if step.near_receives:
-                shared: Any = transport.shared[step.op]
-                near = near or Receive(shared, self._mark)
-                posted = -len(near.missing)
-                shared.receive_all(step.near_receives, buffers, base, near)
-            for place, tag, buffer, start, stop, connection in step.far_receives:
-                work = transport.far[step.op][connection].recv([buffers[buffer].part(start, stop)], place, base + tag)
-                far.append((work, place))
-                posted += 1
-        except RuntimeError as error:
-            posted += 0 if near is None else len(near.missing)
-            raise self._not_posted(index, (*step.near_receives, *step.far_receives), posted, error) from error
-        self._expected[index] = near, far
+    def _expect(self, indices: Sequence[int]) -> None:
+        """Post the receives of these steps. On a connection that is already gone posting raises, not waiting."""
+        transport, buffers, base = self._transport, self._buffers, self._tag
+        for index in indices:
+            step = self._steps[index]
+            near, far = self._expected.get(index, (None, []))
+            posted = 0
+            try:
+                if step.near_receives:
+                    shared: Any = transport.shared[step.op]
+                    near = near or Receive(shared, self._mark)
+                    posted = -len(near.missing)
+                    shared.receive_all(step.near_receives, buffers, base, near)
+                for place, tag, buffer, start, stop, connection in step.far_receives:
+                    part = buffers[buffer][start, stop, _BYTE]
+                    far.append((transport.far[step.op][connection].recv([part], place, base + tag), place))
+                    posted += 1
+            except RuntimeError as error:
+                posted += 0 if near is None else len(near.missing)
+                peers = _places(step.near_receives, step.far_receives)
+                raise self._explained(index, peers[posted], error) from error
+            self._expected[index] = near, far
 
     @property
     def steps(self) -> Sequence[Moves]:
         return [step.moves for step in self._steps]
 
     def require(self, earlier: int, index: int) -> None:
+        """Wait for what step ``earlier`` receives, and forget it (a Gloo receive may be waited for only once)."""
         del index  # the host waits, whoever comes next
-        if earlier in self._expected:
-            self._wait(earlier)
+        near, far = self._expected.pop(earlier, _NOTHING)
+        if near is not None:
+            transport = self._transport
+            shared: Any = transport.shared[self._steps[earlier].op]
+            try:
+                if transport.board.is_broken:
+                    raise transport.board.woken()
+                shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
+            except RuntimeError as error:
+                raise self._explained(earlier, near.blamed, error) from error
+        if far:
+            shared = self._transport.shared[self._steps[earlier].op]
+            if shared is not None:  # neighbours need not wait for what comes from far away
+                shared.serve()
+            for work, place in far:
+                self._wait_for(work, earlier, place)
 
     def post(self, index: int) -> None:
         step, buffers = self._steps[index], self._buffers
@@ -325,15 +345,28 @@ class GlooCall:
         for copy in moves.copies:
             source, target = copy.source, copy.target
             if target.stop - target.start <= _BY_BYTES:
-                place = buffers[target.buffer].bytes
-                place[target.start : target.stop] = buffers[source.buffer].bytes[source.start : source.stop]
+                arrived = buffers[target.buffer].bytes
+                arrived[target.start : target.stop] = buffers[source.buffer].bytes[source.start : source.stop]
             else:
-                part = buffers[target.buffer].part(target.start, target.stop)
-                part.copy_(buffers[source.buffer].part(source.start, source.stop))
-        if step.sums:
-            self._sum(step)
-        if moves.encodes or moves.decodes:
-            self._recode(moves)
+                self._part(target).copy_(self._part(source))
+        for reduction, coded in step.sums:
+            if True in coded:
+                parts = [self._part(source) for source in reduction.sources]
+                self._own_coder.add(self._part(reduction.target), parts, coded)
+            else:
+                assert self._reduce is not None  # whoever starts a plan with sums says how to sum
+                dtype, target = self._reduce.dtype, reduction.target
+                parts = [buffers[each.buffer][each.start, each.stop, dtype] for each in reduction.sources]
+                self._reduce.reduce(buffers[target.buffer][target.start, target.stop, dtype], parts)
+        for encode in moves.encodes:
+            self._own_coder.encode(self._part(encode.source), self._part(encode.target))
+        for decode in moves.decodes:
+            self._own_coder.decode(self._part(decode.source), self._part(decode.target))
+
+    @property
+    def _own_coder(self) -> Coder:
+        assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
+        return self._coder
 
     def _send(self, index: int, step: GlooStep) -> None:
         transport, buffers, base, sends = self._transport, self._buffers, self._tag, self._sends
@@ -344,77 +377,36 @@ class GlooCall:
                 shared: Any = transport.shared[step.op]
                 shared.send_all(step.near_sends, buffers, base, near, self._mark)
             for place, tag, buffer, start, stop, connection in step.far_sends:
-                work = transport.far[step.op][connection].send([buffers[buffer].part(start, stop)], place, base + tag)
+                part = buffers[buffer][start, stop, _BYTE]
+                work = transport.far[step.op][connection].send([part], place, base + tag)
                 sends.append((work, index, place))
                 posted += 1
         except RuntimeError as error:
-            raise self._not_posted(index, (*step.near_sends, *step.far_sends), len(near) + posted, error) from error
+            peers = _places(step.near_sends, step.far_sends)
+            raise self._explained(index, peers[len(near) + posted], error) from error
         for near_work, parcel in zip(near, step.near_sends, strict=True):
             if near_work is not SENT:
                 sends.append((near_work, index, parcel[0]))
-
-    def _sum(self, step: GlooStep) -> None:
-        buffers = self._buffers
-        for reduction, coded in step.sums:
-            target, sources = reduction.target, reduction.sources
-            if True in coded:
-                assert self._coder is not None
-                self._coder.add(self._part(target), [self._part(source) for source in sources], coded)
-            else:
-                assert self._reduce is not None  # whoever starts a plan with sums says how to sum
-                dtype = self._reduce.dtype
-                self._reduce.reduce(
-                    buffers[target.buffer].part(target.start, target.stop, dtype),
-                    [buffers[source.buffer].part(source.start, source.stop, dtype) for source in sources],
-                )
-
-    def _recode(self, moves: Moves) -> None:
-        assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
-        for encode in moves.encodes:
-            self._coder.encode(self._part(encode.source), self._part(encode.target))
-        for decode in moves.decodes:
-            self._coder.decode(self._part(decode.source), self._part(decode.target))
 
     def revise(self, index: int, step: GlooStep, buffers: Buffers) -> None:
         """Say what step ``index``, not posted yet, will do; posts its receives beside those that it had."""
         self._buffers = buffers
         self._steps = (*self._steps[:index], step, *self._steps[index + 1 :])
-        self._expect(index)
+        self._expect((index,))
 
     def finish(self) -> None:
         for index in list(self._expected):
-            self._wait(index)
+            self.require(index, index)
         if self._sends:
-            self._serve(self._sends[0][1])
+            shared = self._transport.shared[self._steps[self._sends[0][1]].op]
+            if shared is not None:  # as in require
+                shared.serve()
             for work, index, place in self._sends:
                 self._wait_for(work, index, place)
             self._sends.clear()
 
     def _part(self, region: Region) -> torch.Tensor:
-        return self._buffers[region.buffer].part(region.start, region.stop)
-
-    def _wait(self, index: int) -> None:
-        """Wait for what step ``index`` receives, and forget it (a Gloo receive may be waited for only once)."""
-        near, far = self._expected.pop(index)
-        if near is not None:
-            transport = self._transport
-            shared: Any = transport.shared[self._steps[index].op]
-            try:
-                if transport.board.is_broken:
-                    raise transport.board.woken()
-                shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
-            except RuntimeError as error:
-                raise self._explained(index, near.blamed, error) from error
-        if far:
-            self._serve(index)
-            for work, place in far:
-                self._wait_for(work, index, place)
-
-    def _serve(self, index: int) -> None:
-        """Take in what neighbours have sent: they need not wait for what comes from far away."""
-        shared = self._transport.shared[self._steps[index].op]
-        if shared is not None:
-            shared.serve()
+        return self._buffers[region.buffer][region.start, region.stop, _BYTE]
 
     def _wait_for(self, work: Waitable, index: int, place: int) -> None:
         transport = self._transport
@@ -433,14 +425,9 @@ class GlooCall:
         finally:
             transport.waited_for.discard(work)
 
-    def _not_posted(
-        self, index: int, parcels: Sequence[Posting | _FarPosting], num_posted: int, error: RuntimeError
-    ) -> Exception:
-        """The error to raise where a message could not be posted: that behind those which were is to blame."""
-        return self._explained(index, parcels[num_posted][0], error)
-
     def _explained(self, index: int, place: int, error: RuntimeError) -> Exception:
-        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it was for.
+        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it was for. Of messages that are
+        posted together, that behind those which were posted is to blame.
 
         Raises ``error`` itself where no peer is to blame for it: a fault of our own would send its reader to another rank's log.
         """
@@ -460,6 +447,11 @@ def _shared(channel: Channel) -> SharedMemoryGroup | None:
 def _beneath(channel: Channel) -> dist.ProcessGroup:
     shared = _shared(channel)
     return channel.group if shared is None else shared.group
+
+
+def _places(near: Sequence[Posting], far: Sequence[_FarPosting]) -> list[int]:
+    """Whom each message is for or from, in the order in which they are posted."""
+    return [*(each[0] for each in near), *(each[0] for each in far)]
 
 
 def _parted(

@@ -23,7 +23,8 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step
 from commlayer.transport.bound_steps import BoundScript, bind
-from commlayer.transport.contract import Buffers, Coder, Reducer
+from commlayer.transport.contract import Coder
+from commlayer.transport.memory import Buffers, Reducer
 from commlayer.transport.nccl import is_high_priority
 from commlayer.transport.stream_lanes import StreamLane
 from commlayer.transport.stream_times import StreamTimes

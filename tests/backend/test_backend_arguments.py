@@ -24,11 +24,11 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.backend.exchanges import _whole_numbers
-from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import CommlayerError, TensorError, UsageError
 from commlayer.testing import FakeVerbs, FakeWorld, FaultyVerbs, wrong_bytes_at
 from commlayer.testing.payload import expect_bits
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.memory import as_bytes
 
 SIZE = 4
 BEYOND = {

@@ -21,7 +21,6 @@ from fence_cases import Case, Facts
 from plans_in_memory import run_in_memory
 
 from commlayer.engine.encoded import RowCoder
-from commlayer.engine.reducers import reducer
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import Buffer, Gather, Op, Plan, Scaling, Strategy, Traffic, Wire, WireFormat, build
@@ -30,6 +29,7 @@ from commlayer.scheduler.moves import Region
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
+from commlayer.transport.memory import reducer
 from commlayer.wire.codecs import Codec
 
 __all__ = ["cases", "drawn", "fingerprint"]

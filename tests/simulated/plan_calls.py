@@ -10,13 +10,13 @@ import torch
 from plans_in_memory import run_in_memory
 
 from commlayer.engine.encoded import RowCoder
-from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.call_moves import RankMoves, everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.contract import CallMemory, StartedPlan
+from commlayer.transport.contract import StartedPlan
+from commlayer.transport.memory import CallMemory, reducer
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 from simulated.communicators import SimulatedCommunicator
@@ -224,7 +224,7 @@ def start_on_device(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor
     drive(call.plan, started)
     if call.is_doubled:
         assert isinstance(started, StreamCall)  # of the transports that were made here
-        started.then(partial(target.part(0, output.numel(), call.dtype).mul_, 2))
+        started.then(partial(target[0, output.numel(), call.dtype].mul_, 2))
     return started
 
 

@@ -7,9 +7,9 @@ import itertools
 import torch
 
 from commlayer.backend.arithmetic import PLAN_NAMES
-from commlayer.engine.reducers import _OPERATIONS
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 from commlayer.transport.marks import NO_MARK, mark_of, mark_text
+from commlayer.transport.memory import _OPERATIONS
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 

@@ -29,14 +29,14 @@ from simulated.mutants import OrderingSite, ordering_lines, ordering_sites, with
 from simulated.plan_calls import DeviceCall, run_calls, start_on_device, transports_of
 
 from commlayer.devices.device_contract import StreamEvent
-from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.traffic import Traffic
 from commlayer.transport import streams
-from commlayer.transport.contract import CallMemory, StartedPlan
+from commlayer.transport.contract import StartedPlan
+from commlayer.transport.memory import CallMemory, reducer
 from commlayer.transport.streams import StreamTransport
 
 SHAPES = ((2,), (3,), (2, 2), (3, 1), (2, 1, 3), (4, 4))

@@ -44,13 +44,15 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import Board, is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
-from commlayer.transport.contract import Buffers, CallMemory, CallMismatch, SizeMismatch, break_connections
+from commlayer.transport.contract import CallMismatch, SizeMismatch, break_connections
+from commlayer.transport.memory import Buffers, CallMemory
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
-from commlayer.transport.shared_memory.slabs import Slab
-from commlayer.transport.shared_memory.socket_line import Kind, Line
-from commlayer.transport.shared_memory.work import (
+from commlayer.transport.shared_memory.peers import (
     AHEAD_BYTES,
+    INLINE,
+    READ,
     SENT,
+    SLAB,
     Arrival,
     Expected,
     OtherWork,
@@ -58,7 +60,9 @@ from commlayer.transport.shared_memory.work import (
     Receive,
     Send,
     Waitable,
+    head,
 )
+from commlayer.transport.shared_memory.slabs import Slab
 
 __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Posting", "SharedMemoryGroup", "Waitable"]
 
@@ -66,8 +70,7 @@ INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give back."""
 Posting = tuple[int, int, Buffer, int, int]
 """A message to be posted: the other member of the group, its tag, and the bytes of which buffer, from where to where."""
-_INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
-"""An enumeration's members are compared, and packed, in Python."""
+_BYTE = torch.uint8
 _NO_PATIENCE_S = 0.001
 """The timeout of the wait in :func:`~commlayer.transport.contract.break_connections`."""
 
@@ -123,7 +126,7 @@ class SharedMemoryGroup:
         self._poll = select.epoll()
         self._by_fd: dict[int, Peer] = {}
         for slab, connection in found.sockets.items():
-            peer = Peer(here[slab], slab, Line(connection, self._poll))
+            peer = Peer(here[slab], slab, connection, self._poll)
             self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
 
     @property
@@ -175,16 +178,18 @@ class SharedMemoryGroup:
                         raise self._ended(peer)
                     peer.unsaid_bytes = 0
                     if stop - start > INLINE_BYTES:
-                        works.append(self._send_block(buffers[buffer].part(start, stop), peer, tag + offset, mark))
+                        tensor = buffers[buffer][start, stop, _BYTE]
+                        works.append(self._send_block(tensor, peer, tag + offset, mark))
                         continue
-                    peer.line.keep(_INLINE, mark, tag + offset, stop - start, 0, buffers[buffer].bytes[start:stop])
+                    peer.outbox += head(INLINE, mark, tag + offset, stop - start, 0)
+                    peer.outbox += buffers[buffer].bytes[start:stop]
                     short.setdefault(peer, []).append(len(works))
                     works.append(SENT)
             finally:
                 for peer, places in short.items():
-                    if not peer.line.is_full:
-                        peer.line.flush()
-                    if peer.line.is_full:
+                    if not peer.is_full:
+                        peer.flush()
+                    if peer.is_full:
                         for place in places:
                             works[place] = Send(self, peer, None)
 
@@ -199,7 +204,9 @@ class SharedMemoryGroup:
             except OSError as error:
                 raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
         block.readers.append(peer.rank)
-        peer.line.put(_SLAB, mark, tag, size, block.start)
+        peer.outbox += head(SLAB, mark, tag, size, block.start)
+        if not peer.is_full:
+            peer.flush()
         return Send(self, peer, block)
 
     def receive_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, receive: Receive) -> None:
@@ -236,7 +243,8 @@ class SharedMemoryGroup:
         timeout_s = timeout.total_seconds() if timeout else self.timeout_s
         until = time.monotonic() + timeout_s
         with self._lock:
-            self._serve()
+            self._slab.sent.clear()
+            self._deliver_matched()
             while not work.is_completed():
                 left = until - time.monotonic()
                 if left <= 0 or work.peer.ended is not None:
@@ -263,7 +271,7 @@ class SharedMemoryGroup:
         with self._lock:
             self._slab.sent.clear()
             if self._matched:
-                self._serve()
+                self._deliver_matched()
             missing = receive.missing
             while missing and receive.error is None:
                 left = until - time.monotonic()
@@ -297,7 +305,9 @@ class SharedMemoryGroup:
         """Take in what has arrived already, and answer it."""
         if self._peers:
             with self._lock:
-                self._serve()
+                self._slab.sent.clear()
+                if self._matched:
+                    self._deliver_matched()
                 self._await_news(0)
 
     def break_connections(self) -> None:
@@ -308,7 +318,7 @@ class SharedMemoryGroup:
             self._is_closed = True
             for peer in self._peers.values():
                 peer.ended = peer.ended or "Connection closed by this rank after a failure"
-                peer.line.shutdown()
+                peer.shutdown()
             self._changed.notify_all()
         break_connections(self.group, self._others)
 
@@ -322,7 +332,7 @@ class SharedMemoryGroup:
             self._slab.sent.clear()
             for peer in self._peers.values():
                 peer.ended = peer.ended or "Connection closed: this rank has closed the group"
-                peer.line.socket.close()
+                peer.socket.close()
                 peer.posted.clear()  # a receive refers to this group, whose Gloo would live until Python looks for cycles
             self._poll.close()
             self._segment.close()
@@ -359,12 +369,9 @@ class SharedMemoryGroup:
             raise
 
     def _await_news(self, timeout_s: float) -> None:
-        """Serve whoever has written; wait until somebody has, or the time is over (one thread for all that wait)."""
+        """Take in what has been written; wait until somebody writes, or the time is over (one thread for all that wait)."""
         if self._is_polling:
-            if timeout_s > 0:
-                self._num_waiting += 1
-                self._changed.wait(timeout_s)
-                self._num_waiting -= 1
+            self._await_poller(timeout_s)
             return
         self._is_polling = True
         self._lock.release()
@@ -376,37 +383,34 @@ class SharedMemoryGroup:
         for fd, event in events:
             peer = self._by_fd[fd]
             if event & select.EPOLLOUT:
-                peer.line.flush()
-            if event & ~select.EPOLLOUT:
-                self._read(peer)
+                peer.flush()
+            for kind, mark, tag, size, place in peer.read() if event & ~select.EPOLLOUT else ():
+                expected = peer.posted.get(tag)
+                if kind == READ:
+                    assert isinstance(place, int)  # only a message can have a payload
+                    self._slab.was_read(place, peer.rank)
+                elif expected:
+                    self._deliver(peer, expected.popleft(), mark, size, place)
+                    if not expected:
+                        del peer.posted[tag]
+                else:  # its bytes, for it is not to keep all that came with it
+                    payload = place if isinstance(place, int) else bytes(place)
+                    peer.arrived.setdefault(tag, deque()).append((mark, size, payload))
         if self._num_waiting:
             self._changed.notify_all()
 
-    def _serve(self) -> None:
-        if self._peers:
-            self._slab.sent.clear()
+    def _await_poller(self, timeout_s: float) -> None:
+        """Wait until the thread that polls has taken something in."""
+        if timeout_s > 0:
+            self._num_waiting += 1
+            self._changed.wait(timeout_s)
+            self._num_waiting -= 1
+
+    def _deliver_matched(self) -> None:
+        """Put where they belong the messages that had come before they were expected."""
         while self._matched:
             peer, expected, arrival = self._matched.popleft()
             self._deliver(peer, expected, *arrival)
-
-    def _read(self, peer: Peer) -> None:
-        lines = peer.line.read()
-        if lines is None:
-            peer.ended = peer.ended or f"Connection closed by peer (member {peer.rank} of the group, shared memory)"
-            return
-        for kind, mark, tag, size, place in lines:
-            if kind == _READ:
-                assert isinstance(place, int)  # only a message can have a payload
-                self._slab.was_read(place, peer.rank)
-                continue
-            expected = peer.posted.get(tag)
-            if expected:
-                self._deliver(peer, expected.popleft(), mark, size, place)
-                if not expected:
-                    del peer.posted[tag]
-            else:  # its bytes, for it is not to keep all that came with it
-                kept = place if isinstance(place, int) else bytes(place)
-                peer.arrived.setdefault(tag, deque()).append((mark, size, kept))
 
     def _deliver(self, peer: Peer, expected: Expected, mark: int, size: int, place: bytes | memoryview | int) -> None:
         """``place``: the payload, or where it lies in the sender's slab."""
@@ -417,7 +421,7 @@ class SharedMemoryGroup:
             receive.fail(peer, SizeMismatch(stop - start, size, peer.rank))
         elif isinstance(place, int):
             try:
-                memory.part(start, stop).copy_(self._segment.bytes_of(peer.slab, place, size))
+                memory[start, stop, _BYTE].copy_(self._segment.bytes_of(peer.slab, place, size))
             except OSError as error:
                 why = f"cannot map the shared memory of a message of {size} bytes: {error}"
                 receive.fail(peer, RuntimeError(why))
@@ -428,11 +432,11 @@ class SharedMemoryGroup:
             # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
             # All peers together leave less unsaid than what makes the sender wait.
             peer.unsaid_bytes += size
+            peer.outbox += head(READ, 0, 0, 0, place)
             if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
                 peer.unsaid_bytes = 0
-                peer.line.put(_READ, 0, 0, 0, place)
-            else:
-                peer.line.keep(_READ, 0, 0, 0, place)
+                if not peer.is_full:
+                    peer.flush()
 
 
 def _memory(tensor: torch.Tensor) -> CallMemory:
