@@ -31,7 +31,7 @@ from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import NATIVE, Wire, WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
-from commlayer.transport.memory import plain
+from commlayer.transport.call_memory import plain
 from commlayer.wire.governor import Governor
 from commlayer.wire_decider import WireDecider, row_elements
 

@@ -58,8 +58,8 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.transfers import Pending, moved, needs_gradient
+from commlayer.transport.call_memory import CallMemory, as_bytes, plain
 from commlayer.transport.connect import connect, device_type, gloo_of_grid, require_device_type
-from commlayer.transport.memory import CallMemory, as_bytes, plain
 
 __all__ = ["Communicator", "State"]
 

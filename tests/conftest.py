@@ -50,12 +50,12 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def _load_for_ranks() -> None:
     """Do once, before ranks are forked, what each of them would do when it makes its first group."""
     import commlayer.backend.create  # noqa: F401  and all that it imports
-    from commlayer.backend import dynamo, patches
+    from commlayer.backend import patches
     from commlayer.calls import instruments
 
     for name in (*instruments.OWN, instruments.INQUIRIES):
         import_module(name)
-    dynamo.skip_methods()
+    patches.skip_methods()
     patches.teach_monitored_barrier()
     patches.teach_timeouts()
     patches.teach_batches()

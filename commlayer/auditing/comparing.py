@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.scheduler.wire import NATIVE, Scaling, Wire, WireFormat
-from commlayer.transport.memory import as_bytes
+from commlayer.transport.call_memory import as_bytes
 
 __all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "memory_of", "sizes_of"]
 

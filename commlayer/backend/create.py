@@ -21,13 +21,13 @@ from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend import world
 from commlayer.backend.called_lists import group_key
 from commlayer.backend.device_profiles import DeviceSurvey
-from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.joining import GroupRequest, Joined, joining_group
 from commlayer.backend.patches import (
     correct_devices,
+    skip_methods,
     teach_barrier,
     teach_batches,
     teach_lists,
@@ -55,8 +55,7 @@ from commlayer.scheduler.lanes import LanePolicy
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.c10d import start_sequence
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
-from commlayer.transport.inner_messages import InnerMessenger
-from commlayer.transport.nccl import Nccl, connect_now, is_usable, like_options, make_nccl
+from commlayer.transport.nccl import InnerMessenger, Nccl, connect_now, is_usable, like_options, make_nccl
 from commlayer.wire.kernels import row_kernels
 
 __all__ = ["create_group", "make_group"]

@@ -23,7 +23,7 @@ from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.calls.counters import Row
 from commlayer.calls.movement import Movement
 from commlayer.profiles.errors import TensorError
-from commlayer.transport.memory import as_bytes
+from commlayer.transport.call_memory import as_bytes
 
 if TYPE_CHECKING:
     from commlayer.backend.on_device import HostOrder, OnDevice

@@ -23,7 +23,7 @@ from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_ro
 from commlayer.calls.movement import Movement
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
-from commlayer.transport.memory import as_bytes
+from commlayer.transport.call_memory import as_bytes
 
 if TYPE_CHECKING:
     from commlayer.backend.on_device import OnDevice

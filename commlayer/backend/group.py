@@ -44,7 +44,7 @@ from commlayer.devices.device_contract import Messenger
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.executor import Executor
 from commlayer.engine.group_plans import Choices
-from commlayer.engine.lane_edges import predicted_timeline
+from commlayer.engine.lane_holds import predicted_timeline
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError

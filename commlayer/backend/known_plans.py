@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG
-from commlayer.backend.own_sums import wires_of_own_sum
+from commlayer.backend.group_options import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
 from commlayer.engine.group_plans import Choices

@@ -9,7 +9,7 @@ import torch
 
 from commlayer.backend.tensors import reals
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.transport.memory import require_dense
+from commlayer.transport.call_memory import require_dense
 
 __all__ = ["Members", "Noted", "Tensors"]
 

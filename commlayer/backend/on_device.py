@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
 from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
+from commlayer.backend.group_options import wires_of_own_sum
 from commlayer.backend.members import Members, Noted
-from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
@@ -43,8 +43,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import WireFormat
 from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl
-from commlayer.transport.stream_times import StreamTimes
-from commlayer.transport.streams import StreamCall
+from commlayer.transport.streams import StreamCall, StreamTimes
 from commlayer.wire.codecs import Codec
 
 __all__ = ["HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]

@@ -14,6 +14,8 @@
   dead (store_barrier.py).
 - ``init_process_group`` waits for the process that hosts the job's store as long as torch's client does, twice the timeout, and
   names nobody. For groups of this backend the store is made by store_host.py.
+- ``torch.compile`` would trace into a group's methods, because they are Python; a process group is opaque to it. Each code object
+  is marked as skipped, with what is nested in it.
 - ``init_process_group`` and ``new_group`` are wrapped once more where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
@@ -23,9 +25,13 @@ Rejected: a name that compares equal to "gloo". It would answer wrongly to every
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = [
     "answer_to",
     "correct_devices",
+    "skip_methods",
     "teach_barrier",
     "teach_batches",
     "teach_lists",
@@ -241,3 +248,42 @@ def answer_to(alias: str) -> None:
 
     _replace("init_process_group", init, _ALIAS_MARK)
     _replace("new_group", new, _ALIAS_MARK)
+
+
+_is_done = False
+
+
+def skip_methods() -> None:
+    """Keep torch.compile out of the backend's functions. Once."""
+    global _is_done
+    if _is_done:
+        return
+    _is_done = True
+    frames = torch._C._dynamo.eval_frame
+    for code in _all_code():
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        else:  # before torch 2.7
+            frames.skip_code(code)  # type: ignore[attr-defined]
+
+
+def _all_code() -> Iterator[types.CodeType]:
+    own = [f"commlayer.backend.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    for name in (*own, "commlayer.engine.progress"):
+        module = importlib.import_module(name)
+        for value in vars(module).values():
+            if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
+                yield from _nested(value.__code__)
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                for member in vars(value).values():
+                    function = member.fget if isinstance(member, property) else member
+                    if isinstance(function, types.FunctionType):
+                        yield from _nested(function.__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

@@ -23,8 +23,8 @@ from commlayer.calls.ring import ANY, Call
 from commlayer.device_time import await_device
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+from commlayer.transport.call_memory import require_dense
 from commlayer.transport.contract import FIRST_TAG
-from commlayer.transport.memory import require_dense
 
 __all__ = ["MessageWork", "Messages"]
 

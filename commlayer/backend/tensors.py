@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commlayer.profiles.errors import TensorError
-from commlayer.transport.memory import as_row, plain
+from commlayer.transport.call_memory import as_row, plain
 
 __all__ = [
     "MOVABLE",

@@ -76,7 +76,7 @@ def _streams(environment: Mapping[str, str], *, is_on: bool) -> Line:
 
 
 def _holds(environment: Mapping[str, str], *, is_on: bool) -> Line:
-    from commlayer.devices.hold_support import why_no_holds
+    from commlayer.devices.accelerator import why_no_holds
 
     name, why = "CUDA holds", why_no_holds("cuda", environment)
     if not is_on:

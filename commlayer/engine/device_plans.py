@@ -22,13 +22,11 @@ from commlayer.calls.ring import Call
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.devices.device_contract import Messenger
 from commlayer.devices.event_clock import EventClock
-from commlayer.engine.device_lanes import lanes_of_device
 from commlayer.engine.encoded import RowCoder
 from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
-from commlayer.engine.lane_edges import longest_holds_us
-from commlayer.engine.lane_holds import lanes
+from commlayer.engine.lane_holds import lanes, longest_holds_us
 from commlayer.engine.runner import Runner
 from commlayer.failures.board import FailureBoard
 from commlayer.profiles.errors import ClusterError, UsageError
@@ -39,10 +37,9 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.settings import Settings
 from commlayer.transport.bound_steps import bind
-from commlayer.transport.memory import CallMemory, reducer
-from commlayer.transport.stream_lanes import StreamLane
-from commlayer.transport.stream_times import StreamTimes
-from commlayer.transport.streams import StepMessenger, StreamCall, StreamScript, StreamTransport
+from commlayer.transport.call_memory import CallMemory, reducer
+from commlayer.transport.stream_lanes import StreamLane, lanes_of_device
+from commlayer.transport.streams import StepMessenger, StreamCall, StreamScript, StreamTimes, StreamTransport
 
 if TYPE_CHECKING:
     from commlayer.engine.planned import PlannedGroup

@@ -11,8 +11,8 @@ from commlayer.engine.runner import Runner, Sent
 from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer
+from commlayer.transport.call_memory import Buffers, CallMemory, as_bytes
 from commlayer.transport.contract import Script
-from commlayer.transport.memory import Buffers, CallMemory, as_bytes
 from commlayer.wire.codecs import Codec
 
 __all__ = ["RowCoder", "explain_non_finite", "reduce_scatter_in_place"]

@@ -23,8 +23,7 @@ from commlayer.calls.ring import Call
 from commlayer.engine.encoded import RowCoder, explain_non_finite, reduce_scatter_in_place
 from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
-from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, exchange_times_us, predicted_timeline
-from commlayer.engine.lane_holds import Gate, lanes
+from commlayer.engine.lane_holds import HELD_OF_TIMEOUT, Gate, exchange_times_us, lanes, predicted_timeline
 from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.split_exchange import SplitCall, SplitExchange
 from commlayer.engine.tracing import record_steps, recorded
@@ -43,12 +42,12 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import MOST_CONNECTIONS, Settings
+from commlayer.transport.call_memory import Buffers, CallMemory, as_bytes, reducer
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Channel, Script, StartedPlan, break_connections
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.marks import mark_of
-from commlayer.transport.memory import Buffers, CallMemory, as_bytes, reducer
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]

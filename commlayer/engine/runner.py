@@ -16,8 +16,8 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
 from commlayer.scheduler.plan import Plan
+from commlayer.transport.call_memory import CallMemory, Reducer
 from commlayer.transport.contract import Coder, Script, StartedPlan, Transport
-from commlayer.transport.memory import CallMemory, Reducer
 
 __all__ = ["Prepared", "Runner", "Sent", "drive", "require_tags"]
 

@@ -13,8 +13,8 @@ from commlayer.engine.runner import Runner, Sent, require_tags
 from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.two_level import TwoLevel
+from commlayer.transport.call_memory import CallMemory
 from commlayer.transport.gloo import GlooCall, GlooStep, GlooTransport
-from commlayer.transport.memory import CallMemory
 
 __all__ = ["Revealed", "SplitCall", "SplitExchange"]
 

@@ -18,8 +18,8 @@ from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.wire import Wire
 from commlayer.transport.c10d import verb_of
+from commlayer.transport.call_memory import CallMemory
 from commlayer.transport.contract import StartedPlan
-from commlayer.transport.memory import CallMemory
 from commlayer.wire.codecs import Codec
 
 __all__ = [

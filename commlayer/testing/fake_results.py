@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from commlayer.profiles.errors import DisagreementError
-from commlayer.transport.memory import as_bytes
+from commlayer.transport.call_memory import as_bytes
 
 __all__ = ["Contribution", "complete"]
 

@@ -19,7 +19,7 @@ import torch
 
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
-from commlayer.transport.memory import as_row
+from commlayer.transport.call_memory import as_row
 
 __all__ = ["Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.testing.verbs_contract import ReduceOp
-from commlayer.transport.memory import as_row, plain
+from commlayer.transport.call_memory import as_row, plain
 
 __all__ = ["bits", "expect_bits", "expect_sum", "fractions", "integers", "reduced", "stale"]
 

@@ -17,8 +17,8 @@ from commlayer.devices.device_contract import Addressed, Messenger, Received
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Reduction, Region
 from commlayer.scheduler.plan import Buffer
+from commlayer.transport.call_memory import Buffers, Reducer
 from commlayer.transport.contract import Coder
-from commlayer.transport.memory import Buffers, Reducer
 
 __all__ = ["BoundScript", "BoundStep", "bind"]
 

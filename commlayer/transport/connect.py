@@ -26,8 +26,7 @@ from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
-from commlayer.transport.inner_messages import InnerMessenger
-from commlayer.transport.nccl import Inner, Nccl, connect_now, is_usable
+from commlayer.transport.nccl import Inner, InnerMessenger, Nccl, connect_now, is_usable
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "gloo_of_grid", "require_device_type", "sharing_memory", "wants_shared_memory"]

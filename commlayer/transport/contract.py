@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commlayer.scheduler.moves import MAX_TAGS, Moves
 from commlayer.scheduler.plan import Plan
-from commlayer.transport.memory import Buffers, Reducer
+from commlayer.transport.call_memory import Buffers, Reducer
 
 __all__ = [
     "CALLS_IN_FLIGHT",

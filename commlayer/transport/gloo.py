@@ -26,6 +26,7 @@ from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
+from commlayer.transport.call_memory import Buffers, Reducer
 from commlayer.transport.contract import (
     CALLS_IN_FLIGHT,
     FIRST_TAG,
@@ -36,7 +37,6 @@ from commlayer.transport.contract import (
     break_connections,
 )
 from commlayer.transport.marks import mark_text
-from commlayer.transport.memory import Buffers, Reducer
 from commlayer.transport.shared_memory.peers import SENT, Receive, Send, Waitable
 from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
 

@@ -19,18 +19,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
 from torch.distributed import distributed_c10d as c10d
 
+from commlayer.devices.device_contract import Addressed, Received
 from commlayer.failures.waits import within
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.lanes import LANES, level_of
-from commlayer.transport.c10d import start_sequence
+from commlayer.transport.c10d import start_sequence, verb_of
 
 __all__ = [
     "CONFIG_SINCE",
     "LOWER_LANE_CTAS",
     "Inner",
+    "InnerMessenger",
     "Nccl",
     "apply_lane",
     "config_fields",
@@ -233,3 +235,39 @@ def _with_all_verbs(backend: Any, rank: int, size: int) -> Any:
 def _split_source() -> Any:
     default = c10d._get_default_group()
     return c10d._get_split_source(default) if default.bound_device_id else None
+
+
+class InnerMessenger:
+    """A communicator of an inner backend (``dist.ProcessGroupNCCL``), whose works make streams wait, not the host.
+
+    ``close`` ends it where that is not its own ``shutdown``.
+
+    Its messages are posted without a process group around it: torch's batched messages need a registered one, which all ranks of
+    the job would have to make in the same order.
+    """
+
+    def __init__(self, inner: Nccl, close: Callable[[], object] | None = None) -> None:
+        self.backend: Any = inner.backend
+        self._close: Callable[[], object] = close or self.backend.shutdown
+        self._verbs: Any = inner.verbs or inner.backend
+
+    def exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Received:
+        backend = self.backend
+        backend._start_coalescing()
+        for place, tensor in receives:
+            backend.recv([tensor], place, 0)
+        for place, tensor in sends:
+            backend.send([tensor], place, 0)
+        return backend._end_coalescing()  # type: ignore[no-any-return]
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Received:
+        return verb_of(self._verbs, "all_gather_single")(whole, mine, AllgatherOptions())  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        self.backend.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.backend._set_default_timeout(timeout)
+
+    def close(self) -> None:
+        self._close()

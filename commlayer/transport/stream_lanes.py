@@ -23,17 +23,21 @@ it can begin, so that nothing would be gained.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from commlayer.devices.accelerator import AcceleratorDevice, why_no_holds
 from commlayer.devices.device_contract import Device, Stream
+from commlayer.forked_child import in_forked_child
+from commlayer.profiles.printable import warn
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.plan import Plan
 
-__all__ = ["DeviceLanes", "StreamLane"]
+__all__ = ["DeviceLanes", "StreamLane", "lanes_of_device"]
 
 _NUM_LEVELS = max(LANES.values()) + 1
 _NUM_PLACES = 8
@@ -134,3 +138,25 @@ class StreamLane:
         """Free the note of a call that was broken off, whose own end may never be launched. ``stream``: on which it was
         announced, so that this comes behind."""
         stream.launch(self.ended())
+
+
+_of_devices: dict[torch.device, DeviceLanes | None] = {}
+
+in_forked_child(_of_devices.clear)  # a child has other devices than its parent
+
+
+def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:
+    """The lanes of a device, made when they are first asked for, which waits for it; None where its streams cannot be held: that
+    warns once. Ranks need not agree on it, as a hold only delays."""
+    where = device.device
+    if where not in _of_devices:
+        _of_devices[where] = None
+        why = why_no_holds(where.type, os.environ)
+        if not why:
+            try:
+                _of_devices[where] = DeviceLanes(device)
+            except Exception as error:  # noqa: BLE001  whatever a compiler says: this rank alone would fail, and others wait for it
+                why = f"the kernel that holds a stream failed: {type(error).__name__}: {error}"
+        if why:
+            warn(f"commlayer: lower lanes are not held on {where}: {why}", stacklevel=2)
+    return _of_devices[where]

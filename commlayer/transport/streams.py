@@ -17,19 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
-from commlayer.devices.device_contract import Device, Messenger, Received, Stream, StreamEvent
+from commlayer.devices.device_contract import Device, Messenger, Received, Stream, StreamEvent, TimedEvent
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step
 from commlayer.transport.bound_steps import BoundScript, bind
+from commlayer.transport.call_memory import Buffers, Reducer
 from commlayer.transport.contract import Coder
-from commlayer.transport.memory import Buffers, Reducer
 from commlayer.transport.nccl import is_high_priority
 from commlayer.transport.stream_lanes import StreamLane
-from commlayer.transport.stream_times import StreamTimes
 
-__all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTransport", "is_high_priority_of"]
+__all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTimes", "StreamTransport", "is_high_priority_of"]
 
 
 def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
@@ -404,3 +403,26 @@ def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
             return ()
         spans.append((own, Region(own.buffer, first, wanted[-1].stop)))
     return tuple(spans)
+
+
+class StreamTimes:
+    """The times of one call. It holds none of the program's memory, so it may be kept until the call has run.
+
+    ``began``: the first points of its streams, at which all that it waits for has run; ``ended``: the last ones.
+    Where ``has_steps``: ``steps`` has the beginning and the end of each step in which this rank had something to do,
+    by its number, and ``sent_bytes`` what it sends in each step.
+    """
+
+    __slots__ = ("began", "ended", "has_steps", "sent_bytes", "steps")
+
+    def __init__(self, *, has_steps: bool) -> None:
+        self.began: list[TimedEvent] = []
+        self.ended: list[TimedEvent] = []
+        self.steps: dict[int, tuple[TimedEvent, TimedEvent]] = {}
+        self.sent_bytes: tuple[int, ...] = ()
+        self.has_steps = has_steps
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call has run. Does not wait."""
+        return all(each.is_done() for each in self.ended)

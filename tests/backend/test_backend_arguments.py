@@ -28,7 +28,7 @@ from commlayer.profiles.errors import CommlayerError, TensorError, UsageError
 from commlayer.testing import FakeVerbs, FakeWorld, FaultyVerbs, wrong_bytes_at
 from commlayer.testing.payload import expect_bits
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport.memory import as_bytes
+from commlayer.transport.call_memory import as_bytes
 
 SIZE = 4
 BEYOND = {

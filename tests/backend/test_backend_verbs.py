@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import commlayer
 import commlayer.backend.create
-from commlayer.backend import dynamo
+from commlayer.backend import patches
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.verb_methods import Verb, add_methods, in_place
 from commlayer.backend.verbs import VERBS
@@ -61,7 +61,7 @@ def test_a_row_makes_methods_of_its_own() -> None:
 
 
 def test_compilers_skip_every_module_that_a_call_passes() -> None:
-    codes = set(dynamo._all_code())
+    codes = set(patches._all_code())
     for row in VERBS:
         assert vars(CommlayerGroup)[row.name].__code__ in codes
         assert row.body.__code__ in codes

@@ -18,9 +18,9 @@ from commlayer.scheduler.call_moves import rank_moves
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
+from commlayer.transport.call_memory import CallMemory
 from commlayer.transport.contract import Channel, SizeMismatch
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.memory import CallMemory
 
 
 def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:

@@ -29,7 +29,7 @@ from commlayer.scheduler.moves import Region
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.memory import reducer
+from commlayer.transport.call_memory import reducer
 from commlayer.wire.codecs import Codec
 
 __all__ = ["cases", "drawn", "fingerprint"]

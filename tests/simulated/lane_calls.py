@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from commlayer.engine.lane_edges import longest_holds_us
+from commlayer.engine.lane_holds import longest_holds_us
 from commlayer.engine.runner import Runner
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource

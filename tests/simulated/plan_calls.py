@@ -15,8 +15,8 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.call_moves import RankMoves, everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
+from commlayer.transport.call_memory import CallMemory, reducer
 from commlayer.transport.contract import StartedPlan
-from commlayer.transport.memory import CallMemory, reducer
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 from simulated.communicators import SimulatedCommunicator

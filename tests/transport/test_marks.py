@@ -8,8 +8,8 @@ import torch
 
 from commlayer.backend.arithmetic import PLAN_NAMES
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
+from commlayer.transport.call_memory import _OPERATIONS
 from commlayer.transport.marks import NO_MARK, mark_of, mark_text
-from commlayer.transport.memory import _OPERATIONS
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 

@@ -26,10 +26,8 @@ from simulated.machine import Deadlock, SimulatedMachine, SimulatedProgram, Simu
 from simulated.mutants import ordering_lines
 from simulated.plan_calls import DeviceCall, start_on_device
 
-from commlayer.devices.accelerator import AcceleratorDevice
-from commlayer.devices.hold_support import why_no_holds
-from commlayer.engine import device_lanes
-from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, longest_holds_us
+from commlayer.devices.accelerator import AcceleratorDevice, why_no_holds
+from commlayer.engine.lane_holds import HELD_OF_TIMEOUT, longest_holds_us
 from commlayer.engine.runner import Runner
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_strategies import build
@@ -245,28 +243,28 @@ def test_why_streams_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_cannot_hold_streams_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    monkeypatch.setattr(device_lanes, "_of_devices", {})
+    monkeypatch.setattr(stream_lanes, "_of_devices", {})
     device = AcceleratorDevice(torch.device("cuda", 0))
     with pytest.warns(UserWarning, match="lower lanes are not held on cuda:0: NCCL_LAUNCH_ORDER_IMPLICIT"):
-        assert device_lanes.lanes_of_device(device) is None
+        assert stream_lanes.lanes_of_device(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device_lanes.lanes_of_device(device) is None
+        assert stream_lanes.lanes_of_device(device) is None
 
 
 def test_a_device_whose_kernel_cannot_be_compiled_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(device: object) -> NoReturn:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(device_lanes, "_of_devices", {})
-    monkeypatch.setattr(device_lanes, "why_no_holds", lambda kind, environment: "")
-    monkeypatch.setattr(device_lanes, "DeviceLanes", fails)
+    monkeypatch.setattr(stream_lanes, "_of_devices", {})
+    monkeypatch.setattr(stream_lanes, "why_no_holds", lambda kind, environment: "")
+    monkeypatch.setattr(stream_lanes, "DeviceLanes", fails)
     device = AcceleratorDevice(torch.device("cuda", 0))
     with pytest.warns(UserWarning, match="not held on cuda:0: the kernel .* RuntimeError: Failed to find C compiler"):
-        assert device_lanes.lanes_of_device(device) is None
+        assert stream_lanes.lanes_of_device(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device_lanes.lanes_of_device(device) is None
+        assert stream_lanes.lanes_of_device(device) is None
 
 
 def test_the_first_hold_of_each_kind_is_when_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ from commlayer.scheduler.group_strategies import build
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.traffic import Traffic
 from commlayer.transport import streams
+from commlayer.transport.call_memory import CallMemory, reducer
 from commlayer.transport.contract import StartedPlan
-from commlayer.transport.memory import CallMemory, reducer
 from commlayer.transport.streams import StreamTransport
 
 SHAPES = ((2,), (3,), (2, 2), (3, 1), (2, 1, 3), (4, 4))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from commlayer.transport.memory import CallMemory
+from commlayer.transport.call_memory import CallMemory
 from commlayer.transport.shared_memory.slabs import Block
 
 __all__ = [

@@ -44,8 +44,8 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import Board, is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
+from commlayer.transport.call_memory import Buffers, CallMemory
 from commlayer.transport.contract import CallMismatch, SizeMismatch, break_connections
-from commlayer.transport.memory import Buffers, CallMemory
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
 from commlayer.transport.shared_memory.peers import (
     AHEAD_BYTES,
