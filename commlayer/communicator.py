@@ -1,4 +1,5 @@
-"""The Communicator: collectives on process groups that a trainer already has, each moved by the plan that the profile favours."""
+"""The Communicator: collectives on process groups that a trainer already has, each moved by the
+plan that the profile favours."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ __all__ = ["Communicator", "State"]
 _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
 Works = list[dist.Work]
-"""Where an asynchronous call leaves its work: what a :class:`~commlayer.transfers.Pending` waits for."""
+"""Where an asynchronous call leaves its work: what a :class:`~commlayer.transfers.Pending` waits
+for."""
 
 
 class SupportsDLPack(Protocol):
@@ -85,18 +87,22 @@ class State(Enum):
 class Communicator:
     """Planned collectives over process groups.
 
-    ``ep_group`` is the group of the all_to_all (expert parallel), ``tp_group`` the group whose ranks hold the same
-    tokens (tensor parallel, inside one node), or None where nothing is replicated. Making one is collective: all ranks of
-    the grid that the two groups span make it at the same time, with the same profile and policy (checked).
+    ``ep_group`` is the group of the all_to_all (expert parallel), ``tp_group`` the group whose
+    ranks hold the same tokens (tensor parallel, inside one node), or None where nothing is
+    replicated. Making one is collective: all ranks of the grid that the two groups span make it at
+    the same time, with the same profile and policy (checked).
 
-    ``profile`` is a Profile, a catalogue name or a path; None takes ``COMMLAYER_PROFILE``. ``timeout_s`` bounds every wait.
-    ``lane``: the class of traffic; on ``ep`` other groups' gradients yield to it, on a lower one calls of CPU tensors are held at
-    their beginning while a higher lane has issued work (docs/lanes.md). ``device``: the type of device whose tensors it moves,
-    such as ``cuda``; None: that of the ep group's backend, of which ``commlayer``'s is the CPU.
+    ``profile`` is a Profile, a catalogue name or a path; None takes ``COMMLAYER_PROFILE``.
+    ``timeout_s`` bounds every wait.
+    ``lane``: the class of traffic; on ``ep`` other groups' gradients yield to it, on a lower one
+    calls of CPU tensors are held at their beginning while a higher lane has issued work
+    (docs/lanes.md). ``device``: the type of device whose tensors it moves, such as ``cuda``; None:
+    that of the ep group's backend, of which ``commlayer``'s is the CPU.
 
-    Raises ProfileNotFoundError without a profile, ProfileMismatchError for one of another cluster shape, GroupError where
-    the groups do not form a grid of nodes × holders, UsageError for a lane or a device that does not exist, DisagreementError
-    where ranks differ in profile, policy, device or version.
+    Raises ProfileNotFoundError without a profile, ProfileMismatchError for one of another cluster
+    shape, GroupError where the groups do not form a grid of nodes × holders, UsageError for a lane
+    or a device that does not exist, DisagreementError where ranks differ in profile, policy, device
+    or version.
     """
 
     def __init__(
@@ -152,7 +158,8 @@ class Communicator:
         self._counters.describe = lambda: f"Communicator on lane {lane}"
 
     def _open_track(self, size: int) -> Track:
-        """Open the track of its calls in the ring of the process; of a device's the host does not see the end."""
+        """Open the track of its calls in the ring of the process; of a device's the host does not
+        see the end."""
         board, lane = weakref.ref(self._board), self.lane
         track = open_track(
             size,
@@ -181,7 +188,8 @@ class Communicator:
         return tuple(rank for row in self.grid.ranks for rank in row)
 
     def _watch(self, members: Sequence[Member]) -> FailureBoard:
-        """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's own. Collective."""
+        """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's
+        own. Collective."""
         ranks, key = sorted(member.rank for member in members), grid_key(members)
         detector = job_detector(ranks)
         if detector is None:
@@ -206,20 +214,24 @@ class Communicator:
     def all_to_all(
         self, x: SupportsDLPack, *, replicated: bool = True, async_op: bool = False, plan: Plan | None = None
     ) -> torch.Tensor | Pending:
-        """Block k of ``x`` goes to rank k of the ep group; the result holds block by block what the ranks sent here.
+        """Block k of ``x`` goes to rank k of the ep group; the result holds block by block what the
+        ranks sent here.
 
-        ``x`` is [e·n, …]: its first dimension divides by the group size e. Any dtype, any layout; its bytes are moved, so
-        the result is bit-equal to ``torch.distributed.all_to_all_single(out, x, group=ep_group)``, NaN payloads included.
-        ``replicated``: every rank of the tp group holds the same ``x``, and the gradient of the result will be the same on
-        them too (as behind Megatron's f/g pair); declare False otherwise, and the call is flat. ``async_op`` returns a
-        Pending whose ``wait()`` gives the result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
+        ``x`` is [e·n, …]: its first dimension divides by the group size e. Any dtype, any layout;
+        its bytes are moved, so the result is bit-equal to
+        ``torch.distributed.all_to_all_single(out, x, group=ep_group)``, NaN payloads included.
+        ``replicated``: every rank of the tp group holds the same ``x``, and the gradient of the
+        result will be the same on them too (as behind Megatron's f/g pair); declare False
+        otherwise, and the call is flat. ``async_op`` returns a Pending whose ``wait()`` gives the
+        result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
 
-        ``x`` is a tensor, or any array with ``__dlpack__`` (CuPy's, NumPy's, …): its memory is read where it is, without a
-        copy, and the result is a torch.Tensor on the same device (``cupy.from_dlpack`` takes it back).
+        ``x`` is a tensor, or any array with ``__dlpack__`` (CuPy's, NumPy's, …): its memory is read
+        where it is, without a copy, and the result is a torch.Tensor on the same device
+        (``cupy.from_dlpack`` takes it back).
 
-        Differentiable: the backward pass is the same exchange of the gradient. All ranks of the grid call in the same
-        order. Raises TensorError for a size that does not divide or an array that lends no memory, PeerError and
-        CollectiveTimeoutError for a broken wait.
+        Differentiable: the backward pass is the same exchange of the gradient. All ranks of the
+        grid call in the same order. Raises TensorError for a size that does not divide or an array
+        that lends no memory, PeerError and CollectiveTimeoutError for a broken wait.
         """
         x = _as_tensor(x)
         self._check_tensor(x)
@@ -232,17 +244,20 @@ class Communicator:
         def back(gradient: torch.Tensor) -> torch.Tensor:
             return self._exchange(gradient, replicated, plan, None, "all_to_all of gradients")
 
-        # An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient.
-        # Where there is none, autograd's bookkeeping would cost more than a small message.
+        # An even all_to_all is its own inverse: block k from here to there, block here from there.
+        # So is its gradient. Where there is none, autograd's bookkeeping would cost more than a
+        # small message.
         output = moved(x, forth, back) if needs_gradient(x) else forth(x)
         return output if works is None else Pending(output, works[0])
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
-        """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
+        """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives,
+        reason. Talks to nobody."""
         return self._planner.decide(self._traffic(num_bytes, replicated))
 
     def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
-        """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
+        """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU
+        only, for audits."""
         if self.state is not State.OPEN:
             raise self._unusable()
         self._check_tensor(x)
@@ -268,7 +283,8 @@ class Communicator:
         return self._planner.policy
 
     def close(self) -> None:
-        """Finish what is queued and let go of threads and connections. Collective; closing twice is allowed.
+        """Finish what is queued and let go of threads and connections. Collective; closing twice is
+        allowed.
 
         Raises ClusterError where a rank does not come to close its own.
         """
@@ -288,7 +304,8 @@ class Communicator:
                 self._own_detector.close("it closed its Communicator")
 
     def end(self, patience_s: float) -> None:
-        """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""
+        """At the program's end, where nobody closed this: see
+        :class:`commlayer.failures.endings.Ends`."""
         has_ended = self._queue.drain(patience_s) and (patience_s > 0 or not self._queue.is_running)
         if not has_ended:
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
@@ -313,7 +330,8 @@ class Communicator:
     def _exchange(
         self, x: torch.Tensor, replicated: bool, plan: Plan | None, works: Works | None, what: str
     ) -> torch.Tensor:
-        """Exchange the blocks of ``x``. ``works``: where an asynchronous call leaves its work; None: return when it has ended.
+        """Exchange the blocks of ``x``. ``works``: where an asynchronous call leaves its work;
+        None: return when it has ended.
         ``what``: the call in words, for signatures."""
         if self.state is not State.OPEN:
             raise self._unusable()
@@ -346,7 +364,8 @@ class Communicator:
     def _compare(
         self, signatures: SignatureCheck, call: Call, what: str, x: torch.Tensor, source: torch.Tensor, replicated: bool
     ) -> None:
-        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does not come."""
+        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does
+        not come."""
         words = described(what, x, source.numel(), None, None, tuple(x.shape), call.plan)
         try:
             signatures.compare(call.sequence, words, self._timeout_s)
@@ -360,7 +379,8 @@ class Communicator:
             raise
 
     def _issue(self, call: Call, works: Works | None, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run a call in its turn: now, or on the queue's thread; on a lane it is issued from now on."""
+        """Run a call in its turn: now, or on the queue's thread; on a lane it is issued from now
+        on."""
         run: Callable[..., object] = self._in_turn
         args: tuple[Any, ...] = (call, self._run, plan, source, target)
         issued: Issued | None = None
@@ -390,7 +410,8 @@ class Communicator:
             lanes().leave(issued)
 
     def _in_turn(self, call: Call, task: Callable[..., object], *args: object) -> None:
-        """Run ``task(*args)``, which is ``call``; after a failure this Communicator is broken and the others know."""
+        """Run ``task(*args)``, which is ``call``; after a failure this Communicator is broken and
+        the others know."""
         if self.state is not State.OPEN:  # an earlier call of the queue may have failed meanwhile
             raise self._unusable()
         call.started_ns = now()
@@ -421,7 +442,8 @@ class Communicator:
         return self._runner.prepared(plan, None, lambda: moves_of_call(plan, grid.rows, grid.member))
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
-        """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
+        """``decide(…).plan``, without asking again what was asked before: a small message is as
+        short as this look-up."""
         plan = self._plans.get((num_bytes, replicated))
         if plan is None:
             plan = self._plans.add((num_bytes, replicated), self.decide(num_bytes, replicated=replicated).plan)
@@ -430,7 +452,8 @@ class Communicator:
     def _explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
     ) -> ClusterError:
-        """The error to raise where ranks could not compare their calls. Tells the other ranks, and wakes them."""
+        """The error to raise where ranks could not compare their calls. Tells the other ranks, and
+        wakes them."""
         others = self._board.others(self._ranks)
         wait = FailedStep(self._board.rank, others, "of a Communicator", collective, "flat", collective, 0, sequence)
         return self._board.blame(wait, Failure(error, waited_s, timeout_s), self._runner.transport.abort)

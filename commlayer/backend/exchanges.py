@@ -1,8 +1,10 @@
 """all_to_all, in both of c10d's forms.
 
-What is beyond Gloo: lists of any shapes, all dtypes, tensors that are not contiguous; splits are checked before a byte moves.
+What is beyond Gloo: lists of any shapes, all dtypes, tensors that are not contiguous; splits are
+checked before a byte moves.
 
-These are bodies of rows of the table (verbs.py), which run in the group's order, and what their forms check before.
+These are bodies of rows of the table (verbs.py), which run in the group's order, and what their
+forms check before.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ EVEN = (Row.EVEN, 0)
 def all_to_all(
     calls: Calls, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
 ) -> None:
-    """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
+    """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives
+    by its own."""
     if calls.needs_look and _by_plan(calls, output, input, received, sent, opts):
         return
     num_bytes = input.nbytes
@@ -65,7 +68,8 @@ def all_to_all(
 
 
 def sent_bytes(members: Members, num_bytes: int, sent: Sequence[int]) -> tuple[int, int]:
-    """Count what this rank sends between nodes and inside its own: Gloo sends every block straight to its rank."""
+    """Count what this rank sends between nodes and inside its own: Gloo sends every block straight
+    to its rank."""
     if not sent:
         return EVEN
     rows = sum(sent)
@@ -108,10 +112,12 @@ def launch_all_to_all(
     sent: Sequence[int],
     opts: Any,
 ) -> Work:
-    """:func:`all_to_all` on a device. Whether a call has splits, like its dtype, is the same on all ranks.
+    """:func:`all_to_all` on a device. Whether a call has splits, like its dtype, is the same on all
+    ranks.
 
-    In two levels it needs the counts of all ranks, on the host, before it is launched: with splits ranks tell them once for each
-    call, and the host waits for that, not for the device. Where all splits are even nothing is told.
+    In two levels it needs the counts of all ranks, on the host, before it is launched: with splits
+    ranks tell them once for each call, and the host waits for that, not for the device. Where all
+    splits are even nothing is told.
     """
     if not calls.is_coalescing:  # communicators are not made inside a block
         calls.require_alike("all_to_all", output, input)
@@ -143,7 +149,8 @@ def compare_exchange(
     sent: Sequence[int],
     timeout_s: float | None,
 ) -> None:
-    """Compare an exchange, and its splits, with the other ranks': before a byte moves. In the group's order."""
+    """Compare an exchange, and its splits, with the other ranks': before a byte moves. In the
+    group's order."""
     signatures, size = order.inner.signatures, order.members.size
     assert signatures is not None
     sequence, seconds = order.sequence + 1, timeout_s or order.inner.timeout.total_seconds()
@@ -181,7 +188,8 @@ def check_lists(members: Members, outputs: Tensors, inputs: Tensors) -> None:
 def check_splits(
     members: Members, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
-    """Raises TensorError, before anything is sent, for splits and tensors that do not fit together."""
+    """Raises TensorError, before anything is sent, for splits and tensors that do not fit
+    together."""
     _check_rows(members, "output", output, received)
     _check_rows(members, "input", input, sent)
     if output.dtype != input.dtype:
@@ -210,7 +218,8 @@ def _check_rows(members: Members, name: str, x: torch.Tensor, splits: Sequence[i
 
 
 def splits_of(order: Order, name: str, given: Any) -> list[int]:
-    """``given`` as a list of int; TensorError, which the other ranks can read of, for what is none."""
+    """``given`` as a list of int; TensorError, which the other ranks can read of, for what is
+    none."""
     if type(given) is list:  # nearly always, of int: this takes half of the time
         try:
             return list(map(index, given))
@@ -230,10 +239,12 @@ def _split_sizes(members: Members, name: str, given: Any) -> list[int]:
 
 
 def _whole_numbers(given: Any) -> list[int]:
-    """``given`` as a list of int: a sequence, set, array or 1-D tensor of integers, or None for an empty one.
+    """``given`` as a list of int: a sequence, set, array or 1-D tensor of integers, or None for an
+    empty one.
 
-    What pybind11 makes of an argument for Gloo is taken too: of other numbers, their int, save that a Python float is none.
-    Raises TypeError, ValueError, OverflowError for what has no such elements.
+    What pybind11 makes of an argument for Gloo is taken too: of other numbers, their int, save that
+    a Python float is none. Raises TypeError, ValueError, OverflowError for what has no such
+    elements.
     """
     if given is None:
         return []

@@ -1,10 +1,11 @@
-"""Collectives that move the same bytes to or from all: all_gather, broadcast, gather, scatter, in all of c10d's forms.
+"""Collectives that move the same bytes to or from all: all_gather, broadcast, gather, scatter, in
+all of c10d's forms.
 
-What is beyond Gloo: outputs are checked by their number of elements, as NCCL does, not by shape; all_gather takes lists of
-unequal tensors; all dtypes travel; nothing has to be contiguous.
+What is beyond Gloo: outputs are checked by their number of elements, as NCCL does, not by shape;
+all_gather takes lists of unequal tensors; all dtypes travel; nothing has to be contiguous.
 
-Which inner call is made depends only on what all ranks know alike (numbers of elements, dtype). Layout is a rank's own
-affair, so it is put right by local copies.
+Which inner call is made depends only on what all ranks know alike (numbers of elements, dtype).
+Layout is a rank's own affair, so it is put right by local copies.
 
 These are bodies of rows of the table (verbs.py): they run in the group's order.
 """
@@ -43,7 +44,8 @@ __all__ = [
 
 
 def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
-    """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank k."""
+    """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank
+    k."""
     size = calls.members.size
     if output.numel() != size * input.numel() or output.dtype != input.dtype:
         raise TensorError(
@@ -94,7 +96,8 @@ def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) 
 
 
 def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: Any) -> None:
-    """``outputs[0]`` is a list of n tensors, whose k-th has as many elements as the input of rank k."""
+    """``outputs[0]`` is a list of n tensors, whose k-th has as many elements as the input of rank
+    k."""
     sizes, mine = [output.numel() for output in outputs], calls.members.rank
     if sizes[mine] != input.numel() or any(output.dtype != input.dtype for output in outputs):
         raise TensorError(
@@ -198,7 +201,8 @@ def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
 def _rooted(
     calls: Calls, verb: str, side: str, way: str, singles: Tensors, lists: Sequence[Tensors], opts: Any
 ) -> tuple[torch.Tensor, Tensors]:
-    """Check and compare a call with a root: this rank's own tensor, and those of all ranks, which the root alone has."""
+    """Check and compare a call with a root: this rank's own tensor, and those of all ranks, which
+    the root alone has."""
     members, root = calls.members, opts.rootRank
     if len(singles) != 1:
         raise TensorError(f"{members.who}: {verb} takes one {side}, got {len(singles)}")

@@ -1,10 +1,13 @@
-"""The process group of the backend ``commlayer``: every verb of c10d, a life cycle, and what torch asks of a group beside.
+"""The process group of the backend ``commlayer``: every verb of c10d, a life cycle, and what torch
+asks of a group beside.
 
-All verbs are overridden under their old and their new names. Those that C++ calls without going through Python (gather,
-scatter, reduce, the ``_single`` forms from some functional operators) reach an inner Gloo of their own, which is registered
-as this group's backend: right, but neither planned nor counted nor in this group's order.
+All verbs are overridden under their old and their new names. Those that C++ calls without going
+through Python (gather, scatter, reduce, the ``_single`` forms from some functional operators) reach
+an inner Gloo of their own, which is registered as this group's backend: right, but neither planned
+nor counted nor in this group's order.
 
-The group itself does nothing: a verb is a row of a table (verbs.py), and state is in the parts that the group is made of.
+The group itself does nothing: a verb is a row of a table (verbs.py), and state is in the parts that
+the group is made of.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ _OF_PLANS = {"all_to_all": "all_to_all_v"}
 
 
 def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], ...], float] | None:
-    """Return what is promised for a call that has run: the times of its plan's steps and the whole, µs; None: nothing is."""
+    """Return what is promised for a call that has run: the times of its plan's steps and the whole,
+    µs; None: nothing is."""
     if call.plan is None:
         flat_us = engine.choices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
         return None if flat_us is None else ((), flat_us)
@@ -71,12 +75,15 @@ def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], .
 
 
 class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
-    """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
+    """A process group whose CPU collectives are planned. Made by
+    ``init_process_group("commlayer")`` and ``new_group``.
 
     Its collectives are the rows of :data:`commlayer.backend.verbs.VERBS`.
 
-    CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is there.
-    ``make``: makes another group, of some members of this one. ``options``: what the program gave for this group.
+    CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is
+    there.
+    ``make``: makes another group, of some members of this one. ``options``: what the program gave
+    for this group.
     """
 
     def __init__(
@@ -133,10 +140,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         connect: Callable[[str, str, timedelta, torch.device], Messenger],
         survey: Callable[[torch.device], Planner | None] | None = None,
     ) -> None:
-        """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for them.
+        """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for
+        them.
 
-        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages. ``survey``: see
-        :class:`commlayer.engine.device_plans.DevicePlans`.
+        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages.
+        ``survey``: see :class:`commlayer.engine.device_plans.DevicePlans`.
         """
         order, groups, members = self._order, self._inner, self._members
         planned: PlannedGroup = groups.planned
@@ -167,7 +175,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         groups.on_devices[device_type] = on_device
 
     def _track(self, planned: PlannedGroup, engine: Executor, device_type: str = "") -> Track:
-        """The group's calls in the ring, those of CPU tensors or those on a device, whose plans ``engine`` runs."""
+        """The group's calls in the ring, those of CPU tensors or those on a device, whose plans
+        ``engine`` runs."""
         members = self._members
         where = f" on {device_type}" if device_type else ""
 
@@ -210,7 +219,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return self._order.issue(opts, "barrier", (None, 0, 0, None), [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
+        """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others
+        learn that it failed)."""
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
         track = self._order.track
@@ -238,33 +248,38 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     # Messages
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
-        """Send ``tensors[0]`` (any dtype, strided) to rank ``dstRank`` of the group, which may be this one.
+        """Send ``tensors[0]`` (any dtype, strided) to rank ``dstRank`` of the group, which may be
+        this one.
 
         Raises UsageError for a rank that is not in the group.
         """
         return self._messages.send(tensors, dstRank, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
-        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
+        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as
+        :meth:`send`."""
         return self._messages.recv(tensors, srcRank, tag)
 
     def require_message(self, verb: str, tensor: torch.Tensor, member: int) -> None:
-        """Raises what a ``send`` to, or a ``recv`` from, ``member`` would be refused with; sends nothing."""
+        """Raises what a ``send`` to, or a ``recv`` from, ``member`` would be refused with; sends
+        nothing."""
         self._messages.require(verb, [tensor], member)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
-        """Receive into ``tensors[0]`` from whichever other rank sends first; ``source_rank()`` of the Work says which."""
+        """Receive into ``tensors[0]`` from whichever other rank sends first; ``source_rank()`` of
+        the Work says which."""
         return self._messages.recv_anysource(tensors, tag)
 
     # Lanes
 
     def use_lane(self, lane: str, *, fine: bool = True) -> None:
-        """Put this group's traffic, from the next call on, on ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
-        ranks, between the same calls. ``fine``: calls that others go before are cut more finely than their own speed asks for;
-        False: they are held at the edges that they have, unless ``COMMLAYER_LANES=on`` cuts all.
+        """Put this group's traffic, from the next call on, on ``lane``, one of ep, pp, cp, dp, tp,
+        or none (""). The same on all ranks, between the same calls. ``fine``: calls that others go
+        before are cut more finely than their own speed asks for; False: they are held at the edges
+        that they have, unless ``COMMLAYER_LANES=on`` cuts all.
 
-        Where nobody says a lane the group's description does, if it is one that is known, and calls are not cut.
-        Raises UsageError for a lane that does not exist.
+        Where nobody says a lane the group's description does, if it is one that is known, and calls
+        are not cut. Raises UsageError for a lane that does not exist.
         """
         self._order.use_lane(lane, is_told=fine)
 
@@ -281,13 +296,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     # Neighbours
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan this group's calls, from the next one on, for so many groups like it that use a node's links at the same time,
-        this one among them. Collective: all ranks of the group call it with the same number, between the same calls.
+        """Plan this group's calls, from the next one on, for so many groups like it that use a
+        node's links at the same time, this one among them. Collective: all ranks of the group call
+        it with the same number, between the same calls.
 
-        0, as it is where nobody says it: as many as the ranks of a node make up, which is what tensor parallelism's gradient
-        groups are; 1: this group alone. :func:`commlayer.integrations.use_neighbours` finds the number from a list of groups.
-        Raises UsageError for a negative number; on all ranks DisagreementError, which names who said what, for different ones
-        (then nothing changes); CollectiveTimeoutError where a rank does not come within the group's timeout.
+        0, as it is where nobody says it: as many as the ranks of a node make up, which is what
+        tensor parallelism's gradient groups are; 1: this group alone.
+        :func:`commlayer.integrations.use_neighbours` finds the number from a list of groups. Raises
+        UsageError for a negative number; on all ranks DisagreementError, which names who said what,
+        for different ones (then nothing changes); CollectiveTimeoutError where a rank does not come
+        within the group's timeout.
         """
         self._order.use_siblings(siblings)
         self._calls.never_plans_exchanges = False
@@ -307,8 +325,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return "commlayer"
 
     def _get_backend_name(self) -> str:
-        """``gloo`` in a group without CUDA, else ``commlayer``: torch's ShardedTensor and SyncBatchNorm ask by this name whether
-        tensors are on the CPU, and take a CUDA device where it is another. ``get_backend()`` does not ask here."""
+        """``gloo`` in a group without CUDA, else ``commlayer``: torch's ShardedTensor and
+        SyncBatchNorm ask by this name whether tensors are on the CPU, and take a CUDA device where
+        it is another. ``get_backend()`` does not ask here."""
         return "commlayer" if "cuda" in self._inner.on_devices else "gloo"
 
     @property
@@ -334,16 +353,17 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     @property
     def profile(self) -> Profile | None:
-        """The profile by which calls of this group are planned, as the job's ranks agreed on it: of the group's nodes and ranks.
-        None: there is none."""
+        """The profile by which calls of this group are planned, as the job's ranks agreed on it: of
+        the group's nodes and ranks. None: there is none."""
         planner = self._inner.planned.choices.agreed.planner
         return None if planner is None else planner.profile
 
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any
     ) -> float | None:
-        """Predict by the profile that the job's ranks agreed on what a call takes, µs, also in wire formats or over rails: see
-        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody. Not by what re-planning has found in this
+        """Predict by the profile that the job's ranks agreed on what a call takes, µs, also in wire
+        formats or over rails: see :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks
+        to nobody. Not by what re-planning has found in this
         group: who asks may be deciding with ranks of other groups."""
         predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
         return predicted
@@ -375,7 +395,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._hooks().remove("pre", hook_id)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Run ``hook`` with torch's ``PostHookArgs`` after each call was issued, in the order of ids."""
+        """Run ``hook`` with torch's ``PostHookArgs`` after each call was issued, in the order of
+        ids."""
         self._hooks().add("post", hook_id, hook)
 
     def unregister_post_hook(self, hook_id: int) -> None:
@@ -397,9 +418,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         raise UsageError(f"{self.who}: a group of commlayer keeps its ranks: make a new one")
 
     def gather_single(self, output: torch.Tensor | None, input: torch.Tensor, opts: Any = None) -> Work:
-        """Gather every rank's ``input`` into ``output`` on ``opts.rootRank``, one behind the other. Others' ``output`` is unused.
+        """Gather every rank's ``input`` into ``output`` on ``opts.rootRank``, one behind the other.
+        Others' ``output`` is unused.
 
-        Raises TensorError, on the root, for an output of another dtype, of another size than all inputs, or not contiguous.
+        Raises TensorError, on the root, for an output of another dtype, of another size than all
+        inputs, or not contiguous.
         """
         opts = make(GatherOptions, opts, None, {})
         members = self._members
@@ -420,7 +443,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return self.gather([parts], [input], opts)  # type: ignore[no-any-return]
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the numbers start at 0 on every rank, because a group is made by all of them together."""
+        """Nothing: the numbers start at 0 on every rank, because a group is made by all of them
+        together."""
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has run in this group."""
@@ -435,16 +459,18 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> CommlayerGroup | None:
-        """A group of the members ``new_ranks`` (ranks of this group, in the new order), or None on ranks outside it.
+        """A group of the members ``new_ranks`` (ranks of this group, in the new order), or None on
+        ranks outside it.
 
-        Collective over ``new_ranks``. torch's own ``split_group`` refuses groups without a CUDA device before it asks here;
-        ``new_group`` has no such condition.
+        Collective over ``new_ranks``. torch's own ``split_group`` refuses groups without a CUDA
+        device before it asks here; ``new_group`` has no such condition.
         """
         del device_types  # one group serves all devices
         members = self._members
         if members.rank not in new_ranks:
             return None
-        # No counter of calls: a rank that is in several splits has made more of them than its peers.
+        # No counter of calls: a rank that is in several splits has made more of them than its
+        # peers.
         name = group_name or f"{members.name}/split:{'_'.join(map(str, new_ranks))}"
         group = self._make(
             name=name,
@@ -469,7 +495,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._ending.inquiry = inquiry
 
     def shutdown(self) -> None:
-        """End what is queued and let go of threads and connections. What is called afterwards raises GroupError."""
+        """End what is queued and let go of threads and connections. What is called afterwards
+        raises GroupError."""
         self._stop(drain=True)
 
     def abort(self) -> None:
@@ -477,11 +504,13 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._stop(drain=False)
 
     def leave(self, patience_s: float) -> None:
-        """Let go of the group: in good order where all that was called ends within ``patience_s``, else by :meth:`abort`."""
+        """Let go of the group: in good order where all that was called ends within ``patience_s``,
+        else by :meth:`abort`."""
         self._stop(drain=self._ending.is_over_within(patience_s))
 
     def end(self, patience_s: float) -> None:
-        """At the program's end, of a group that nobody destroyed: see :class:`commlayer.failures.endings.Ends`."""
+        """At the program's end, of a group that nobody destroyed: see
+        :class:`commlayer.failures.endings.Ends`."""
         if not self._ending.is_over_within(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
                 self.abort()

@@ -1,7 +1,10 @@
-"""Options of one group, as torch hands them on: ``pg_options`` of ``init_process_group`` and ``new_group``.
+"""Options of one group, as torch hands them on: ``pg_options`` of ``init_process_group`` and
+``new_group``.
 
-What the settings say for all groups of a job, these say for one. Ranks that were given different ones hear of it when the group
-is made: their words travel with the addresses of its second mesh, so that groups without options ask nobody anything more.
+What the settings say for all groups of a job, these say for one. Ranks that were given different
+ones hear of it when the group
+is made: their words travel with the addresses of its second mesh, so that groups without options
+ask nobody anything more.
 """
 
 from __future__ import annotations
@@ -31,31 +34,40 @@ _REDUCTION = ("native", "ordered")
 
 
 class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
-    """Options of one group of backend ``commlayer``, instead of environment variables for all of them.
+    """Options of one group of backend ``commlayer``, instead of environment variables for all of
+    them.
 
         dist.new_group(ranks, pg_options=GroupOptions(lane="dp", wire="bf16"))
-        init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "ep"), backend_override={"ep": GroupOptions(lane="ep")})
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "ep"), backend_override={"ep":
+        GroupOptions(lane="ep")})
 
     All ranks of the group give the same. What is left None is as the job's settings say.
 
     Args:
-        lane: the class of traffic, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``; ``""``: none, whatever the group is called. As
-            ``group.use_lane`` says it: calls that others go before are cut finely.
-        wire: in which format the sums of FP32 tensors (all_reduce and reduce_scatter, SUM and AVG) may cross the links: ``bf16``
-            where the profile finds it faster, ``bf16!`` always, ``int8`` and ``int8!`` likewise, with a scale for each 128
-            elements, ``native`` never. What is gathered or exchanged goes as it is. On a device too, by the device's own profile.
-        plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4`` or ``flat``; ``auto``: by the
-            job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none); ``tried``: without a profile,
-            the plans take turns in the group's first calls, and the fastest is kept (docs/plans.md).
+        lane: the class of traffic, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``; ``""``: none,
+            whatever the group is called. As ``group.use_lane`` says it: calls that others go before
+            are cut finely.
+        wire: in which format the sums of FP32 tensors (all_reduce and reduce_scatter, SUM and AVG)
+            may cross the links: ``bf16`` where the profile finds it faster, ``bf16!`` always,
+            ``int8`` and ``int8!`` likewise, with a scale for each 128 elements, ``native`` never.
+            What is gathered or exchanged goes as it is. On a device too, by the device's own
+            profile.
+        plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4``
+            or ``flat``; ``auto``: by the job's profile, whatever ``COMMLAYER_PLAN`` says (which,
+            alone, has a job measure none); ``tried``: without a profile, the plans take turns in
+            the group's first calls, and the fastest is kept (docs/plans.md).
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
-        audit: False: nobody keeps what this group's calls were promised to take and took, and it is not planned anew.
+        audit: False: nobody keeps what this group's calls were promised to take and took, and it is
+            not planned anew.
         replan: ``on``, ``audit`` or ``off``, as ``COMMLAYER_REPLAN``.
         shadow: of how many planned calls one runs flat too, and is compared; 0: none.
-        connections: over how many connections, 1 to 32, the parts of a large message go from a rank to one on another node, where
-            a plan sends it; a long link takes more bytes on its way than one connection keeps there.
+        connections: over how many connections, 1 to 32, the parts of a large message go from a rank
+            to one on another node, where a plan sends it; a long link takes more bytes on its way
+            than one connection keeps there.
         nccl: NCCL's own options, for tensors on CUDA.
 
-    Raises UsageError for a value that is none of these, and for options of which one leaves another nothing to do.
+    Raises UsageError for a value that is none of these, and for options of which one leaves another
+    nothing to do.
     """
 
     def __init__(
@@ -136,7 +148,8 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         return f"GroupOptions({', '.join(f'{name}={value}' for name, value in self.words().items())})"
 
     def words(self) -> dict[str, str]:
-        """Return what was given, by name, in the same words however it was written: all ranks of a group must say the same."""
+        """Return what was given, by name, in the same words however it was written: all ranks of a
+        group must say the same."""
         names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow", "connections")
         given = {name: getattr(self, name) for name in names}
         return {name: repr(value) for name, value in given.items() if value is not None}
@@ -153,8 +166,8 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
 
 
 def options_of(given: Any) -> GroupOptions:
-    """Read what a program gave as ``pg_options``: ours; NCCL's, which are for its tensors; Gloo's, of which torch uses none
-    either; or nothing. Raises UsageError for anything else."""
+    """Read what a program gave as ``pg_options``: ours; NCCL's, which are for its tensors; Gloo's,
+    of which torch uses none either; or nothing. Raises UsageError for anything else."""
     if isinstance(given, GroupOptions):
         return given
     if given is None:
@@ -191,7 +204,8 @@ def _plan_words(plan: object) -> str | None:
 
 
 def _wire_words(wire: object, formats: tuple[WireFormat, ...]) -> str | None:
-    """The same of the ``formats`` that ``wire`` means: ``BF16`` and ``native+bf16`` are ``bf16``."""
+    """The same of the ``formats`` that ``wire`` means: ``BF16`` and ``native+bf16`` are
+    ``bf16``."""
     if wire is None:
         return None
     if not formats:
@@ -201,7 +215,8 @@ def _wire_words(wire: object, formats: tuple[WireFormat, ...]) -> str | None:
 
 
 def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
-    """The formats that sums may take, each once and in one order, however they were written; none where they go as they are."""
+    """The formats that sums may take, each once and in one order, however they were written; none
+    where they go as they are."""
     if wire is None:
         return ()
     if not isinstance(wire, str):
@@ -219,8 +234,9 @@ def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
 def wires_of_own_sum(
     formats: tuple[WireFormat, ...], source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType
 ) -> tuple[Wire, ...]:
-    """Return those of ``formats`` in which the sum of ``source`` into ``target`` may go; empty: as it is. The same on all ranks.
-    Warns once for a size that goes as it is where the options do not allow that."""
+    """Return those of ``formats`` in which the sum of ``source`` into ``target`` may go; empty: as
+    it is. The same on all ranks. Warns once for a size that goes as it is where the options do not
+    allow that."""
     if source.dtype is not torch.float32 or op not in (SUM, AVG) or not source.numel():
         return ()
     wires = wires_of_sum(formats, target.numel())

@@ -1,4 +1,5 @@
-"""Calls of a plan that is known when they are made: in a wire format, or among the ranks of each rail or node.
+"""Calls of a plan that is known when they are made: in a wire format, or among the ranks of each
+rail or node.
 
 They run in a group's order, counted and compared like its others. c10d has no words for them;
 :mod:`commlayer.wire_decider` and :mod:`commlayer.collectives` make them.
@@ -43,8 +44,9 @@ class KnownPlans:
         *,
         is_in_turn: bool = False,
     ) -> Plan | None:
-        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks. ``x``: a
-        tensor of the call, for its device; ``is_in_turn``: as of :meth:`commlayer.engine.group_plans.Choices.plan`."""
+        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The
+        same on all ranks. ``x``: a tensor of the call, for its device; ``is_in_turn``: as of
+        :meth:`commlayer.engine.group_plans.Choices.plan`."""
         if not x.is_cpu:
             plans = self._order.on_device(x).plans
             plans.find_out(x.device)
@@ -70,7 +72,8 @@ class KnownPlans:
         return plan
 
     def start(self, movement: Movement) -> Work:
-        """Start a call of a plan that :meth:`plan` has found, or that the caller has made: the same on all ranks."""
+        """Start a call of a plan that :meth:`plan` has found, or that the caller has made: the same
+        on all ranks."""
         if not movement.source.is_cpu:
             return self._order.on_device(movement.source).start(movement)
         options: Any = AllreduceOptions()
@@ -86,8 +89,9 @@ class KnownPlans:
         rows: tuple[Sequence[int], Sequence[int]],
         counts: tuple[tuple[int, ...], ...],
     ) -> Work:
-        """An all_to_all on a device of which all ranks know ``counts``, the bytes that each sends to each other: nobody tells
-        them. ``rows``: of ``source`` for each member, of ``target`` from each."""
+        """An all_to_all on a device of which all ranks know ``counts``, the bytes that each sends
+        to each other: nobody tells them. ``rows``: of ``source`` for each member, of ``target``
+        from each."""
         return self._order.on_device(source).start_exchange(source, target, rows, counts)
 
     def plans_on_device(self, x: torch.Tensor) -> bool:
@@ -105,8 +109,9 @@ class KnownPlans:
         op: ReduceOp.RedOpType,
         opts: Any,
     ) -> bool:
-        """Run one of the group's own sums in one of ``formats``, where that is chosen; returns whether it has. In the group's
-        order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
+        """Run one of the group's own sums in one of ``formats``, where that is chosen; returns
+        whether it has. In the group's order. An all_reduce (source is target) or reduce_scatter;
+        NaN and infinity pass."""
         wires = wires_of_own_sum(formats, source, target, op)
         if not wires:
             return False

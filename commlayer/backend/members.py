@@ -1,4 +1,5 @@
-"""Who is in a group, and which member this rank is; and what a call's arguments are refused for, in words that name both."""
+"""Who is in a group, and which member this rank is; and what a call's arguments are refused for, in
+words that name both."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ __all__ = ["Members", "Noted", "Tensors"]
 
 Tensors = Sequence[torch.Tensor]
 Noted = tuple[torch.dtype | None, int, int, Any]
-"""Arguments of a call as the ring keeps them: dtype, bytes that go and come (−1: no two ranks need have them alike), splits."""
+"""Arguments of a call as the ring keeps them: dtype, bytes that go and come (−1: no two ranks need
+have them alike), splits."""
 
 
 class Members:
-    """The members of one group. ``rank``: this one's place; ``global_ranks[i]``: member i's rank in the job; ``far``: those on
-    other nodes; ``describe()``: the group's description, which torch sets after it has made the group."""
+    """The members of one group. ``rank``: this one's place; ``global_ranks[i]``: member i's rank in
+    the job; ``far``: those on other nodes; ``describe()``: the group's description, which torch
+    sets after it has made the group."""
 
     __slots__ = ("describe", "far", "global_ranks", "name", "rank", "size")
 
@@ -49,7 +52,8 @@ class Members:
         return self.global_ranks[member] if 0 <= member < self.size else member
 
     def some(self, verb: str, tensors: Any, *, may_be_sparse: bool = False) -> list[torch.Tensor]:
-        """:func:`reals` of one tensor or several. Raises TensorError for none, and for sparse ones unless they may be."""
+        """:func:`reals` of one tensor or several. Raises TensorError for none, and for sparse ones
+        unless they may be."""
         found = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         if not found:
             raise TensorError(f"{self.who}: {verb} of no tensors: expected at least one")
@@ -64,14 +68,16 @@ class Members:
             raise TensorError(f"{self.who}: {what} root {root}: expected a rank of the group, 0 to {self.size - 1}")
 
     def require_member(self, role: str, member: int) -> None:
-        """Raises UsageError for a rank that is not there, which Gloo answers with a crash or a hang."""
+        """Raises UsageError for a rank that is not there, which Gloo answers with a crash or a
+        hang."""
         if not 0 <= member < self.size:
             raise UsageError(
                 f"{self.who}: Invalid {role} rank {member}: expected a rank of the group, 0 to {self.size - 1}"
             )
 
     def require_one_list(self, verb: str, lists: Sequence[Tensors], singles: Tensors) -> None:
-        """Raises TensorError unless there is one list of a tensor for each member, and one tensor."""
+        """Raises TensorError unless there is one list of a tensor for each member, and one
+        tensor."""
         if len(lists) != 1 or len(singles) != 1 or len(lists[0]) != self.size:
             raise TensorError(
                 f"{self.who}: {verb} needs one list of {self.size} tensors and one tensor, got lists of "

@@ -1,9 +1,12 @@
-"""The calls of a group on tensors of one type of device, in the order in which the program makes them.
+"""The calls of a group on tensors of one type of device, in the order in which the program makes
+them.
 
-A call is launched where it is made, and the host waits for nothing. What a plan cannot do as it is (an operation that it does not
-know, a tensor that is not in one piece, a coalesced block) goes to the inner backend, which on CUDA is NCCL. Of a planned call
-events say when it ran, where an instrument wants to know: that is read when a later call is made, or somebody asks. Of a call
-that goes to the inner backend as it is, nothing more is known here than that it was launched.
+A call is launched where it is made, and the host waits for nothing. What a plan cannot do as it is
+(an operation that it does not know, a tensor that is not in one piece, a coalesced block) goes to
+the inner backend, which on CUDA is NCCL. Of a planned call
+events say when it ran, where an instrument wants to know: that is read when a later call is made,
+or somebody asks. Of a call that goes to the inner backend as it is, nothing more is known here than
+that it was launched.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ from commlayer.wire.codecs import Codec
 __all__ = ["HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]
 
 TellCounts = Callable[[Sequence[int]], list[list[int]]]
-"""Tells all ranks of a group this one's numbers, over the host, and returns everybody's. Collective."""
+"""Tells all ranks of a group this one's numbers, over the host, and returns everybody's.
+Collective."""
 _LOOK_S = 0.002
 
 
@@ -65,7 +69,8 @@ class HostOrder(Protocol):
 
 
 class LaunchedWork(Work):
-    """A planned call that has been launched. Waiting makes the current stream wait for it, not the host."""
+    """A planned call that has been launched. Waiting makes the current stream wait for it, not the
+    host."""
 
     def __init__(self, plans: DevicePlans, call: StreamCall, outputs: Any) -> None:
         super().__init__()
@@ -95,8 +100,9 @@ class LaunchedWork(Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs. On CUDA it is set at once, and who waits for it makes a stream wait, as with NCCL's futures;
-        on another device, of whose streams futures know nothing, who waits for it waits on the host."""
+        """A future of the outputs. On CUDA it is set at once, and who waits for it makes a stream
+        wait, as with NCCL's futures; on another device, of whose streams futures know nothing, who
+        waits for it waits on the host."""
         if self._future is None:
             self._future = self._plans.future(self._call, self._outputs)
         return self._future
@@ -110,12 +116,14 @@ class _Pending(NamedTuple):
 
 
 class OnDevice:
-    """A group's tensors on one type of device: the inner backend's calls, those by plan, and who listens to both.
+    """A group's tensors on one type of device: the inner backend's calls, those by plan, and who
+    listens to both.
 
-    ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call; ``track``: the calls on this
-    device in the ring. ``tell`` exchanges counts. ``sum_formats``: the formats in which the group's own FP32 sums may go; none:
-    as they are. ``is_planning``: whether calls may have plans; ``instead``: runs a call flat whose plan was chosen before that
-    was stopped. ``is_coalescing``: a coalesced block is open.
+    ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call;
+    ``track``: the calls on this device in the ring. ``tell`` exchanges counts. ``sum_formats``: the
+    formats in which the group's own FP32 sums may go; none: as they are. ``is_planning``: whether
+    calls may have plans; ``instead``: runs a call flat whose plan was chosen before that was
+    stopped. ``is_coalescing``: a coalesced block is open.
     """
 
     def __init__(
@@ -148,7 +156,8 @@ class OnDevice:
     # Issuing
 
     def issue(self, name: str, collective: str, noted: Noted, launch: Callable[..., Work] | None, *args: Any) -> Work:
-        """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's options. ``launch``: see Verb."""
+        """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's
+        options. ``launch``: see Verb."""
         if launch is None:
             return self._issue(collective, noted, args[-1], self._own_compared, name, collective, *args)
         return self._issue(collective, noted, args[-1], launch, self, *args)
@@ -157,7 +166,8 @@ class OnDevice:
         if self._pending:
             self.settle()
         dtype, sent, received, splits = noted
-        # The host waits for no call of a device, whatever the program does: to those who look for hangs none is a wait.
+        # The host waits for no call of a device, whatever the program does: to those who look for
+        # hangs none is a wait.
         self._call = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
         instruments = self.instruments
         try:
@@ -209,8 +219,8 @@ class OnDevice:
         return self.own(name, *args)
 
     def own(self, name: str, *args: Any) -> Work:
-        """Call the inner backend's verb ``name``: the backend's, or where that has not the name, that of the process group around
-        it."""
+        """Call the inner backend's verb ``name``: the backend's, or where that has not the name,
+        that of the process group around it."""
         verb = getattr(self._backend, name, None)
         work: Work = (verb_of(self._verbs, name) if verb is None else verb)(*args)
         return work
@@ -223,14 +233,16 @@ class OnDevice:
     # Deciding
 
     def when_known(self, attach: Callable[[], None]) -> None:
-        """Call ``attach`` once it is known by what to plan: now, or at the first call that could have a plan."""
+        """Call ``attach`` once it is known by what to plan: now, or at the first call that could
+        have a plan."""
         if not self.plans.is_unknown:
             attach()
         else:
             self.plans.found_out = attach
 
     def plan_anew(self, choices: Choices) -> None:
-        """Plan by ``choices`` from the next call on. In the group's order; the host waits for calls by the earlier ones."""
+        """Plan by ``choices`` from the next call on. In the group's order; the host waits for calls
+        by the earlier ones."""
         self.finish(self.plans.timeout_s)
         self.plans.choices = choices
 
@@ -253,8 +265,8 @@ class OnDevice:
         root: int | None = None,
         fits: bool = True,
     ) -> Plan | None:
-        """The plan for the call that is launched now; None: the inner backend's own. Compares signatures, where that is asked
-        for. ``fits``: whether the sizes are those of a plan."""
+        """The plan for the call that is launched now; None: the inner backend's own. Compares
+        signatures, where that is asked for. ``fits``: whether the sizes are those of a plan."""
         assert self._call is not None
         collective, plan = self._call.collective, None
         is_compared = self.order.inner.signatures is not None
@@ -278,7 +290,8 @@ class OnDevice:
         root: int | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """Compare a call with the other ranks', where that is asked for, before anything of it is launched."""
+        """Compare a call with the other ranks', where that is asked for, before anything of it is
+        launched."""
         signatures, order = self.order.inner.signatures, self.order
         if signatures is None:
             return
@@ -288,7 +301,8 @@ class OnDevice:
         self.meet(collective, lambda: signatures.compare(order.sequence + 1, f"{words} on a device", limit_s))
 
     def meet(self, collective: str, compare: Callable[[], None]) -> None:
-        """``compare()`` a call with the other ranks', in the turn of the group's CPU calls, as one of them."""
+        """``compare()`` a call with the other ranks', in the turn of the group's CPU calls, as one
+        of them."""
         order = self.order
 
         def task() -> None:
@@ -298,7 +312,8 @@ class OnDevice:
         order.in_turn(collective, task)
 
     def require_alike(self, collective: str, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Raises TensorError, before anything is launched, for tensors of two devices or of two dtypes."""
+        """Raises TensorError, before anything is launched, for tensors of two devices or of two
+        dtypes."""
         if output.device != input.device or output.dtype is not input.dtype:
             raise TensorError(
                 f"{collective} expected an output of {input.dtype} on {input.device}, as the input is, got one of {output.dtype} "
@@ -308,7 +323,8 @@ class OnDevice:
     def sum_encoded(
         self, source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType, outputs: Any
     ) -> Work | None:
-        """Launch one of the group's own sums in a format, where that is chosen; None where it is not. NaN and infinity pass."""
+        """Launch one of the group's own sums in a format, where that is chosen; None where it is
+        not. NaN and infinity pass."""
         if not self._sum_formats or not self.is_planning or self.is_coalescing:
             return None
         if not is_dense(source) or not is_dense(target):
@@ -333,7 +349,8 @@ class OnDevice:
         return self.launch(movement, plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
 
     def told(self, sent: Sequence[int], received: Sequence[int]) -> Counts:
-        """Everybody's counts, in bytes. Raises DisagreementError, on all ranks, where two of them do not fit together."""
+        """Everybody's counts, in bytes. Raises DisagreementError, on all ranks, where two of them
+        do not fit together."""
         size = self.size
         everyones = self._tell([*sent, *received])
         counts = tuple(tuple(each[:size]) for each in everyones)
@@ -356,7 +373,8 @@ class OnDevice:
         return self.launch(movement, plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
 
     def launch(self, movement: Movement, num_bytes: int, outputs: Any, *, is_mean: bool = False) -> Work:
-        """Launch a plan for the call that is made now; count ``num_bytes``. ``is_mean``: a sum becomes a mean."""
+        """Launch a plan for the call that is made now; count ``num_bytes``. ``is_mean``: a sum
+        becomes a mean."""
         call, plans, plan = self._call, self.plans, movement.plan
         assert call is not None
         call.plan, call.run_bytes = plan, num_bytes
@@ -381,7 +399,8 @@ class OnDevice:
         return LaunchedWork(plans, started, outputs)
 
     def _await(self, call: Call) -> None:
-        """Have the host wait for the end of the latest call. Raises CollectiveTimeoutError, PeerError as calls do."""
+        """Have the host wait for the end of the latest call. Raises CollectiveTimeoutError,
+        PeerError as calls do."""
         limit_s = self.plans.timeout_s
         self.finish(limit_s)
         if not call.ended_ns:
@@ -389,7 +408,8 @@ class OnDevice:
             raise self.plans.explain(error, call.collective, call.sequence, limit_s, limit_s)
 
     def start(self, movement: Movement) -> Work:
-        """Launch a call of a plan that is known already, in a wire format, or over rails or nodes."""
+        """Launch a call of a plan that is known already, in a wire format, or over rails or
+        nodes."""
         noted = movement.source.dtype, -1, -1, None  # ranks may have sizes of their own
         return self._issue(movement.plan.traffic.collective, noted, None, self._launch_known, movement)
 
@@ -408,7 +428,8 @@ class OnDevice:
     def start_exchange(
         self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
     ) -> Work:
-        """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to each rank, and come from it."""
+        """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to
+        each rank, and come from it."""
         noted = source.dtype, source.nbytes, target.nbytes, (list(rows[1]), list(rows[0]))
         return self._issue("all_to_all", noted, None, self._launch_exchange, source, target, rows, counts)
 
@@ -424,7 +445,8 @@ class OnDevice:
         return self.own("all_to_all_single", target, source, list(rows[1]), list(rows[0]), AllToAllOptions())
 
     def by_counts(self, output: torch.Tensor, input: torch.Tensor, counts: Counts) -> Work | None:
-        """An all_to_all by its plan; None: the inner backend's own. The same on all ranks, for they know the same counts."""
+        """An all_to_all by its plan; None: the inner backend's own. The same on all ranks, for they
+        know the same counts."""
         largest = max(*map(sum, counts), *map(sum, zip(*counts, strict=True)))
         plan = self.plans.plan_exchange(largest) if largest else None
         if plan is None:
@@ -446,7 +468,8 @@ class OnDevice:
         self.plans.is_timing = bool(self.instruments.moved or self.instruments.ended)
 
     def settle(self) -> None:
-        """Take note of planned calls that have run by now. Does not wait. What an instrument raises is raised here."""
+        """Take note of planned calls that have run by now. Does not wait. What an instrument raises
+        is raised here."""
         # An event that is asked while a graph is captured spoils that.
         if not self._pending or self.plans.is_capturing or not self._settling.acquire(blocking=False):
             return
@@ -489,7 +512,8 @@ class OnDevice:
     # Blocks, barriers and messages, which are the inner backend's
 
     def start_coalescing(self) -> None:
-        """Give the inner backend all calls until :meth:`end_coalescing`, which waits for them as one."""
+        """Give the inner backend all calls until :meth:`end_coalescing`, which waits for them as
+        one."""
         self.is_coalescing = True
         self._backend._start_coalescing()
 
@@ -502,8 +526,8 @@ class OnDevice:
     # The end
 
     def under_way_after(self, patience_s: float) -> str:
-        """Wait so long for what was launched; what has not run by then in words, empty: all has, or the device has failed, on
-        which nothing runs any more."""
+        """Wait so long for what was launched; what has not run by then in words, empty: all has, or
+        the device has failed, on which nothing runs any more."""
         until = monotonic() + patience_s
         try:
             while (words := self.plans.under_way()) and monotonic() < until:

@@ -1,8 +1,10 @@
-"""The order of a group's calls: which run now, which are queued, which are under way, and on which lane.
+"""The order of a group's calls: which run now, which are queued, which are under way, and on which
+lane.
 
-A call of plain tensors, with nothing queued and no plans, signatures, lanes or records to look at, goes to Gloo in the verb
-itself (``is_direct``; verb_methods.py). It takes no lock: without calls under way there is only its caller's thread, unless a
-program issues on one group from several threads that nothing orders, and then ranks do not agree on an order anyway.
+A call of plain tensors, with nothing queued and no plans, signatures, lanes or records to look at,
+goes to Gloo in the verb itself (``is_direct``; verb_methods.py). It takes no lock: without calls
+under way there is only its caller's thread, unless a program issues on one group from several
+threads that nothing orders, and then ranks do not agree on an order anyway.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ _MOST_SIBLINGS = 1 << 20
 class Order:
     """One group's calls, in the order in which the program makes them, the same on all ranks.
 
-    ``track``: its calls in the ring of the process, and ``instruments``: who listens to them. ``call``: the one that runs now.
-    ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
-    ``sequence``: how many collectives this rank has run. ``needs_look``: calls have plans or signatures to look at.
-    ``may_pass``: asked before a call that never has a plan goes straight to Gloo; where it says no the call takes the long way,
-    because an instrument wants to be heard before it.
+    ``track``: its calls in the ring of the process, and ``instruments``: who listens to them.
+    ``call``: the one that runs now.
+    ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the
+    works of an open coalesced block;
+    ``sequence``: how many collectives this rank has run. ``needs_look``: calls have plans or
+    signatures to look at.
+    ``may_pass``: asked before a call that never has a plan goes straight to Gloo; where it says no
+    the call takes the long way, because an instrument wants to be heard before it.
     """
 
     def __init__(self, members: Members, inner: InnerGroups, track: Track, *, needs_look: bool) -> None:
@@ -70,13 +75,14 @@ class Order:
         self.is_watched = False
         """Whether a lane or an instrument wants to see every call."""
         self.is_direct = False
-        """Whether plain tensors may go to Gloo as they are. Not until the lane is known, at the first call: torch describes a
-        group after it has made it."""
+        """Whether plain tensors may go to Gloo as they are. Not until the lane is known, at the
+        first call: torch describes a group after it has made it."""
 
     # Issuing
 
     def issue(self, opts: Any, label: str, noted: Noted, outputs: Any, task: QueuedCall, *args: Any) -> Work:
-        """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread.
+        """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress
+        thread.
 
         ``noted``: the call's arguments, for the ring.
         """
@@ -120,7 +126,8 @@ class Order:
     def _enter_lane(
         self, call: Call, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
     ) -> tuple[Issued | None, QueuedCall, tuple[Any, ...]]:
-        """Have the call enter the group's lane. Returns it as the lane knows it, and what runs it."""
+        """Have the call enter the group's lane. Returns it as the lane knows it, and what runs
+        it."""
         if call.begins_after_s is None:
             return self.lane.enter(outputs), task, args
         # It holds nobody before: a link is not to be idle for what cannot go yet.
@@ -191,12 +198,14 @@ class Order:
 
     @property
     def ended(self) -> int:
-        """How many calls have ended: also the one that is under way, which nobody may have waited for yet."""
+        """How many calls have ended: also the one that is under way, which nobody may have waited
+        for yet."""
         latest, done = self.latest, self.track.done
         return latest.call.number if latest is not None and latest.has_come else done
 
     def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
-        """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
+        """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can
+        read so."""
         try:
             return task(*args)
         except UsageError as error:
@@ -209,19 +218,22 @@ class Order:
             self.inner.signatures.refuse(self.sequence + 1, label, error)
 
     def in_turn(self, label: str, task: Callable[[], None]) -> None:
-        """Run ``task()``, in which the ranks of the group meet on the host, in the turn of the group's CPU calls."""
+        """Run ``task()``, in which the ranks of the group meet on the host, in the turn of the
+        group's CPU calls."""
         if self.latest is not None:
             self.latest.settle()
         self.progress.run(label, task, ())
 
     def settle_own(self, label: str, work: Work) -> None:
-        """Wait for a call of Gloo's own, in this order, that serves ``label``. Raises ClusterError, as calls do."""
+        """Wait for a call of Gloo's own, in this order, that serves ``label``. Raises ClusterError,
+        as calls do."""
         settle_own_call(self.members, self.inner, self.sequence, label, work)
 
     # Lanes and devices
 
     def use_lane(self, lane: str, *, is_told: bool) -> None:
-        """Put traffic, from the next call on, on ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
+        """Put traffic, from the next call on, on ``lane``. ``is_told``: the program says so.
+        UsageError for none that exists."""
         self.lane.use(lane, is_told=is_told)
         for each in self.inner.on_devices.values():
             use_nccl_lane(each.inner, lane)
@@ -238,9 +250,11 @@ class Order:
         self.is_direct = not (self.needs_look or self.is_watched or self.lane.name is None)
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan, from the next call on, for so many groups that use a node at the same time. Collective: all ranks say the same.
+        """Plan, from the next call on, for so many groups that use a node at the same time.
+        Collective: all ranks say the same.
 
-        Raises UsageError for what is no number of groups, before anybody is told; else as :func:`require_same_number`.
+        Raises UsageError for what is no number of groups, before anybody is told; else as
+        :func:`require_same_number`.
         """
         if type(siblings) is not int or not 0 <= siblings <= _MOST_SIBLINGS:
             raise UsageError(
@@ -248,7 +262,8 @@ class Order:
             )
         if self.latest is not None:
             self.latest.settle()
-        # After what is queued, and before anything else: some plans are looked up by the thread that calls.
+        # After what is queued, and before anything else: some plans are looked up by the thread
+        # that calls.
         call = self.track.note("use_siblings", None, -1, -1, None, False)
         try:
             self.progress.run("use_siblings", self._take_siblings, (siblings,))
@@ -287,8 +302,8 @@ class Order:
 
 
 class GroupLane:
-    """``name`` None: nobody has said yet; "" is none. ``is_on``: whether calls are announced and held. ``is_told``: the program
-    has said the lane, and not only a group's description."""
+    """``name`` None: nobody has said yet; "" is none. ``is_on``: whether calls are announced and
+    held. ``is_told``: the program has said the lane, and not only a group's description."""
 
     __slots__ = ("_bytes_per_s", "_crosses", "_planned", "_wanted", "is_on", "is_told", "level", "name")
 
@@ -302,12 +317,14 @@ class GroupLane:
         self.level = 0
 
     def _rate(self) -> float:
-        """The group's share of the slowest link that it crosses, by its profile; 0.0 without one."""
+        """The group's share of the slowest link that it crosses, by its profile; 0.0 without
+        one."""
         planner = self._planned.choices.planner
         return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.link) * 1e9
 
     def follow_links(self) -> None:
-        """Take the group's share of its links anew: so long as its bytes take there, so long are lower lanes held."""
+        """Take the group's share of its links anew: so long as its bytes take there, so long are
+        lower lanes held."""
         self._bytes_per_s = self._rate()
 
     def use(self, name: str, *, is_told: bool) -> None:
@@ -320,7 +337,8 @@ class GroupLane:
 
     @property
     def cut(self) -> tuple[str, bool]:
-        """For :meth:`PlannedGroup.use_lane`: the lane on which calls are held, and whether they are cut finely for it."""
+        """For :meth:`PlannedGroup.use_lane`: the lane on which calls are held, and whether they are
+        cut finely for it."""
         return (self.name or "") if self.is_on else "", self.is_told or self._wanted == "on"
 
     @property
@@ -330,12 +348,14 @@ class GroupLane:
         return name if is_cut and level_of(name) else ""
 
     def enter(self, outputs: Any) -> Issued:
-        """A call with these outputs is issued; :meth:`commlayer.engine.lane_holds.Lanes.leave` takes what is returned."""
+        """A call with these outputs is issued; :meth:`commlayer.engine.lane_holds.Lanes.leave`
+        takes what is returned."""
         expected_s = _num_bytes(outputs) / self._bytes_per_s if self._bytes_per_s else None
         return lanes().enter(self.level, expected_s, crosses=self._crosses)
 
     def hold(self, num_bytes: int) -> int:
-        """Before a call that is not cut: its beginning is the only edge that it has. Returns ns held."""
+        """Before a call that is not cut: its beginning is the only edge that it has. Returns ns
+        held."""
         if not (self.level and self.is_on):
             return 0
         alone_us = num_bytes / self._bytes_per_s * 1e6 if self._bytes_per_s else num_bytes / 1e2

@@ -1,23 +1,29 @@
-"""Functions of torch.distributed that look at a backend's *name* or class where they mean what it can do.
+"""Functions of torch.distributed that look at a backend's *name* or class where they mean what it
+can do.
 
-- ``monitored_barrier`` refuses every backend that is not named gloo, although it then only calls the group's method. It is
-  wrapped when the first group of ours is made; other groups see torch's own.
-- ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
-- ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
-  send to each other before they receive wait for ever; on the CPU, one that is refused leaves a batch half sent, and the next one
-  pairs wrongly.
-- A backend is registered for types of devices before anybody may ask whether the machine has any; ``ShardedTensor.gather`` makes
-  tensors on one that is not the CPU, if there is one. The list is corrected when a group is made.
-- ``_new_process_group_helper`` asks a backend for a group on its members only. The ranks that call ``new_group`` for a group that
-  they are not in say with which list (called_lists.py).
-- ``_store_based_barrier``, behind making a group where TORCH_DIST_INIT_BARRIER is 1, waits its whole timeout for a rank that is
-  dead (store_barrier.py).
-- ``init_process_group`` waits for the process that hosts the job's store as long as torch's client does, twice the timeout, and
-  names nobody. For groups of this backend the store is made by store_host.py.
-- ``torch.compile`` would trace into a group's methods, because they are Python; a process group is opaque to it. Each code object
-  is marked as skipped, with what is nested in it.
-- ``init_process_group`` and ``new_group`` are wrapped once more where ``COMMLAYER_AS`` is set: programs that accept known names
-  only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
+- ``monitored_barrier`` refuses every backend that is not named gloo, although it then only calls
+  the group's method. It is wrapped when the first group of ours is made; other groups see torch's
+  own.
+- ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours
+  wait elsewhere too.
+- ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by
+  one, on a device, two ranks that send to each other before they receive wait for ever; on the CPU,
+  one that is refused leaves a batch half sent, and the next one pairs wrongly.
+- A backend is registered for types of devices before anybody may ask whether the machine has any;
+  ``ShardedTensor.gather`` makes tensors on one that is not the CPU, if there is one. The list is
+  corrected when a group is made.
+- ``_new_process_group_helper`` asks a backend for a group on its members only. The ranks that call
+  ``new_group`` for a group that they are not in say with which list (called_lists.py).
+- ``_store_based_barrier``, behind making a group where TORCH_DIST_INIT_BARRIER is 1, waits its
+  whole timeout for a rank that is dead (store_barrier.py).
+- ``init_process_group`` waits for the process that hosts the job's store as long as torch's client
+  does, twice the timeout, and names nobody. For groups of this backend the store is made by
+  store_host.py.
+- ``torch.compile`` would trace into a group's methods, because they are Python; a process group is
+  opaque to it. Each code object is marked as skipped, with what is nested in it.
+- ``init_process_group`` and ``new_group`` are wrapped once more where ``COMMLAYER_AS`` is set:
+  programs that accept known names only (accelerate, the HF Trainer) then get this backend under the
+  name ``gloo`` or ``nccl``.
 
 Rejected: a name that compares equal to "gloo". It would answer wrongly to everybody else who asks.
 """
@@ -54,7 +60,8 @@ _MARK, _ALIAS_MARK = "_commlayer_wraps", "_commlayer_translates"
 
 
 def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], mark: str = _MARK) -> None:
-    """Put ``make(original)`` in the place of a function of torch.distributed, once for each ``mark``."""
+    """Put ``make(original)`` in the place of a function of torch.distributed, once for each
+    ``mark``."""
     original = getattr(c10d, name)
     if hasattr(original, mark):
         return
@@ -66,7 +73,8 @@ def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def teach_store() -> None:
-    """Let ``init_process_group`` of this backend wait no longer than its timeout for the job's store, and say whose it is."""
+    """Let ``init_process_group`` of this backend wait no longer than its timeout for the job's
+    store, and say whose it is."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +117,8 @@ def teach_monitored_barrier() -> None:
 
 
 def teach_timeouts() -> None:
-    """Let torch's ``_set_pg_timeout`` reach all that a group of this backend waits with, not its registered backend alone."""
+    """Let torch's ``_set_pg_timeout`` reach all that a group of this backend waits with, not its
+    registered backend alone."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
@@ -126,7 +135,8 @@ def teach_timeouts() -> None:
 
 
 def teach_batches() -> None:
-    """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of them or none."""
+    """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of
+    them or none."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
@@ -158,7 +168,8 @@ def teach_batches() -> None:
 
 
 def teach_lists() -> None:
-    """Let a rank that calls ``new_group`` for a group of this backend that it is not in compare its list with the others'."""
+    """Let a rank that calls ``new_group`` for a group of this backend that it is not in compare its
+    list with the others'."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def _new_process_group_helper(
@@ -184,7 +195,8 @@ def teach_lists() -> None:
 
 
 def teach_barrier() -> None:
-    """Let the barrier behind making a group (TORCH_DIST_INIT_BARRIER=1) end when a rank of a job of this backend fails."""
+    """Let the barrier behind making a group (TORCH_DIST_INIT_BARRIER=1) end when a rank of a job of
+    this backend fails."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def _store_based_barrier(
@@ -194,7 +206,8 @@ def teach_barrier() -> None:
             from commlayer.failures.detector import job_detector
 
             detector = job_detector([rank])
-            # Fewer ranks have just made the group together; a death elsewhere in the job is not theirs.
+            # Fewer ranks have just made the group together; a death elsewhere in the job is not
+            # theirs.
             if detector is None or rendezvous_count != len(detector.ranks):
                 return original(rank, store, group_name, rendezvous_count, timeout, *args, **kwargs)
             return wait_at_barrier(original, detector, store, group_name, rendezvous_count, timeout)
@@ -205,10 +218,11 @@ def teach_barrier() -> None:
 
 
 def answer_to(alias: str) -> None:
-    """Make ``init_process_group`` and ``new_group`` build this backend where ``alias`` is asked for.
+    """Make ``init_process_group`` and ``new_group`` build this backend where ``alias`` is asked
+    for.
 
-    An ``alias`` that is neither gloo nor nccl raises SettingsError when a group is made, not before: it must not make
-    ``import torch`` fail.
+    An ``alias`` that is neither gloo nor nccl raises SettingsError when a group is made, not
+    before: it must not make ``import torch`` fail.
     """
 
     def translated(backend: Any, default: str | None) -> Any:

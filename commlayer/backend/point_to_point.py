@@ -1,8 +1,8 @@
 """send, recv and their kin: straight to the inner backend, whatever is queued.
 
-Queued behind collectives they would deadlock programs that are correct (two ranks that send to each other before they
-receive). Gloo keeps them apart from collectives by their tags, also when another thread runs those. What a rank sends to itself
-meets in memory (own_messages.py).
+Queued behind collectives they would deadlock programs that are correct (two ranks that send to each
+other before they receive). Gloo keeps them apart from collectives by their tags, also when another
+thread runs those. What a rank sends to itself meets in memory (own_messages.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class MessageWork(Work):
         self._done = False
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return True when the message has gone, or is in its tensor. Raises PeerError, CollectiveTimeoutError."""
+        """Return True when the message has gone, or is in its tensor. Raises PeerError,
+        CollectiveTimeoutError."""
         if self._done:
             if self._error is not None:
                 raise self._error
@@ -58,7 +59,8 @@ class MessageWork(Work):
         call = self._call
         call.track.wait(call)
         try:
-            # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
+            # Without a timeout Gloo takes the one that the group was made with, not the one it has
+            # now.
             self._messages.wait(self._work, timeout if timeout.total_seconds() > 0 else self._messages.timeout)
         except RuntimeError as error:
             self._done, self._error = True, self._messages.error(error, self._what)
@@ -91,7 +93,8 @@ class MessageWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future that is complete: waits for the message first, because Gloo's messages complete nothing by themselves."""
+        """A future that is complete: waits for the message first, because Gloo's messages complete
+        nothing by themselves."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self.wait()
         future.set_result([self._tensor])
@@ -107,7 +110,8 @@ class Messages:
         self.own = OwnMessages(self._members, order.inner.planned.board)
 
     def require(self, verb: str, tensors: Sequence[torch.Tensor], member: int) -> torch.Tensor:
-        """The one tensor of a send to, or a recv from, ``member``. Raises TensorError, UsageError where it would be refused."""
+        """The one tensor of a send to, or a recv from, ``member``. Raises TensorError, UsageError
+        where it would be refused."""
         tensor = self._only_one(verb, tensors)
         if tensor.is_cpu:
             self._members.require_member("destination" if verb == "send" else "source", member)
@@ -157,15 +161,16 @@ class Messages:
         return None  # as NCCL: what is coalesced is waited for as a whole
 
     def post(self, gloo: Any, verb: str, row: torch.Tensor, *to: int) -> Work:
-        """Post a message on ``gloo``, an inner group; one of this rank to itself, in memory. Raises RuntimeError."""
+        """Post a message on ``gloo``, an inner group; one of this rank to itself, in memory. Raises
+        RuntimeError."""
         if len(to) == 2 and to[0] == self._members.rank:
             gloo.rank()  # of a group that has ended it raises
             return getattr(self.own, verb)(row, to[1])  # type: ignore[no-any-return]  # waited for in the same way
         return getattr(gloo, verb)([row], *to)  # type: ignore[no-any-return]
 
     def note(self, verb: str, dtype: torch.dtype, num_bytes: int, *to: int) -> Call:
-        """Note in the ring that a message is posted; ``to``: the member that it goes to or comes from, unless from any, and its
-        tag."""
+        """Note in the ring that a message is posted; ``to``: the member that it goes to or comes
+        from, unless from any, and its tag."""
         member, tag = to if len(to) == 2 else (ANY, to[0])
         return self.track.note_message("send" if verb == "send" else "recv", dtype, num_bytes, member, tag)
 
@@ -175,7 +180,8 @@ class Messages:
         return self._inner.timeout
 
     def wait(self, work: Work, timeout: timedelta) -> None:
-        """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group has been broken meanwhile."""
+        """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group
+        has been broken meanwhile."""
         self._inner.planned.wait_for_message(work, timeout)
 
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:

@@ -1,7 +1,8 @@
 """Collectives that reduce: all_reduce, reduce, reduce_scatter, in all of c10d's forms.
 
-What is beyond Gloo: the dtypes and operations of :mod:`commlayer.backend.arithmetic`, outputs checked by their number of
-elements, lists of unequal tensors in reduce_scatter, tensors that are not contiguous.
+What is beyond Gloo: the dtypes and operations of :mod:`commlayer.backend.arithmetic`, outputs
+checked by their number of elements, lists of unequal tensors in reduce_scatter, tensors that are
+not contiguous.
 
 These are bodies of rows of the table (verbs.py): they run in the group's order.
 """
@@ -129,8 +130,8 @@ def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 
 def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
-    """Reduce as :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after
-    it."""
+    """Reduce as :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others'
+    tensors are undefined after it."""
     tensor, op = tensors[0], opts.reduceOp.op
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")
@@ -149,7 +150,8 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 
 def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
-    """``input`` holds n times the elements of ``output``, in any shape; rank k gets the reduction of block k."""
+    """``input`` holds n times the elements of ``output``, in any shape; rank k gets the reduction
+    of block k."""
     size = calls.members.size
     if input.numel() != size * output.numel() or output.dtype != input.dtype:
         raise TensorError(
@@ -204,7 +206,8 @@ def reduce_scatter_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: A
 
 
 def reduce_scatter_list(calls: Calls, output: torch.Tensor, inputs: Tensors, opts: Any) -> None:
-    """``inputs[0]`` is a list of n tensors; rank k gets the reduction of the k-th. They may differ in size."""
+    """``inputs[0]`` is a list of n tensors; rank k gets the reduction of the k-th. They may differ
+    in size."""
     sizes = [x.numel() for x in inputs]
     if sizes[calls.members.rank] != output.numel() or any(x.dtype != output.dtype for x in inputs):
         raise TensorError(
@@ -237,7 +240,8 @@ def _reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, 
 
 
 def _divide(total: torch.Tensor, size: int) -> None:
-    """Make a mean of a sum over ``size`` ranks, in place. Autograd is not told: see :attr:`Verb.changes`."""
+    """Make a mean of a sum over ``size`` ranks, in place. Autograd is not told: see
+    :attr:`Verb.changes`."""
     with torch._C._InferenceMode(True):
         total.data.div_(size)
 

@@ -1,6 +1,7 @@
 """Running a call of a group: compare its signature, find its plan, move its bytes, wait, count.
 
-The bodies of the verbs (gathers.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
+The bodies of the verbs (gathers.py, reductions.py, exchanges.py) say what a call is; they are given
+a :class:`Calls` to run it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
 _EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
 _REFUSAL = "Cannot use ReduceOp"
-"""How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
+"""How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has
+sent nothing then."""
 _HINTS: dict[type[ClusterError], str] = {
     CollectiveTimeoutError: "Ranks may have made different calls: COMMLAYER_DEBUG=detail compares them and says which. ",
     PeerError: "Gloo ends a rank that is sent more than its call expects: COMMLAYER_DEBUG=detail compares calls before. ",
@@ -46,17 +48,20 @@ _HINTS: dict[type[ClusterError], str] = {
 
 
 EncodedSums = Callable[[str, torch.Tensor, torch.Tensor, ReduceOp.RedOpType, Any], bool]
-"""Runs an all_reduce or a reduce_scatter in a wire format where the group's options allow one, and says whether it has."""
+"""Runs an all_reduce or a reduce_scatter in a wire format where the group's options allow one, and
+says whether it has."""
 
 
 class Refused(Exception):
-    """The inner backend has not this operation. The verb then goes the long way, which has, or says why not."""
+    """The inner backend has not this operation. The verb then goes the long way, which has, or says
+    why not."""
 
 
 class Calls:
     """Runs the calls of one group, in its :class:`Order`. ``is_planning``: some may have a plan.
 
-    ``instead``: runs a call flat whose plan was chosen before plans were stopped; None: they were not.
+    ``instead``: runs a call flat whose plan was chosen before plans were stopped; None: they were
+    not.
     """
 
     __slots__ = (
@@ -107,8 +112,8 @@ class Calls:
     ) -> Plan | None:
         """The plan for a call, or None: flat. Compares signatures first, where that is asked for.
 
-        Only for calls of which ``num_bytes`` and the dtype are equal on all ranks. Runs the plans that contend first, where
-        that is pending.
+        Only for calls of which ``num_bytes`` and the dtype are equal on all ranks. Runs the plans
+        that contend first, where that is pending.
         """
         assert self.order.call is not None
         collective, plan = self.order.call.collective, None
@@ -158,7 +163,8 @@ class Calls:
     def wait(
         self, call: Call, num_bytes: int, started: int, work: Work, opts: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
-        """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
+        """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was
+        refused: nothing was sent."""
         collective = call.collective
         self.order.sequence = call.sequence = self.order.sequence + 1
         try:
@@ -201,7 +207,8 @@ class Calls:
         waited_s, timeout_s = (now() - started) / 1e9, timeout_of(opts)
         limit_s = self.inner.timeout.total_seconds() if timeout_s is None else timeout_s
         explained = self.inner.planned.explain(error, collective, sequence, waited_s, limit_s)
-        # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
+        # What the inner backend said stays in the text: programs look for "Timed out" or
+        # "Connection closed".
         kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
         hint = _HINTS.get(kind, "") if self.inner.signatures is None else ""
         # On one line; what has been found out about all ranks follows it.
@@ -248,7 +255,8 @@ class Calls:
 
     def monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
         """A barrier that names the ranks that do not come within ``limit``."""
-        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
+        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as
+        # it is.
         task = partial(self.inner.gloo.monitored_barrier, limit, wait_all_ranks)
         if self.members.size == 1:
             task()

@@ -1,4 +1,5 @@
-"""Tensors as Gloo takes them: contiguous, of a dtype it knows, in one piece; and back into what the caller passed."""
+"""Tensors as Gloo takes them: contiguous, of a dtype it knows, in one piece; and back into what the
+caller passed."""
 
 from __future__ import annotations
 
@@ -44,10 +45,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
-    """``x`` without history, or the tensor inside it: torch's dispatcher, which would look there, was not asked before.
+    """``x`` without history, or the tensor inside it: torch's dispatcher, which would look there,
+    was not asked before.
 
-    The results of functional collectives are such wrappers, with no memory of their own. Gloo writes into what it is given, as
-    autograd forbids for a parameter, when all has been sent. Raises TensorError for others (fake tensors, DTensor).
+    The results of functional collectives are such wrappers, with no memory of their own. Gloo
+    writes into what it is given, as autograd forbids for a parameter, when all has been sent.
+    Raises TensorError for others (fake tensors, DTensor).
     """
     if type(x) in _PLAIN:
         return x.detach() if x.requires_grad else x
@@ -68,7 +71,8 @@ def real(x: torch.Tensor) -> torch.Tensor:
 def is_dense(x: torch.Tensor) -> bool:
     """Whether the elements of ``x`` fill one piece of memory, in whatever order.
 
-    NCCL takes such tensors in place, and so do plans: no rank goes flat alone because its tensor has another memory format.
+    NCCL takes such tensors in place, and so do plans: no rank goes flat alone because its tensor
+    has another memory format.
     """
     if x.layout is not _STRIDED or x.is_neg() or x.is_conj():
         return False
@@ -83,7 +87,8 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def reals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`real` of all of them; the same list where nothing is to be done. Whatever holds tensors is taken, as Gloo does."""
+    """:func:`real` of all of them; the same list where nothing is to be done. Whatever holds
+    tensors is taken, as Gloo does."""
     if type(tensors) is list:
         for x in tensors:  # not all(…), which makes a generator for what is mostly one tensor
             if type(x) is not torch.Tensor or x.requires_grad:
@@ -104,8 +109,8 @@ def plain_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def landing(x: torch.Tensor) -> torch.Tensor:
-    """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where that is possible. Of what is
-    written there autograd hears nothing, as of :func:`land`."""
+    """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where
+    that is possible. Of what is written there autograd hears nothing, as of :func:`land`."""
     if x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return as_row(x.data)
     require_room(x)
@@ -113,7 +118,8 @@ def landing(x: torch.Tensor) -> torch.Tensor:
 
 
 def require_room(x: torch.Tensor) -> None:
-    """Raises TensorError for an output of which several elements are one, such as an expanded one, before anything is sent."""
+    """Raises TensorError for an output of which several elements are one, such as an expanded one,
+    before anything is sent."""
     if torch._debug_has_internal_overlap(x) == 1:  # what copy_ asks, too; the answer 2 is that it cannot know
         raise TensorError(
             f"an output of shape {list(x.shape)}, strides {list(x.stride())} has several elements in one place: "
@@ -122,7 +128,8 @@ def require_room(x: torch.Tensor) -> None:
 
 
 def land(x: torch.Tensor, arrived: torch.Tensor) -> None:
-    """Put ``arrived`` (1-D) into ``x``, unless it is there already. Autograd is not told: see :attr:`Verb.changes`."""
+    """Put ``arrived`` (1-D) into ``x``, unless it is there already. Autograd is not told: see
+    :attr:`Verb.changes`."""
     if arrived.numel() and arrived.data_ptr() != x.data_ptr():
         x.data.copy_(arrived.view(x.shape))
 

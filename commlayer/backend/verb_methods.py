@@ -1,9 +1,12 @@
-"""The forms of c10d's collectives: how arguments come, and from a row of the table (verbs.py) the method that takes them.
+"""The forms of c10d's collectives: how arguments come, and from a row of the table (verbs.py) the
+method that takes them.
 
-A call that nothing has to be done for must cost no more than Gloo's own through torch's dispatcher, which is about 3 µs.
-After a thread switch, and Gloo makes two in every call, Python runs from cold caches, and every attribute costs three times
-what a loop would measure. So the forms that programs call most have a direct path: plain tensors go to Gloo in the method
-itself, where :class:`commlayer.backend.order.Order` says that nothing is in the way. Its conditions are written out in each
+A call that nothing has to be done for must cost no more than Gloo's own through torch's dispatcher,
+which is about 3 µs. After a thread switch, and Gloo makes two in every call, Python runs from cold
+caches, and every attribute costs three times what a loop would measure. So the forms that programs
+call most have a direct path: plain tensors go to Gloo in the method itself, where
+:class:`commlayer.backend.order.Order` says that nothing is in the way. Its conditions are written
+out in each
 form for that reason: a function that asks them is one more entry of Python in every call.
 """
 
@@ -57,14 +60,15 @@ class Direct:
     """Gloo's call, of the inner Gloo group."""
     dtypes: frozenset[torch.dtype]
     scatters: bool = False
-    """For a :func:`pair`, whether ``input``, not ``output``, has a block for each rank. Its bytes are counted then, and it
-    goes as it is only in one dimension, in the dtype of ``output``, while the caller waits."""
+    """For a :func:`pair`, whether ``input``, not ``output``, has a block for each rank. Its bytes
+    are counted then, and it goes as it is only in one dimension, in the dtype of ``output``, while
+    the caller waits."""
     fits: Callable[[torch.Tensor, Any], bool] | None = None
-    """A further question to an :func:`in_place`, where nobody waits to be told: whether Gloo takes a tensor with these
-    options."""
+    """A further question to an :func:`in_place`, where nobody waits to be told: whether Gloo takes
+    a tensor with these options."""
     refuses: type[Exception] = Refused
-    """The error that Gloo raises for what it does not take, when it is called: nothing was sent then, and the call goes the
-    long way."""
+    """The error that Gloo raises for what it does not take, when it is called: nothing was sent
+    then, and the call goes the long way."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,12 @@ class Verb:
     options: Any
     """torch's options for it, of which one is made from whatever a call has."""
     body: Callable[..., None]
-    """Runs it on CPU tensors, in the group's order: ``body(calls, *tensors, opts)``. Its docstring is the method's."""
+    """Runs it on CPU tensors, in the group's order: ``body(calls, *tensors, opts)``. Its docstring
+    is the method's."""
     direct: Direct | None = None
     check: Callable[..., None] | None = None
-    """``check(members, *tensors)`` refuses, before the call is queued, what the body could not be given."""
+    """``check(members, *tensors)`` refuses, before the call is queued, what the body could not be
+    given."""
     is_rooted: bool = False
     """Whether only one rank, ``opts.rootRank``, has the list of tensors."""
     may_be_sparse: bool = False
@@ -91,11 +97,13 @@ class Verb:
     also: tuple[Any, ...] = ()
     """Other options of torch's that are taken."""
     changes: int = 0
-    """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a number, or
-    :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was saved for it and has changed since. Bodies
+    """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a
+    number, or :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was
+    saved for it and has changed since. Bodies
     tell of none: how a call runs must not be seen there."""
     launch: Callable[..., Work] | None = None
-    """Launches it for tensors on a device: ``launch(calls, *tensors, opts)``; None: the inner backend's own call there."""
+    """Launches it for tensors on a device: ``launch(calls, *tensors, opts)``; None: the inner
+    backend's own call there."""
 
     @property
     def name(self) -> str:
@@ -159,7 +167,8 @@ def _first(tensors: Any) -> torch.Tensor:
 
 
 def add_methods(group: type, rows: Iterable[Verb]) -> None:
-    """Give ``group`` the method of each row, by all names; the first is what tracebacks and profiles show."""
+    """Give ``group`` the method of each row, by all names; the first is what tracebacks and
+    profiles show."""
     for row in rows:
         made: Any = row.form(row)
         made.__name__, made.__qualname__, made.__doc__ = row.name, f"{group.__name__}.{row.name}", row.body.__doc__
@@ -239,7 +248,8 @@ def in_place(row: Verb) -> Method:
 
 
 def _issued_pair(row: Verb) -> Method:
-    """Makes what takes one tensor that goes and one that comes into the group's order, or to NCCL; ``splits`` of an exchange."""
+    """Makes what takes one tensor that goes and one that comes into the group's order, or to NCCL;
+    ``splits`` of an exchange."""
     collective, body = row.collective, row.task
 
     def issue(
@@ -344,12 +354,14 @@ def _lists(lists: Iterable[Tensors]) -> list[list[torch.Tensor]]:
 
 
 def lists_out(row: Verb) -> Method:
-    """``inputs`` is one tensor, ``outputs`` a list of one for each rank, in a list; or both without that list around them."""
+    """``inputs`` is one tensor, ``outputs`` a list of one for each rank, in a list; or both without
+    that list around them."""
     return _one_list(row, is_out=True)
 
 
 def lists_in(row: Verb) -> Method:
-    """``outputs`` is one tensor, ``inputs`` a list of one for each rank, in a list; or both without that list around them."""
+    """``outputs`` is one tensor, ``inputs`` a list of one for each rank, in a list; or both without
+    that list around them."""
     return _one_list(row, is_out=False)
 
 
@@ -379,13 +391,16 @@ def _one_list(row: Verb, *, is_out: bool) -> Method:
 
 
 rows_out = partial(pairs, outputs_of=_lists)
-"""The form in which ``inputs`` are several tensors, and ``outputs`` for each rank a list of as many."""
+"""The form in which ``inputs`` are several tensors, and ``outputs`` for each rank a list of as
+many."""
 
 
 def exchange(row: Verb) -> Method:
-    """``input`` goes and ``output`` comes in parts, by splits: a whole number for each rank, in whatever holds such; empty: even.
+    """``input`` goes and ``output`` comes in parts, by splits: a whole number for each rank, in
+    whatever holds such; empty: even.
 
-    Also direct where no call of this kind is ever planned; then only while the caller waits, and the queue keeps the order.
+    Also direct where no call of this kind is ever planned; then only while the caller waits, and
+    the queue keeps the order.
     """
     options, collective, issue = row.options, row.collective, _issued_pair(row)
     direct = row.direct or _NEVER

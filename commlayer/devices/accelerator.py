@@ -1,7 +1,8 @@
-"""Devices that torch knows by a module of their own (``torch.cuda``), behind the contract: their streams and events.
+"""Devices that torch knows by a module of their own (``torch.cuda``), behind the contract: their
+streams and events.
 
-CUDA's is written for, and to be judged on, a machine with a GPU (``make test-gpu``); the simulated device that torch sees
-(tests/simulated/torch_device.py) runs the same lines on any.
+CUDA's is written for, and to be judged on, a machine with a GPU (``make test-gpu``); the simulated
+device that torch sees (tests/simulated/torch_device.py) runs the same lines on any.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from commlayer.devices.device_contract import Stream, StreamEvent, TimedEvent
 __all__ = ["AcceleratorDevice", "AcceleratorEvent", "AcceleratorStream", "why_no_holds"]
 
 _HIGH, _NORMAL = -1, 0
-"""CUDA has more levels on some devices; NCCL's kernels, which run on streams of torch's groups, have these two."""
+"""CUDA has more levels on some devices; NCCL's kernels, which run on streams of torch's groups,
+have these two."""
 
 
 class AcceleratorEvent:
@@ -36,7 +38,8 @@ class AcceleratorEvent:
         self.event.synchronize()
 
     def elapsed_us(self, since: TimedEvent) -> float:
-        """The time from ``since`` to here, µs: both were recorded by :meth:`AcceleratorStream.record_time`."""
+        """The time from ``since`` to here, µs: both were recorded by
+        :meth:`AcceleratorStream.record_time`."""
         assert isinstance(since, AcceleratorEvent)  # of this device
         return float(since.event.elapsed_time(self.event)) * 1e3
 
@@ -64,7 +67,8 @@ class AcceleratorStream:
         self.stream.wait_event(event.event)
 
     def call_host(self, work: Callable[[], object]) -> None:
-        """Have a thread of the host call ``work`` when the stream has come so far; for streams that can, which CUDA's are not
+        """Have a thread of the host call ``work`` when the stream has come so far; for streams that
+        can, which CUDA's are not
         asked for: futures know of these."""
         self.stream.launch("a future", work)
 
@@ -117,10 +121,12 @@ _NO = ("", "0", "false", "no", "off")
 
 
 def why_no_holds(device_type: str, environment: Mapping[str, str]) -> str:
-    """Say why no stream of such a device may be held back, and what to do; empty where it may. Pure.
+    """Say why no stream of such a device may be held back, and what to do; empty where it may.
+    Pure.
 
-    A hold must stop nothing but its own stream. Where kernels of all streams begin in the order in which the host launched them,
-    what is launched behind a hold would wait for it too, even the calls for whose sake it holds.
+    A hold must stop nothing but its own stream. Where kernels of all streams begin in the order in
+    which the host launched them, what is launched behind a hold would wait for it too, even the
+    calls for whose sake it holds.
     """
     if device_type == "simulated":
         return ""

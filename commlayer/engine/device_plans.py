@@ -1,8 +1,11 @@
-"""Planned collectives of one group on tensors of a device: which plan a call gets, and launching it on streams.
+"""Planned collectives of one group on tensors of a device: which plan a call gets, and launching it
+on streams.
 
-The other executor is :class:`commlayer.engine.planned.PlannedGroup`, for CPU tensors. A call talks to nobody
-before it is launched: what decides is the same on all ranks. Its communicators, one for what goes between nodes
-and one for what stays inside, are made at the first planned call, which all members make together.
+The other executor is :class:`commlayer.engine.planned.PlannedGroup`, for CPU tensors. A call talks
+to nobody
+before it is launched: what decides is the same on all ranks. Its communicators, one for what goes
+between nodes and one for what stays inside, are made at the first planned call, which all members
+make together.
 """
 
 from __future__ import annotations
@@ -51,19 +54,20 @@ _LOOK_S = 0.0002
 
 
 def _memory_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor in one piece, as 1-D uint8 [bytes]; writing there is no change of which autograd hears, as NCCL's
-    is none."""
+    """The memory of a tensor in one piece, as 1-D uint8 [bytes]; writing there is no change of
+    which autograd hears, as NCCL's is none."""
     return x.data.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DevicePlans(Executor):
     """Plans and launches the collectives of one group on its device's tensors.
 
-    ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``. ``connect(purpose, device)`` makes a
-    communicator of all members, connected, and is collective. ``lane()``: the class of traffic, as it is at the first planned
-    call. ``timeout_s()``: of calls. ``survey``: finds out, with all members, by what to plan; asked before the first call that
-    could be planned. ``group``: runs the same group's plans for CPU tensors. ``is_timing``: calls are to be timed.
-    Not thread-safe: one call at a time, in the same order on all ranks.
+    ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``.
+    ``connect(purpose, device)`` makes a communicator of all members, connected, and is collective.
+    ``lane()``: the class of traffic, as it is at the first planned call. ``timeout_s()``: of calls.
+    ``survey``: finds out, with all members, by what to plan; asked before the first call that could
+    be planned. ``group``: runs the same group's plans for CPU tensors. ``is_timing``: calls are to
+    be timed. Not thread-safe: one call at a time, in the same order on all ranks.
     """
 
     def __init__(
@@ -127,7 +131,8 @@ class DevicePlans(Executor):
         return self.group.explain(error, collective, sequence, waited_s, timeout_s)
 
     def swap_us(self, peer: int, num_bytes: int) -> float:
-        """Send ``peer``, on another node, so many bytes while as many come from it, and return how long that took, µs.
+        """Send ``peer``, on another node, so many bytes while as many come from it, and return how
+        long that took, µs.
 
         The host waits. Raises RuntimeError where the group fails meanwhile, or the timeout passes.
         """
@@ -147,7 +152,8 @@ class DevicePlans(Executor):
         return ended.elapsed_us(began)
 
     def plan(self, collective: str, x: torch.Tensor, num_bytes: int) -> Plan | None:
-        """The plan for a call, or None: flat, which is the inner backend's own. The same on every rank."""
+        """The plan for a call, or None: flat, which is the inner backend's own. The same on every
+        rank."""
         if not num_bytes:
             return None
         if self._survey is not None:
@@ -155,7 +161,8 @@ class DevicePlans(Executor):
         return self.choices.plan(collective, num_bytes, is_float=x.dtype.is_floating_point)
 
     def find_out(self, device: torch.device) -> None:
-        """Have ``choices`` know by what to plan, before they are asked for a first call. Collective then, later nothing."""
+        """Have ``choices`` know by what to plan, before they are asked for a first call. Collective
+        then, later nothing."""
         survey, self._survey = self._survey, None  # once, whatever comes of it
         planner = None if survey is None else survey(device)
         if planner is not None:
@@ -170,14 +177,17 @@ class DevicePlans(Executor):
         return self._survey is not None
 
     def prepare(self, plan: Plan, device: torch.device, root: int = 0) -> None:
-        """Have ready what a call of ``plan`` needs beside its data. The group's first is collective."""
+        """Have ready what a call of ``plan`` needs beside its data. The group's first is
+        collective."""
         self.prepared(self._runner or self._connected(device), Movement(plan, None, None, root=root))
 
     def run(self, movement: Movement, *, timeout_s: float | None = None, issued: Call | None = None) -> Ran:
-        """Launch a call behind the current stream's work; see :meth:`Executor.run`. The host waits for nothing.
+        """Launch a call behind the current stream's work; see :meth:`Executor.run`. The host waits
+        for nothing.
 
-        ``finish`` of what is :attr:`Ran.under_way` makes the stream that is current then wait for it. Tensors in one piece of
-        memory, whatever the order of their elements there. An exchange that is ``split`` says its counts.
+        ``finish`` of what is :attr:`Ran.under_way` makes the stream that is current then wait for
+        it. Tensors in one piece of memory, whatever the order of their elements there. An exchange
+        that is ``split`` says its counts.
         """
         del timeout_s  # of the host
         runner = self.runner_on(movement.source.device)
@@ -192,7 +202,8 @@ class DevicePlans(Executor):
         return Ran(found.sent, call)
 
     def runner_on(self, device: torch.device) -> Runner:
-        """The runner of plans for tensors on ``device``; made at the first call of this, which is collective.
+        """The runner of plans for tensors on ``device``; made at the first call of this, which is
+        collective.
 
         Raises UsageError for another device than the first one.
         """
@@ -245,7 +256,8 @@ class DevicePlans(Executor):
         return self._clock
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
-        """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time, else of the host's."""
+        """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time,
+        else of the host's."""
         told, device = self._told, self._device
         with device.on(told):
             call.finish()
@@ -274,7 +286,8 @@ class DevicePlans(Executor):
         return self._runner
 
     def use_lane(self, lane: str, is_cut: bool) -> None:
-        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
+        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all
+        ranks, between the same calls."""
         self.choices.use_lane(lane if level_of(lane) and is_cut else "")
         self._held_lane = lane
         self._change_place()
@@ -294,17 +307,20 @@ class DevicePlans(Executor):
             self._transport.among = self._place()
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan for so many groups that use a node's links at the same time. The same on all ranks, between the same calls."""
+        """Plan for so many groups that use a node's links at the same time. The same on all ranks,
+        between the same calls."""
         self.choices.use_siblings(siblings)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of the communicators that there are; later ones are made with the group's."""
+        """Change the timeout of the communicators that there are; later ones are made with the
+        group's."""
         for each in self._messengers:
             each.messenger.set_timeout(timeout)
         self._change_place()  # which also bounds holds
 
     def under_way(self) -> str:
-        """The latest planned call in words, while some of what was launched has not run; empty afterwards. Does not wait."""
+        """The latest planned call in words, while some of what was launched has not run; empty
+        afterwards. Does not wait."""
         return "" if self._runner is None else self._transport.under_way()
 
     def abort(self) -> None:

@@ -1,4 +1,5 @@
-"""Calls in a wire format: rows as bytes, who is told of a value that a format refuses, and a sum that takes no memory."""
+"""Calls in a wire format: rows as bytes, who is told of a value that a format refuses, and a sum
+that takes no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from commlayer.wire.codecs import Codec
 __all__ = ["RowCoder", "explain_non_finite", "reduce_scatter_in_place"]
 
 _SUM_ELEMENTS = 16384
-"""Elements that an in-place call rounds, or sums, at a time: 64 KiB of FP32, which stay in a core's own cache."""
+"""Elements that an in-place call rounds, or sums, at a time: 64 KiB of FP32, which stay in a core's
+own cache."""
 
 
 class RowCoder:
@@ -55,7 +57,8 @@ class RowCoder:
 
 
 def explain_non_finite(source: torch.Tensor, width: int, where: str, error: NonFiniteError) -> NonFiniteError:
-    """Say which values of ``source``, rows of ``width`` elements, a format refused. ``where``: the rank and its group."""
+    """Say which values of ``source``, rows of ``width`` elements, a format refused. ``where``: the
+    rank and its group."""
     wrong = ~source.view(-1, width).isfinite()
     if not wrong.any():
         return NonFiniteError(f"{where}, in a sum of this node: {error}")
@@ -69,11 +72,13 @@ def explain_non_finite(source: torch.Tensor, width: int, where: str, error: NonF
 def reduce_scatter_in_place(
     runner: Runner, rank: int, n: int, movement: Movement, drive: Callable[[Script, Buffers], None]
 ) -> Sent:
-    """A reduce_scatter of FP32 in BF16 that takes no memory: the source [n·s] is left undefined (MegaScale-MoE, section 5).
+    """A reduce_scatter of FP32 in BF16 that takes no memory: the source [n·s] is left undefined
+    (MegaScale-MoE, section 5).
 
-    BF16 goes to the half of the source in which the target [s] may lie, the others' to the other half; the target may be
-    this rank's block of the source. The plan: what the moves made here are called in errors: flat_direct in BF16.
-    ``drive`` runs what is compiled here. Returns what this rank, of ``n``, has sent.
+    BF16 goes to the half of the source in which the target [s] may lie, the others' to the other
+    half; the target may be this rank's block of the source. The plan: what the moves made here are
+    called in errors: flat_direct in BF16. ``drive`` runs what is compiled here. Returns what this
+    rank, of ``n``, has sent.
     """
     plan, source, target = movement.plan, movement.source, movement.target
     size, data = target.nbytes // 2, as_bytes(source)
@@ -81,7 +86,8 @@ def reduce_scatter_in_place(
     is_first = 2 * rank < n
     rounded, other = (data[:half], data[half:]) if is_first else (data[half:], data[:half])
     _round_into_half(source.view(-1), rounded.view(torch.bfloat16), is_first=is_first)
-    # The others' blocks lie behind each other at the far end: an output in the middle reaches a block's length into it.
+    # The others' blocks lie behind each other at the far end: an output in the middle reaches a
+    # block's length into it.
     arrived = other[size:] if is_first else other[: half - size]
     ring = [(rank + distance) % n for distance in range(1, n)]
     places = {k: Region(Buffer.ARRIVED, i * size, (i + 1) * size) for i, k in enumerate(ring)}
@@ -96,21 +102,23 @@ def reduce_scatter_in_place(
         )
         for k in range(n)
     ]
-    # Rank 0's sum is twice as long as its own block, and grows over it from the front; the last rank's from behind.
+    # Rank 0's sum is twice as long as its own block, and grows over it from the front; the last
+    # rank's from behind.
     _sum_in_chunks(parts, target.view(-1), is_descending=rank == 0)
     return prepared.sent
 
 
 def _round_into_half(source: torch.Tensor, rounded: torch.Tensor, *, is_first: bool) -> None:
-    """FP32 ``source`` [N] to BF16 in its own memory: its first half, from the front, or its second, from behind. Either way
-    what is overwritten has been read."""
+    """FP32 ``source`` [N] to BF16 in its own memory: its first half, from the front, or its second,
+    from behind. Either way what is overwritten has been read."""
     edges = list(range(0, source.numel(), _SUM_ELEMENTS))
     for start in edges if is_first else reversed(edges):
         rounded[start : start + _SUM_ELEMENTS].copy_(source[start : start + _SUM_ELEMENTS].bfloat16())
 
 
 def _sum_in_chunks(parts: Sequence[torch.Tensor], target: torch.Tensor, *, is_descending: bool) -> None:
-    """The sum of BF16 ``parts`` in their order, in FP32. Each chunk is complete before the target is written."""
+    """The sum of BF16 ``parts`` in their order, in FP32. Each chunk is complete before the target
+    is written."""
     edges = list(range(0, target.numel(), _SUM_ELEMENTS))
     for start in reversed(edges) if is_descending else edges:
         total = torch.zeros(min(_SUM_ELEMENTS, target.numel() - start))

@@ -1,4 +1,5 @@
-"""Which plan a collective of one group gets. Pure: every rank of the group finds the same, and asks nobody."""
+"""Which plan a collective of one group gets. Pure: every rank of the group finds the same, and asks
+nobody."""
 
 from __future__ import annotations
 
@@ -38,15 +39,17 @@ _PLANNED = (*_SUMS, "all_gather", "broadcast", "all_to_all_v")
 class Choices:
     """Chooses the plans of one group's calls.
 
-    ``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its profile says what a group
-    of that shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it
-    applies, or ``settings.reduction`` asks for ordered sums.
+    ``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its
+    profile says what a group of that shape can do. None: nothing is planned, unless
+    ``settings.plan`` names one plan for all calls to which it applies, or ``settings.reduction``
+    asks for ordered sums.
 
-    ``planner`` is the group's own. ``experience``: what calls and trials have shown of its prices. ``rates``: of each
-    of its nodes' cards, as a fraction of the usual one; empty: all alike. ``slow_pairs``: two of its nodes each, and the
-    rate of the way between them. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as
-    its ranks make up. ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so
-    that calls are cut finely. ``is_tried``: plans take turns, and the fastest is found out.
+    ``planner`` is the group's own. ``experience``: what calls and trials have shown of its prices.
+    ``rates``: of each of its nodes' cards, as a fraction of the usual one; empty: all alike.
+    ``slow_pairs``: two of its nodes each, and the rate of the way between them. ``siblings``: how
+    many groups of its shape use a node at the same time; 0: as many as its ranks make up.
+    ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before,
+    so that calls are cut finely. ``is_tried``: plans take turns, and the fastest is found out.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Choices:
 
     @property
     def agreed(self) -> Choices:
-        """The choices by the profile that all ranks of the job agreed on: what predicts for decisions that others share."""
+        """The choices by the profile that all ranks of the job agreed on: what predicts for
+        decisions that others share."""
         return self._at_start or self
 
     def use_lane(self, lane: str) -> None:
@@ -87,7 +91,8 @@ class Choices:
         self.agreed._others.clear()
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan for so many groups of this shape that use a node at the same time. The same on all ranks, between the same calls.
+        """Plan for so many groups of this shape that use a node at the same time. The same on all
+        ranks, between the same calls.
 
         Raises UsageError for a negative number.
         """
@@ -96,7 +101,8 @@ class Choices:
             self.agreed._plan_for(siblings)
 
     def use_planner(self, job_planner: Planner) -> None:
-        """Plan by this profile of the job from now on. The same on all ranks, between the same calls."""
+        """Plan by this profile of the job from now on. The same on all ranks, between the same
+        calls."""
         self.job_planner = job_planner
         self._others.clear()
         self._plan_for(self.siblings)
@@ -109,7 +115,8 @@ class Choices:
         self.__dict__.pop("two_level_may_pay", None)
 
     def _planner(self) -> Planner | None:
-        """The planner of the group; the job's own, which says what it lacks, for one that does not fit its profile's cluster."""
+        """The planner of the group; the job's own, which says what it lacks, for one that does not
+        fit its profile's cluster."""
         job = self.job_planner
         if job is None or self.size == 1:
             return job
@@ -118,7 +125,8 @@ class Choices:
         return job
 
     def at_other_rates(self, links: LinkRates) -> Choices:
-        """Return the choices of the same group where links between nodes have other rates than the job's profile says.
+        """Return the choices of the same group where links between nodes have other rates than the
+        job's profile says.
 
         What trials taught is forgotten: it was learnt at the rates that were.
         """
@@ -130,8 +138,8 @@ class Choices:
         return new
 
     def doubted(self, budget_us: float) -> Choices:
-        """Return the same choices by prices that calls have shown to be wrong: the fastest plan of every strategy is
-        tried before the next call of its size, for so long in all, µs."""
+        """Return the same choices by prices that calls have shown to be wrong: the fastest plan of
+        every strategy is tried before the next call of its size, for so long in all, µs."""
         assert self.job_planner is not None
         new = self._anew(self.job_planner, self._given_rates)
         new.experience = self.experience.doubted(budget_us)
@@ -144,8 +152,8 @@ class Choices:
         return new
 
     def settle(self, rounds: Sequence[Sequence[float]]) -> None:
-        """Take what the plans of the pending trial took in each round, µs, equal on all ranks, and decide by it from now
-        on."""
+        """Take what the plans of the pending trial took in each round, µs, equal on all ranks, and
+        decide by it from now on."""
         self.experience.learn(rounds)
         self._plans.clear()
 
@@ -179,11 +187,14 @@ class Choices:
     ) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call.
 
-        ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
-        all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
-        ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be priced warns once.
-        ``lane``: instead of the one that was told last. ``is_in_turn``: the call runs before any other is asked for, and
-        ``experience.ran`` is told what it took, so that plans may take turns.
+        ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole
+        input of a rank), all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound).
+        ``is_float``: whether the order of sums shows.
+        ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be
+        priced warns once.
+        ``lane``: instead of the one that was told last. ``is_in_turn``: the call runs before any
+        other is asked for, and ``experience.ran`` is told what it took, so that plans may take
+        turns.
         """
         is_plain = wires == (NATIVE,)
         is_unplanned = self.planner is None and self._forced is None and not (self._is_ordered or self.is_tried)
@@ -205,7 +216,8 @@ class Choices:
         return None if found.strategy is Strategy.FLAT else found
 
     def _in_turn(self, plan: Plan) -> Plan:
-        """The plan whose turn it is among those that contend for calls of about the size of those of ``plan``, the simplest."""
+        """The plan whose turn it is among those that contend for calls of about the size of those
+        of ``plan``, the simplest."""
         connections = self._settings.connections
         contender = self.experience.contender(plan, None if connections is None else (connections,))
         if contender is None:
@@ -228,12 +240,14 @@ class Choices:
         element_bytes: int = 0,
         over: Span = Span.GROUP,
     ) -> float | None:
-        """Predict what a call takes, moved as it would be; None where no profile says it. As in :meth:`plan`.
+        """Predict what a call takes, moved as it would be; None where no profile says it. As in
+        :meth:`plan`.
 
-        ``over``: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
+        ``over``: of an all_to_all_v, among the ranks of each rail or node only
+        (:mod:`commlayer.scheduler.rails`).
 
-        ``shape``: of any group of the same job, whatever nodes it is on, with so many ``siblings``: the same on ranks of several
-        groups. A group of one rank takes no time.
+        ``shape``: of any group of the same job, whatever nodes it is on, with so many ``siblings``:
+        the same on ranks of several groups. A group of one rank takes no time.
         """
         if over is not Span.GROUP:
             return self._over_us(over, num_bytes)
@@ -281,7 +295,8 @@ class Choices:
             return None
 
     def why_flat(self, collective: str, num_bytes: int) -> str:
-        """Say why a plain tensor's call goes to the backend's own, by the profile; "" where a plan is predicted to be better."""
+        """Say why a plain tensor's call goes to the backend's own, by the profile; "" where a plan
+        is predicted to be better."""
         if collective not in _PLANNED or self.planner is None:
             return ""
         if collective == "all_to_all_v" and not self.two_level_may_pay:
@@ -293,7 +308,8 @@ class Choices:
         return decision.reason() if decision.plan.strategy is Strategy.FLAT else ""
 
     def promised_us(self, plan: Plan) -> float | None:
-        """Predict what the plan takes, µs, by the profile and by what trials have taught; None where no profile says it."""
+        """Predict what the plan takes, µs, by the profile and by what trials have taught; None
+        where no profile says it."""
         if self.planner is None:
             return None
         try:
@@ -312,9 +328,11 @@ class Choices:
 
     @cached_property
     def two_level_may_pay(self) -> bool:
-        """Whether a two-level all_to_all is predicted to win clearly at any size: the profile says it.
+        """Whether a two-level all_to_all is predicted to win clearly at any size: the profile says
+        it.
 
-        Clearly, because its ranks then agree on a size with every call, which costs something where flat is chosen too.
+        Clearly, because its ranks then agree on a size with every call, which costs something where
+        flat is chosen too.
         """
         size = _SMALLEST_BYTES * self.size
         while self.planner is not None and size <= _LARGEST_BYTES * self.size:
@@ -324,7 +342,8 @@ class Choices:
         return False
 
     def _gain(self, planner: Planner, size: int) -> float:
-        """How many times as long flat is predicted to take as the plan that is chosen for an all_to_all_v; 1 for flat."""
+        """How many times as long flat is predicted to take as the plan that is chosen for an
+        all_to_all_v; 1 for flat."""
         try:
             decision = planner.decide(self._traffic("all_to_all_v", size))
         except PlanError:

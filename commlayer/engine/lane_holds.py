@@ -1,14 +1,17 @@
 """Who is held at a chunk's edge, and for how long: the lanes of this process.
 
-Every call of a group on a lane is *issued* from the moment the program makes it to its end, also while it is queued. A call of a
-lower lane asks before each of its exchanges (:class:`Gate`) and is held while a higher lane has issued work, for a bounded time:
-:mod:`commlayer.scheduler.lanes` has the rules, and why they cannot deadlock.
+Every call of a group on a lane is *issued* from the moment the program makes it to its end, also
+while it is queued. A call of a lower lane asks before each of its exchanges (:class:`Gate`) and is
+held while a higher lane has issued work, for a bounded time: :mod:`commlayer.scheduler.lanes` has
+the rules, and why they cannot deadlock.
 
-What this rank knows decides. Ranks of one node share its network card, but in training they issue the same things at the same
-time, and a rank that is ahead must not stop those that are not. Rejected: counters in memory that a node's ranks share, which
-make all of them wait for what one has issued early.
+What this rank knows decides. Ranks of one node share its network card, but in training they issue
+the same things at the same time, and a rank that is ahead must not stop those that are not.
+Rejected: counters in memory that a node's ranks share, which make all of them wait for what one has
+issued early.
 
-A higher call may wait for a rank that is late, with nothing on the link. So it holds others for a few times as long as its bytes
+A higher call may wait for a rank that is late, with nothing on the link. So it holds others for a
+few times as long as its bytes
 take, and no longer: the link is not to be idle for the sake of one that is.
 """
 
@@ -45,8 +48,8 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Issued:
-    """A call that has been issued and has not ended. ``crosses``: bytes of it go between nodes. ``until``: it holds others until
-    then at most, seconds of the lanes' clock."""
+    """A call that has been issued and has not ended. ``crosses``: bytes of it go between nodes.
+    ``until``: it holds others until then at most, seconds of the lanes' clock."""
 
     level: int
     crosses: bool
@@ -54,7 +57,8 @@ class Issued:
 
 
 class Lanes:
-    """The calls that are issued, by level. ``is_on`` False: nobody is held, which may be changed while nothing runs.
+    """The calls that are issued, by level. ``is_on`` False: nobody is held, which may be changed
+    while nothing runs.
 
     Thread-safe: each group's calls run on a thread of their own.
     """
@@ -75,7 +79,8 @@ class Lanes:
         self._num_waiting = 0
 
     def enter(self, level: int, expected_s: float | None = None, *, crosses: bool = True) -> Issued:
-        """A call has been issued that takes ``expected_s`` by itself; None: not known, it holds others for a second at most.
+        """A call has been issued that takes ``expected_s`` by itself; None: not known, it holds
+        others for a second at most.
 
         ``crosses``: it goes between nodes. Give what is returned to :meth:`leave`.
         """
@@ -97,7 +102,8 @@ class Lanes:
         return not any(self._issued[:level])
 
     def hold(self, level: int, most_us: float, *, crosses: bool = True) -> float:
-        """Return when a chunk of ``level`` may go, after ``most_us`` at most for each call that asks at once. Seconds held.
+        """Return when a chunk of ``level`` may go, after ``most_us`` at most for each call that
+        asks at once. Seconds held.
 
         ``crosses``: it goes between nodes, and so waits only for calls that do.
         """
@@ -105,7 +111,8 @@ class Lanes:
             return 0.0
         with self._changed:
             began = now = self._clock()
-            # Chunks of several groups of one lane share what the lane keeps: each gets a place of its own in time.
+            # Chunks of several groups of one lane share what the lane keeps: each gets a place of
+            # its own in time.
             due = max(now, self._due[level]) + most_us / 1e6
             if self._until(level, crosses) <= now:
                 return 0.0
@@ -124,17 +131,20 @@ class Lanes:
         return now - began
 
     def _until(self, level: int, crosses: bool) -> float:
-        """When the last of the calls that go before ``level`` there stops holding others; 0.0 without any."""
+        """When the last of the calls that go before ``level`` there stops holding others; 0.0
+        without any."""
         return max(
             (call.until for calls in self._issued[:level] for call in calls if call.crosses or not crosses), default=0.0
         )
 
 
 class Gate:
-    """The edges of one call's chunks on a lane: called with a step's index before it is posted, returns ns that it was held.
+    """The edges of one call's chunks on a lane: called with a step's index before it is posted,
+    returns ns that it was held.
 
-    ``steps``: of each step what it takes by itself, µs, and whether it goes between nodes; 0 µs for one that passes without being
-    asked, as sums and copies do. ``budget_s``: for which the whole call is held at most: timeouts count holds too.
+    ``steps``: of each step what it takes by itself, µs, and whether it goes between nodes; 0 µs for
+    one that passes without being asked, as sums and copies do. ``budget_s``: for which the whole
+    call is held at most: timeouts count holds too.
     """
 
     __slots__ = ("_budget_s", "_lanes", "_level", "_steps", "held_s")
@@ -158,7 +168,8 @@ _LANES = Lanes()
 
 @in_forked_child
 def _in_child() -> None:
-    """Begin anew in a forked child, where what the parent has issued never ends, and must hold nothing."""
+    """Begin anew in a forked child, where what the parent has issued never ends, and must hold
+    nothing."""
     global _LANES
     _LANES = Lanes()
 
@@ -172,12 +183,13 @@ HELD_OF_TIMEOUT = 0.25
 """How much of its timeout a call may be held: the rest is for what it waits for."""
 _LATENCY_US = 100.0
 _BYTES_PER_US = 100.0
-"""Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a link: what is held for too long
-goes on all the same when the higher lane has ended."""
+"""Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a
+link: what is held for too long goes on all the same when the higher lane has ended."""
 
 
 def predicted_timeline(plan: Plan, planner: Planner | None) -> Timeline | None:
-    """The plan's timeline by the profile; None without one, or where it does not know its operations."""
+    """The plan's timeline by the profile; None without one, or where it does not know its
+    operations."""
     try:
         return None if planner is None else price(plan, planner.profile)
     except PlanError:
@@ -197,9 +209,11 @@ def exchange_times_us(plan: Plan, timeline: Timeline | None) -> list[float]:
 
 
 def longest_holds_us(plan: Plan, planner: Planner | None, policy: LanePolicy, timeout_s: float) -> Sequence[float]:
-    """For how long each step of a plan is held at most where the device does it, µs; 0 for one that passes without being asked.
+    """For how long each step of a plan is held at most where the device does it, µs; 0 for one that
+    passes without being asked.
 
-    Nobody sees there how long the earlier ones were, so each has its part of what all may take together.
+    Nobody sees there how long the earlier ones were, so each has its part of what all may take
+    together.
     """
     times_us = exchange_times_us(plan, predicted_timeline(plan, planner))
     part_us = timeout_s * HELD_OF_TIMEOUT * 1e6 / max(1, sum(time_us > 0 for time_us in times_us))

@@ -1,7 +1,8 @@
 """Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
 
-The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the backend's own calls use,
-under tags of their own. What they need beside that, the memory that a node's ranks share, is made at the first planned call,
+The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the
+backend's own calls use, under tags of their own. What they need beside that, the memory that a
+node's ranks share, is made at the first planned call,
 which all members make together: most groups of a trainer never need it.
 """
 
@@ -61,14 +62,17 @@ _MAX_SPLITS = 64
 class PlannedGroup(Executor):
     """Plans and runs the collectives of one group.
 
-    ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
-    rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned, unless
-    ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
-    on all ranks. ``rates``: of each of ``nodes``' cards, as a fraction of the usual one; empty: all alike. ``slow_pairs``:
-    two of ``nodes`` each, and the rate of the way between them. ``board`` is where failures of the group are known.
+    ``nodes``: for each node that the group touches, its members as ranks *of the group*.
+    ``global_ranks[i]`` is member i's rank in the job (for error messages). ``store`` is the group's
+    own. ``planner`` None: nothing is planned, unless ``settings.plan`` names one plan for all calls
+    to which it applies. Not thread-safe: one call at a time, in the same order on all ranks.
+    ``rates``: of each of ``nodes``' cards, as a fraction of the usual one; empty: all alike.
+    ``slow_pairs``: two of ``nodes`` each, and the rate of the way between them. ``board`` is where
+    failures of the group are known.
 
     ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
-    once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
+    once there is one: a failure breaks its connections too, so that nobody waits for the rest of a
+    timeout.
     """
 
     def __init__(
@@ -103,17 +107,20 @@ class PlannedGroup(Executor):
         self._measured: dist.ProcessGroup | None = None
         self.level = 0
         self.held_s = 0.0
-        """For how long chunks of its planned calls were held at their edges, on a lane that yields to others."""
+        """For how long chunks of its planned calls were held at their edges, on a lane that yields
+        to others."""
         self._splits = Kept[tuple[object, ...], SplitExchange](_MAX_SPLITS)
         self._edges = Kept[int, tuple[Plan, tuple[tuple[float, bool], ...]]](_MAX_KEPT)
 
     def use_lane(self, lane: str, is_cut: bool) -> None:
-        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
+        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all
+        ranks, between the same calls."""
         self.level = level_of(lane)
         self.choices.use_lane(lane if self.level and is_cut else "")
 
     def gate(self, plan: Plan, timeout_s: float) -> Gate | None:
-        """Where the exchanges of a call ask whether they may go; None where nobody goes before them."""
+        """Where the exchanges of a call ask whether they may go; None where nobody goes before
+        them."""
         if not self.level:
             return None
         kept = self._edges.get(id(plan))
@@ -124,12 +131,12 @@ class PlannedGroup(Executor):
         return Gate(lanes(), self.level, kept[1], timeout_s * HELD_OF_TIMEOUT)
 
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
-        """Plan, as ``choices`` does other calls, an all_to_all with any splits; ``num_bytes`` is the larger of what this rank
-        sends and receives.
+        """Plan, as ``choices`` does other calls, an all_to_all with any splits; ``num_bytes`` is
+        the larger of what this rank sends and receives.
 
-        Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
-        agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
-        Collective. Raises as :meth:`run`.
+        Ranks see different numbers, and must decide alike: they decide by the largest of the
+        *previous* call, on which they agree in the background (the first call is flat). Where no
+        size could make a two-level plan pay nobody talks. Collective. Raises as :meth:`run`.
         """
         if self.never_plans_exchanges:
             return None
@@ -147,10 +154,12 @@ class PlannedGroup(Executor):
         return None if not largest else self.plan_exchange(largest)
 
     def run(self, movement: Movement, *, timeout_s: float | None = None, issued: Call | None = None) -> Ran:
-        """See :meth:`Executor.run`. Returns when the output may be used; whatever breaks the call is told to the others."""
+        """See :meth:`Executor.run`. Returns when the output may be used; whatever breaks the call
+        is told to the others."""
         limit_s = timeout_s or self.timeout_s
-        # An asynchronous call runs on another thread than the mode that its tensors were made in. Torch's own context
-        # manager around this one is ten calls of Python, which show in a small message's time.
+        # An asynchronous call runs on another thread than the mode that its tensors were made in.
+        # Torch's own context manager around this one is ten calls of Python, which show in a small
+        # message's time.
         with torch._C._InferenceMode(True):
             try:
                 plan, source, target = movement.plan, movement.source, movement.target
@@ -179,7 +188,8 @@ class PlannedGroup(Executor):
     def _started(
         self, runner: Runner, movement: Movement, source: CallMemory, target: CallMemory, limit_s: float
     ) -> tuple[Prepared | SplitCall, StartedPlan]:
-        """Begin a call of any other kind. Returns what knows, at its end, what this rank has sent, and the call."""
+        """Begin a call of any other kind. Returns what knows, at its end, what this rank has sent,
+        and the call."""
         if movement.kind == "split":
             exchange = self._exchange(runner, movement).start(runner, source, target, limit_s)
             return exchange, exchange
@@ -217,14 +227,15 @@ class PlannedGroup(Executor):
         return super().prepared(runner, movement)
 
     def prepare(self, plan: Plan, root: int = 0) -> None:
-        """Have ready what a call of ``plan`` needs beside its data, so that the first one takes no longer than others.
-        The group's first is collective."""
+        """Have ready what a call of ``plan`` needs beside its data, so that the first one takes no
+        longer than others. The group's first is collective."""
         self.prepared(self._runner or self.connect_messages(), Movement(plan, None, None, root=root))
 
     def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, issued: Call | None = None) -> None:
         """Run a plan that has been started to its end, held where others go first.
 
-        ``issued``, the call that it is run for, gets the times of its steps where somebody has asked for them.
+        ``issued``, the call that it is run for, gets the times of its steps where somebody has
+        asked for them.
         """
         gate = self.gate(plan, timeout_s) if self.level else None
         if issued is None or issued.steps is None:
@@ -236,11 +247,13 @@ class PlannedGroup(Executor):
             self.held_s += gate.held_s
 
     def predicted(self, plan: Plan) -> Timeline | None:
-        """The plan's timeline by the profile; None without one, or where it does not know its operations."""
+        """The plan's timeline by the profile; None without one, or where it does not know its
+        operations."""
         return predicted_timeline(plan, self.choices.planner)
 
     def _exchange(self, runner: Runner, movement: Movement) -> SplitExchange:
-        """The moves of an all_to_all with these splits, which many programs have again and again."""
+        """The moves of an all_to_all with these splits, which many programs have again and
+        again."""
         plan, splits = movement.plan, (tuple(movement.splits[0]), tuple(movement.splits[1]))
         found = self._splits.get((id(plan), splits))
         if found is None:
@@ -251,7 +264,8 @@ class PlannedGroup(Executor):
         return found
 
     def tell(self, error: BaseException) -> None:
-        """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
+        """Whatever breaks a call here is told to the others, who would wait for this rank in this
+        group's other calls too."""
         if isinstance(error, UsageError):
             return  # found before a byte moved, and on all ranks alike
         self.abort(None if isinstance(error, ClusterError) else why_left(error))
@@ -259,15 +273,17 @@ class PlannedGroup(Executor):
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
     ) -> ClusterError:
-        """The error to raise where the backend's own (flat) call failed: names this rank, group, collective and sequence,
-        and the rank that failed first where it can be found. Tells the other ranks, and wakes them."""
+        """The error to raise where the backend's own (flat) call failed: names this rank, group,
+        collective and sequence, and the rank that failed first where it can be found. Tells the
+        other ranks, and wakes them."""
         board = self.board
         others = board.others(self.global_ranks)
         wait = FailedStep(board.rank, others, self.name, collective, "flat", collective, 0, sequence)
         return board.blame(wait, Failure(error, waited_s, timeout_s), self.abort)
 
     def abort(self, why: str | None = None) -> None:
-        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
+        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where
+        the failure is ours."""
         if why is not None:
             self.board.leave(why)
         if self._runner is not None:
@@ -275,8 +291,8 @@ class PlannedGroup(Executor):
         self._break_own_calls()
 
     def wait_for_message(self, work: dist.Work, timeout: timedelta) -> None:
-        """Return when a message of ``own_calls`` has gone or come. Raises RuntimeError: Gloo's, or that the group has been
-        broken meanwhile."""
+        """Return when a message of ``own_calls`` has gone or come. Raises RuntimeError: Gloo's, or
+        that the group has been broken meanwhile."""
         self.waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         try:
             if self.board.is_broken or not wait_for_message(work, timeout, self.board):
@@ -285,7 +301,8 @@ class PlannedGroup(Executor):
             self.waited_for.discard(work)
 
     def _wake(self) -> None:
-        """The board is broken: end the waits for messages of ``own_calls``, and break its connections."""
+        """The board is broken: end the waits for messages of ``own_calls``, and break its
+        connections."""
         for work in list(self.waited_for):
             end_wait(work)
         self._break_own_calls()
@@ -321,9 +338,10 @@ class PlannedGroup(Executor):
         return groups
 
     def connect_messages(self, connections: int = 1) -> Runner:
-        """The runner of the plans, whose messages inside nodes go through shared memory, and others over the connections of the
-        backend's own calls, under tags of their own; where ``connections`` asks for several, over new ones too. Made at the first
-        call that asks for them, which is collective."""
+        """The runner of the plans, whose messages inside nodes go through shared memory, and others
+        over the connections of the backend's own calls, under tags of their own; where
+        ``connections`` asks for several, over new ones too. Made at the first call that asks for
+        them, which is collective."""
         if self._runner is None:
             group = self._sharing_memory(self.connect_own_calls())
             peers = tuple((rank, place) for place, rank in enumerate(self.global_ranks))
@@ -344,13 +362,15 @@ class PlannedGroup(Executor):
         return 1 if self._runner is None else 1 + len(cast("GlooTransport", self._runner.transport).others)
 
     def shortage(self, connections: int) -> str:
-        """Say why this process cannot have so many connections with every member; "" where it may."""
+        """Say why this process cannot have so many connections with every member; "" where it
+        may."""
         more = connections - self.num_connections
         needed = more * (needed_descriptors(len(self.global_ranks)) + CLIENT)
         return shortfall(needed, f"{self._where(f'{connections} connections')}, {more} groups more")
 
     def try_connections(self, connections: int, patience_s: float) -> tuple[list[dist.ProcessGroup], str]:
-        """Make what lacks for so many connections with every member, for :meth:`take_connections`; and say why it cannot be made
+        """Make what lacks for so many connections with every member, for :meth:`take_connections`;
+        and say why it cannot be made
         here, if it cannot: then nothing breaks, and others may have made theirs. Collective."""
         errors: list[Exception] = []
 
@@ -369,21 +389,22 @@ class PlannedGroup(Executor):
         cast("GlooTransport", self.connect_messages().transport).widen(groups)
 
     def _more(self, connections: int, connect: Callable[[str], _Made]) -> list[_Made]:
-        """``connect`` for each connection that lacks, on threads: each waits for the link some times."""
+        """``connect`` for each connection that lacks, on threads: each waits for the link some
+        times."""
         numbers = range(self.num_connections + 1, connections + 1)
         with ThreadPoolExecutor(len(numbers)) as threads:
             return list(threads.map(connect, [f"messages, connection {number}" for number in numbers]))
 
     def connect_own_calls(self) -> dist.ProcessGroup:
-        """Gloo's own calls: the backend's group where this object serves one, else one on connections of its own, made at the
-        first call of this, which is collective then."""
+        """Gloo's own calls: the backend's group where this object serves one, else one on
+        connections of its own, made at the first call of this, which is collective then."""
         if self.own_calls is None:
             self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
         return self.own_calls
 
     def _sharing_memory(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """``group``, of the members, with messages inside nodes through shared memory, where the ranks share any. Collective.
-        Raises as :meth:`connect`."""
+        """``group``, of the members, with messages inside nodes through shared memory, where the
+        ranks share any. Collective. Raises as :meth:`connect`."""
 
         def share() -> dist.ProcessGroup:
             return sharing_memory(group, self.rank, self.nodes, self.timeout_s, self.settings, self.board)
@@ -402,8 +423,9 @@ class PlannedGroup(Executor):
     def _made(self, purpose: str, timeout_s: float, patience_s: float) -> dist.ProcessGroup:
         """:meth:`connect`, given up after ``patience_s``, which breaks nothing where it fails."""
 
-        # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
-        # threads, in another order on another rank, would wait for each other for ever.
+        # A client of its own: the groups of a process share one, whose waits hold its lock. Two
+        # groups that connect on two threads, in another order on another rank, would wait for each
+        # other for ever.
         size = len(self.global_ranks)
 
         def make() -> dist.ProcessGroup:

@@ -1,15 +1,16 @@
 """One order for all collectives of a group, and the Work objects that callers hold.
 
-Per group: first in, first out, the same on all ranks, because all ranks issue in program order. A synchronous call runs
-on its caller's thread when nothing is queued; everything else runs on one progress thread, which the group has while
-something is queued (:mod:`commlayer.engine.workers` lends it). A call made *on* the progress thread (by a callback of a
-future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
-Futures complete on the progress thread, and the next call waits for their callbacks, so that what a callback issues comes
-right after the call that it belongs to, on every rank.
+Per group: first in, first out, the same on all ranks, because all ranks issue in program order. A
+synchronous call runs on its caller's thread when nothing is queued; everything else runs on one
+progress thread, which the group has while something is queued (:mod:`commlayer.engine.workers`
+lends it). A call made *on* the progress thread (by a callback of a future, such as PowerSGD's hook)
+runs there and then: queued, it would wait behind itself. Futures complete on the progress thread,
+and the next call waits for their callbacks, so that what a callback issues comes right after the
+call that it belongs to, on every rank.
 
-Rejected: issuing asynchronous calls on the caller's thread and letting Gloo's threads complete them. Callbacks then run on
-Gloo's threads while the caller issues the next call, and two threads that issue on one Gloo group mix up its messages:
-wrong results, not an error.
+Rejected: issuing asynchronous calls on the caller's thread and letting Gloo's threads complete
+them. Callbacks then run on Gloo's threads while the caller issues the next call, and two threads
+that issue on one Gloo group mix up its messages: wrong results, not an error.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ class QueuedWork(Work):
         self._future: torch.futures.Future[Outputs] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
+        """Return True when the outputs may be used. ``timeout``: give up earlier than the call
+        itself would.
 
-        Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
+        Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call
+        goes on).
         """
         if not self._done:
             call = self.call
@@ -122,8 +125,9 @@ class QueuedWork(Work):
         with self._queue.futures_lock:
             if self._future is None:
                 ended: torch.futures.Future[None] = torch.futures.Future()
-                # What C++ sees as an error can only come out of a callback. ``Future.set_exception`` is a value there, and
-                # DDP, which takes it for the tensors, dies of it.
+                # What C++ sees as an error can only come out of a callback.
+                # ``Future.set_exception`` is a value there, and DDP, which takes it for the
+                # tensors, dies of it.
                 self._future = ended.then(self._deliver)
                 if self._done:
                     ended.set_result(None)
@@ -180,7 +184,8 @@ DONE = _Done()
 
 
 class HostWork(_Done):
-    """An asynchronous call that has run on the host when it is returned. ``outputs``: the call's."""
+    """An asynchronous call that has run on the host when it is returned. ``outputs``: the
+    call's."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -196,7 +201,8 @@ class HostWork(_Done):
 
 
 class StreamWork(_Done):
-    """A call whose steps have been enqueued on CUDA streams. ``join`` makes the current stream wait for them."""
+    """A call whose steps have been enqueued on CUDA streams. ``join`` makes the current stream wait
+    for them."""
 
     def __init__(self, join: Callable[[], None] | None) -> None:
         super().__init__()
@@ -213,13 +219,15 @@ class StreamWork(_Done):
 
 
 class ProgressQueue:
-    """The order of one group's collectives. ``name`` is the progress thread's; ``who`` names rank and group in errors."""
+    """The order of one group's collectives. ``name`` is the progress thread's; ``who`` names rank
+    and group in errors."""
 
     def __init__(self, name: str, who: Callable[[], str]) -> None:
         self.name, self.who = name, who
         self.running = threading.Lock()
         """Held while a call runs."""
-        # Guards the counter, the order of the queue, and who has a thread; told when the thread is given back.
+        # Guards the counter, the order of the queue, and who has a thread; told when the thread is
+        # given back.
         self._counting = threading.Condition(threading.Lock())
         self.futures_lock = threading.Lock()
         self.pending = 0  # calls that are queued or under way
@@ -239,7 +247,8 @@ class ProgressQueue:
         return threading.get_ident() == self._thread_id
 
     def run(self, label: str, task: QueuedCall, args: tuple[Any, ...]) -> None:
-        """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
+        """Run ``task(*args)`` after everything that was submitted before, and return when it has
+        ended."""
         if self.pending and not self.is_progress_thread():
             self.submit(label, None, task, args).wait()
             return
@@ -286,7 +295,8 @@ class ProgressQueue:
             self._run_item(*item)
 
     def drain(self, timeout_s: float = -1) -> bool:
-        """Wait for what is queued and give the thread back. False where it did not end in time (seconds; -1: no limit)."""
+        """Wait for what is queued and give the thread back. False where it did not end in time
+        (seconds; -1: no limit)."""
         with self._counting:
             self._closed = True
             if self._has_thread and not self.is_progress_thread():
@@ -299,8 +309,8 @@ class ProgressQueue:
         return True
 
     def disown(self) -> None:
-        """In a forked child: see :class:`commlayer.failures.forks.Disowned`. What is called from now on runs here, and is
-        refused."""
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`. What is called from
+        now on runs here, and is refused."""
         self.running, self.futures_lock = threading.Lock(), threading.Lock()
         self._counting = threading.Condition(threading.Lock())
         self._tasks, self.pending = SimpleQueue(), 0
@@ -308,7 +318,8 @@ class ProgressQueue:
         self.is_inherited = True
 
     def work(self) -> None:
-        """Run what is queued, to its end, on the thread that :mod:`commlayer.engine.workers` has given for it."""
+        """Run what is queued, to its end, on the thread that :mod:`commlayer.engine.workers` has
+        given for it."""
         self._thread_id = threading.get_ident()
         try:
             while (item := self._next()) is not None:
@@ -318,7 +329,8 @@ class ProgressQueue:
             self._give_up(error)
 
     def _next(self) -> tuple[QueuedWork, QueuedCall, tuple[Any, ...]] | None:
-        """What is to be run next; None: nothing, and whoever queues something now asks for a thread."""
+        """What is to be run next; None: nothing, and whoever queues something now asks for a
+        thread."""
         with self._counting:
             item = None if self._tasks.empty() else self._tasks.get()
             if item is None:
@@ -331,7 +343,8 @@ class ProgressQueue:
         self._counting.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
-        """Nobody runs what is queued: whoever waits for it must hear so. It stays ``pending``, so that later calls do too."""
+        """Nobody runs what is queued: whoever waits for it must hear so. It stays ``pending``, so
+        that later calls do too."""
         with self._counting:
             self._failure = error
         while not self._tasks.empty():

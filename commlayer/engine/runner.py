@@ -1,7 +1,8 @@
 """The one loop that runs every plan, on every transport, and plans as this rank runs them.
 
-For each step in plan order: require what it waits for, ask the gate, post it. On the CPU ``require`` waits on the host while
-Gloo's threads move what was posted; on CUDA it makes one stream wait for an event of another, and the host runs ahead.
+For each step in plan order: require what it waits for, ask the gate, post it. On the CPU
+``require`` waits on the host while Gloo's threads move what was posted; on CUDA it makes one stream
+wait for an event of another, and the host runs ahead.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ _NOTHING = Sent(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
+    """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input
+    and output, what it sends.
 
-    The plan is kept, so that its id stays its own. ``script``: the moves as the transport posts them.
+    The plan is kept, so that its id stays its own. ``script``: the moves as the transport posts
+    them.
     """
 
     plan: Plan
@@ -61,7 +64,8 @@ class Prepared:
 
 
 def require_tags(plan: Plan, num_steps: int) -> None:
-    """Raises PlanError where a call of the plan would need more message tags than one call may have."""
+    """Raises PlanError where a call of the plan would need more message tags than one call may
+    have."""
     if num_steps * plan.tags_per_step > MAX_TAGS:
         raise PlanError(
             f"{plan.name} over {plan.traffic.group_size} ranks needs more than {MAX_TAGS} message tags: use fewer chunks"
@@ -69,7 +73,8 @@ def require_tags(plan: Plan, num_steps: int) -> None:
 
 
 def drive(plan: Plan, call: StartedPlan, gate: Gate | None = None) -> None:
-    """Post every step of a call that has been started, each after those that it waits for, and when ``gate`` lets it."""
+    """Post every step of a call that has been started, each after those that it waits for, and when
+    ``gate`` lets it."""
     for index, step in enumerate(plan.steps):
         for earlier in step.after:
             call.require(earlier, index)
@@ -79,10 +84,11 @@ def drive(plan: Plan, call: StartedPlan, gate: Gate | None = None) -> None:
 
 
 class Runner:
-    """Prepares plans and starts them on one rank's transport, one call at a time, and keeps what was prepared, and memory.
+    """Prepares plans and starts them on one rank's transport, one call at a time, and keeps what
+    was prepared, and memory.
 
-    ``near``: the members of the group on this rank's node. Plans are kept by identity: hashing one of a hundred steps costs
-    more than posting it.
+    ``near``: the members of the group on this rank's node. Plans are kept by identity: hashing one
+    of a hundred steps costs more than posting it.
     """
 
     def __init__(self, transport: Transport, near: Collection[int] = ()) -> None:
@@ -94,7 +100,8 @@ class Runner:
     def prepared(
         self, plan: Plan, key: Hashable, moves: Callable[[], tuple[Sequence[Moves], Mapping[Buffer, int]]]
     ) -> Prepared:
-        """``plan`` with the steps and sizes of buffers that ``moves()`` returns, made once for each ``key``.
+        """``plan`` with the steps and sizes of buffers that ``moves()`` returns, made once for each
+        ``key``.
 
         Raises PlanError where it needs too many message tags.
         """
@@ -104,7 +111,8 @@ class Runner:
         return found
 
     def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
-        """``plan`` with these steps and sizes of buffers, for one call; not kept. Raises as :meth:`prepared`."""
+        """``plan`` with these steps and sizes of buffers, for one call; not kept. Raises as
+        :meth:`prepared`."""
         require_tags(plan, len(steps))
         sent, script = Sent.by(steps, self._near), self.transport.compile(plan, steps)
         return Prepared(plan, tuple(steps), script, sizes, sent)
@@ -119,17 +127,20 @@ class Runner:
         coder: Coder | None = None,
         mark: int = 0,
     ) -> StartedPlan:
-        """Begin a call from ``source`` to ``target``, on one device, with its ``mark``. To be driven, and finished."""
+        """Begin a call from ``source`` to ``target``, on one device, with its ``mark``. To be
+        driven, and finished."""
         buffers = self.buffers(prepared, source, target)
         return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
 
     def launch(
         self, prepared: Prepared, source: torch.Tensor, target: torch.Tensor, timeout_s: float
     ) -> Callable[[], None]:
-        """Start every step of a call from ``source`` to ``target``, both 1-D uint8 [bytes] on one device, not overlapping.
+        """Start every step of a call from ``source`` to ``target``, both 1-D uint8 [bytes] on one
+        device, not overlapping.
 
-        Call what is returned before the output is used or the input changed. On the CPU that waits on the host; on a device it
-        makes the stream that is current *then* wait. Raises PeerError or CollectiveTimeoutError, as that does.
+        Call what is returned before the output is used or the input changed. On the CPU that waits
+        on the host; on a device it makes the stream that is current *then* wait. Raises PeerError
+        or CollectiveTimeoutError, as that does.
         """
         call = self.start(prepared, CallMemory(source), CallMemory(target), timeout_s)
         drive(prepared.plan, call)
@@ -143,8 +154,8 @@ class Runner:
         return buffers
 
     def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
-        """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching) them costs as much as a
-        copy."""
+        """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching)
+        them costs as much as a copy."""
         kept = self._memory.get(buffer)
         if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
             kept = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))

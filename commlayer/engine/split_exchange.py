@@ -1,4 +1,5 @@
-"""A two-level all_to_all of one rank: what it moves, of which half is known only when its node's ranks have told their counts."""
+"""A two-level all_to_all of one rank: what it moves, of which half is known only when its node's
+ranks have told their counts."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _SORT, _PASS_ON = 1, 2
 
 
 class Revealed(NamedTuple):
-    """The rest of an exchange, by the counts of a node's ranks: two steps, the bytes in transit, and what this rank sends in
-    all."""
+    """The rest of an exchange, by the counts of a node's ranks: two steps, the bytes in transit,
+    and what this rank sends in all."""
 
     sort: GlooStep
     pass_on: GlooStep
@@ -33,7 +34,8 @@ class Revealed(NamedTuple):
 
 
 class SplitExchange:
-    """A two-level all_to_all of certain splits, as one rank of it runs it, any number of times. ``near``: see Runner."""
+    """A two-level all_to_all of certain splits, as one rank of it runs it, any number of times.
+    ``near``: see Runner."""
 
     def __init__(self, plan: Plan, two_level: TwoLevel, transport: GlooTransport, near: Collection[int]) -> None:
         require_tags(plan, len(plan.steps))
@@ -41,7 +43,8 @@ class SplitExchange:
         self._before = two_level.before()
         self._script = transport.compile(plan, self._before)
         self._counts = array("q", chain.from_iterable(two_level.counts())).tobytes()
-        """The counts that this rank tells the others of its node, each of them about those that it relays for: int64."""
+        """The counts that this rank tells the others of its node, each of them about those that it
+        relays for: int64."""
         self._transport, self._near = transport, near
         self._revealed: tuple[bytes, Revealed] | None = None
 
@@ -55,7 +58,8 @@ class SplitExchange:
         return SplitCall(self, call, buffers)
 
     def reveal(self, staging: CallMemory) -> Revealed:
-        """Find out the rest by the counts that have arrived in ``staging``; the same ones as last time need no work."""
+        """Find out the rest by the counts that have arrived in ``staging``; the same ones as last
+        time need no work."""
         region, two_level = self.two_level.counts_region, self.two_level
         arrived, width = staging.bytes[region.start : region.stop], len(two_level.relayed[two_level.i])
         own, told = two_level.row(two_level.i), two_level.told(two_level.i)
@@ -72,8 +76,8 @@ class SplitExchange:
 
 
 class SplitCall:
-    """A call of a :class:`SplitExchange`, which learns what it moves in its second step when the first has ended.
-    See :class:`~commlayer.transport.contract.StartedPlan`.
+    """A call of a :class:`SplitExchange`, which learns what it moves in its second step when the
+    first has ended. See :class:`~commlayer.transport.contract.StartedPlan`.
 
     ``sent``: the bytes that this rank sends, once that is known.
     """

@@ -1,7 +1,9 @@
-"""A plan's steps bound to the memory of a call: which slices of it each message, copy and sum takes, found out once.
+"""A plan's steps bound to the memory of a call: which slices of it each message, copy and sum
+takes, found out once.
 
-Calls on the same memory again, as those of gradients' buckets are, run what is bound here, and build nothing. What is bound
-holds the memory, so whoever keeps it lets go of it when the tensors of the call are gone.
+Calls on the same memory again, as those of gradients' buckets are, run what is bound here, and
+build nothing. What is bound holds the memory, so whoever keeps it lets go of it when the tensors of
+the call are gone.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ Work = Callable[[], object]
 
 
 class BoundStep(NamedTuple):
-    """A step's parts, None where there is none: ``communicate`` enqueues its messages, ``local`` is work on the rank's memory."""
+    """A step's parts, None where there is none: ``communicate`` enqueues its messages, ``local`` is
+    work on the rank's memory."""
 
     communicate: Callable[[], Sequence[Received]] | None
     local: Work | None
 
 
 class BoundScript(NamedTuple):
-    """A script's steps as they are run on the memory of a call. ``kept``: what memory the stream of each resource uses."""
+    """A script's steps as they are run on the memory of a call. ``kept``: what memory the stream of
+    each resource uses."""
 
     steps: tuple[BoundStep, ...]
     kept: tuple[tuple[Resource, tuple[torch.Tensor, ...]], ...]

@@ -1,8 +1,9 @@
 """The memory of a call: tensors in one piece, as bytes and in parts, and how parts are reduced.
 
-Blocks of half precision are summed in FP32 and rounded once: torch's own loop over two of them at a time would
-round after each. (A plan over nodes has a reduction inside the node and one between nodes, so it rounds once
-for each.) All other dtypes are summed as they are. Blocks are reduced in a fixed order.
+Blocks of half precision are summed in FP32 and rounded once: torch's own loop over two of them at a
+time would round after each. (A plan over nodes has a reduction inside the node and one between
+nodes, so it rounds once for each.) All other dtypes are summed as they are. Blocks are reduced in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -32,23 +33,28 @@ _STRIDED = torch.strided
 _BYTE = torch.uint8
 _MAX_PARTS = 4096
 _MAY_BE_WRITTEN = 0x200  # PyBUF_WRITE of Python's C interface
-# A function of our own: argument types that are set on ctypes.pythonapi's are those of everybody who calls it.
+# A function of our own: argument types that are set on ctypes.pythonapi's are those of everybody
+# who calls it.
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 
 
 class CallMemory(dict[tuple[int, int, torch.dtype], torch.Tensor]):
-    """The memory of one buffer of a call, and its parts: ``memory[start, stop, dtype]`` is the bytes from ``start`` to ``stop``
-    as a 1-D tensor of ``dtype``, whose elements begin at multiples of its size.
+    """The memory of one buffer of a call, and its parts: ``memory[start, stop, dtype]`` is the
+    bytes from ``start`` to ``stop`` as a 1-D tensor of ``dtype``, whose elements begin at multiples
+    of its size.
 
-    ``tensor``: 1-D uint8 [bytes]; on the CPU ``bytes`` is the same as a memoryview. It is made from an address, and holds no
-    memory: a slice of it must not outlive this object, which holds the tensor. (Rejected: ``tensor.numpy()``. It makes the
-    storage one that can never be resized again, and most tensors are a caller's.)
+    ``tensor``: 1-D uint8 [bytes]; on the CPU ``bytes`` is the same as a memoryview. It is made from
+    an address, and holds no
+    memory: a slice of it must not outlive this object, which holds the tensor. (Rejected:
+    ``tensor.numpy()``. It makes the storage one that can never be resized again, and most tensors
+    are a caller's.)
 
-    A part is made when it is first asked for, and kept: a slice of a tensor costs ten times what a slice of a memoryview does,
-    and more than the copy of a small message. A buffer that is kept between calls keeps its parts too. It is a dictionary
-    because messages and sums look parts up, and a method would be a call of Python for each.
+    A part is made when it is first asked for, and kept: a slice of a tensor costs ten times what a
+    slice of a memoryview does, and more than the copy of a small message. A buffer that is kept
+    between calls keeps its parts too. It is a dictionary because messages and sums look parts up,
+    and a method would be a call of Python for each.
     """
 
     __slots__ = ("_typed", "bytes", "tensor")
@@ -77,7 +83,8 @@ Buffers = Mapping[Buffer, CallMemory]
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` without history and contiguous: itself where it is, else a copy. Signs and conjugations put off are carried out.
+    """``x`` without history and contiguous: itself where it is, else a copy. Signs and conjugations
+    put off are carried out.
 
     Raises TensorError for sparse tensors.
     """
@@ -99,14 +106,15 @@ def require_dense(x: torch.Tensor) -> None:
 def as_row(x: torch.Tensor) -> torch.Tensor:
     """The elements of ``x``, which is contiguous, as a 1-D view with stride 1.
 
-    ``x.view(-1)`` keeps the stride of a tensor of one or no elements, which is contiguous with any, and torch views bytes only
-    where it is 1.
+    ``x.view(-1)`` keeps the stride of a tensor of one or no elements, which is contiguous with any,
+    and torch views bytes only where it is 1.
     """
     return x.as_strided((x.numel(),), (1,))
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is plain. Every dtype passes, FP8 and NaN payloads too."""
+    """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is plain. Every dtype passes,
+    FP8 and NaN payloads too."""
     if x.layout is not _STRIDED or not x.is_contiguous() or x.is_conj() or x.is_neg() or x.requires_grad:
         x = plain(x)
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # as_row, without a call

@@ -1,4 +1,5 @@
-"""Transports of a grid of ranks: process groups of our own, so that our messages never meet the caller's."""
+"""Transports of a grid of ranks: process groups of our own, so that our messages never meet the
+caller's."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def require_device_type(name: str) -> None:
 
 
 def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_s: float) -> Transport:
-    """Make the groups of this rank's row and column, and the transport over them. Collective over the grid.
+    """Make the groups of this rank's row and column, and the transport over them. Collective over
+    the grid.
 
     Raises PeerError, CollectiveTimeoutError where a rank does not come.
     """
@@ -76,7 +78,8 @@ def _on_device(
     timeout: timedelta,
     connected: Callable[[str, tuple[int, ...], timedelta], tuple[Messenger, tuple[int, ...]]],
 ) -> Transport:
-    """``connected`` makes a communicator of some ranks, and says which rank in it each of them is."""
+    """``connected`` makes a communicator of some ranks, and says which rank in it each of them
+    is."""
     from commlayer.devices.accelerator import AcceleratorDevice
     from commlayer.transport.streams import StepMessenger, StreamTransport
 
@@ -115,12 +118,14 @@ def _registered_line(
 def gloo_of_grid(
     name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool = False
 ) -> dist.ProcessGroup:
-    """Make a Gloo group of some ranks of a grid, straight from the store, under a name that all ranks agreed on. Collective.
+    """Make a Gloo group of some ranks of a grid, straight from the store, under a name that all
+    ranks agreed on. Collective.
 
     ``is_inside``: they are of one node, and share its memory.
 
-    Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
-    rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
+    Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the
+    number of groups that this rank is in; ranks that are in different numbers of groups, as in any
+    trainer, then wait for each other for ever.
     """
     require(needed_descriptors(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
     place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
@@ -144,10 +149,11 @@ def sharing_memory(
     settings: Settings,
     board: Board,
 ) -> dist.ProcessGroup:
-    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the machine allow it.
+    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the
+    machine allow it.
 
-    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError where a rank does not come, and
-    at once where ``board`` is broken.
+    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError
+    where a rank does not come, and at once where ``board`` is broken.
     """
     if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
         return group
@@ -155,7 +161,8 @@ def sharing_memory(
 
 
 def wants_shared_memory(settings: Settings) -> bool:
-    """Whether messages inside a node may go past its network; an emulated link that is shaped is there to be used."""
+    """Whether messages inside a node may go past its network; an emulated link that is shaped is
+    there to be used."""
     if settings.intra != "auto":
         return settings.intra == "shared"
     links = os.environ.get("COMMLAYER_EMULATED_LINKS")
@@ -163,7 +170,8 @@ def wants_shared_memory(settings: Settings) -> bool:
 
 
 def _nccl_messenger(group: dist.ProcessGroup) -> Messenger:
-    """The messenger of a registered group, connected now; it leaves torch's list of groups when it is closed."""
+    """The messenger of a registered group, connected now; it leaves torch's list of groups when it
+    is closed."""
     device = torch.device("cuda", torch.cuda.current_device())
     inner = Nccl(cast("Inner", group._get_backend(device)), verbs=group)
     connect_now(inner, device)
@@ -171,7 +179,8 @@ def _nccl_messenger(group: dist.ProcessGroup) -> Messenger:
 
 
 def _nccl_group(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """A registered group, which torch connects as it connects the user's; so ranks must be in equal numbers of groups here."""
+    """A registered group, which torch connects as it connects the user's; so ranks must be in equal
+    numbers of groups here."""
     group: dist.ProcessGroup | None = dist.new_group(
         list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
     )

@@ -1,4 +1,5 @@
-"""The contract of a way of moving bytes: a transport compiles plans and starts calls, a call posts the steps of a plan."""
+"""The contract of a way of moving bytes: a transport compiles plans and starts calls, a call posts
+the steps of a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ __all__ = [
 CALLS_IN_FLIGHT = 1 << 15
 """Calls whose messages have tags of their own."""
 FIRST_TAG = 1 << 30
-"""The first tag of calls. Below it are those of programs, whose messages may go over the same connections."""
+"""The first tag of calls. Below it are those of programs, whose messages may go over the same
+connections."""
 _ABORT_TAG = FIRST_TAG + MAX_TAGS * CALLS_IN_FLIGHT
 
 
@@ -45,7 +47,8 @@ class SizeMismatch(RuntimeError):
 
 
 class CallMismatch(SizeMismatch):
-    """A message of another call has come than was expected: of other elements, with another operation, or another root."""
+    """A message of another call has come than was expected: of other elements, with another
+    operation, or another root."""
 
     def __init__(self, expected: int, got: int, expected_bytes: int, got_bytes: int, peer: int) -> None:
         super().__init__(expected_bytes, got_bytes, peer)
@@ -54,7 +57,8 @@ class CallMismatch(SizeMismatch):
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group of our own, for one kind of step: ``peers[i]`` is (global rank, rank in the group) of index i."""
+    """A process group of our own, for one kind of step: ``peers[i]`` is (global rank, rank in the
+    group) of index i."""
 
     name: str
     group: dist.ProcessGroup
@@ -62,12 +66,14 @@ class Channel:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether indices and ranks in the group are the same, so that the group's own collectives may be used."""
+        """Whether indices and ranks in the group are the same, so that the group's own collectives
+        may be used."""
         return all(index == place for index, (_, place) in enumerate(self.peers))
 
 
 class Coder(Protocol):
-    """Turns bytes of a tensor into encoded messages and back. All arguments are 1-D uint8 [bytes]."""
+    """Turns bytes of a tensor into encoded messages and back. All arguments are 1-D uint8
+    [bytes]."""
 
     def encode(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """``source``, whole rows of the tensor, becomes one message in ``target``."""
@@ -76,7 +82,8 @@ class Coder(Protocol):
         """The message in ``source`` becomes rows of the tensor in ``target``."""
 
     def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor], coded: Sequence[bool]) -> None:
-        """``target`` becomes the sum of ``sources`` in their order, in FP32; ``coded[i]``: whether the i-th is a message."""
+        """``target`` becomes the sum of ``sources`` in their order, in FP32; ``coded[i]``: whether
+        the i-th is a message."""
 
 
 class Script(Protocol):
@@ -95,18 +102,21 @@ class StartedPlan(Protocol):
         """The moves of this rank in each step; of some calls they are all known only at the end."""
 
     def require(self, earlier: int, index: int) -> None:
-        """Step ``index`` must not start before step ``earlier`` has ended (on the host, or on the device's stream)."""
+        """Step ``index`` must not start before step ``earlier`` has ended (on the host, or on the
+        device's stream)."""
 
     def post(self, index: int) -> None:
         """Start step ``index``."""
 
     def finish(self) -> None:
-        """Return when the output may be used (on a device: by the current stream) and the input may be changed."""
+        """Return when the output may be used (on a device: by the current stream) and the input may
+        be changed."""
 
 
 class Transport(Protocol):
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> Script:
-        """Find out how ``steps``, this rank's moves in each step of ``plan``, are posted here. Talks to nobody."""
+        """Find out how ``steps``, this rank's moves in each step of ``plan``, are posted here.
+        Talks to nobody."""
 
     def start(
         self,
@@ -117,18 +127,20 @@ class Transport(Protocol):
         coder: Coder | None = None,
         mark: int = 0,
     ) -> StartedPlan:
-        """Begin a call of ``script``, which this transport compiled. Calls of one transport must be started in the same order
-        on all ranks, from one thread at a time.
+        """Begin a call of ``script``, which this transport compiled. Calls of one transport must be
+        started in the same order on all ranks, from one thread at a time.
 
-        ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages. ``mark``: of the call
-        (:mod:`commlayer.transport.marks`), where messages can carry it.
+        ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded
+        messages. ``mark``: of the call (:mod:`commlayer.transport.marks`), where messages can carry
+        it.
         """
 
     def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for a buffer of calls, on ``device``: 1-D uint8 [num_bytes]."""
 
     def abort(self, why: str | None = None) -> None:
-        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
+        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where
+        the failure is ours."""
 
     def close(self) -> None:
         """Let go of connections. Collective. Raises ClusterError where a rank does not come."""

@@ -1,11 +1,13 @@
-"""CPU tensors over Gloo's messages, and through shared memory inside nodes: the transport of every plan on the CPU.
+"""CPU tensors over Gloo's messages, and through shared memory inside nodes: the transport of every
+plan on the CPU.
 
-Gloo's collectives are not used: its all_gather costs 2 to 2.5 times the direct form, and none of them can receive where
-the bytes finally belong. Point-to-point messages can: every piece is received in place, all receives of a call are
-posted before its first send (so that no sender waits for a receiver), and Gloo's own I/O threads move what is posted.
-The one exception is a small flat exchange, where Gloo's single call costs less than two messages and their bookkeeping.
-A step of an earlier chunk is ahead of a later one on every connection (TCP keeps order), which is the rule that a
-resource does one step at a time.
+Gloo's collectives are not used: its all_gather costs 2 to 2.5 times the direct form, and none of
+them can receive where the bytes finally belong. Point-to-point messages can: every piece is
+received in place, all receives of a call are posted before its first send (so that no sender waits
+for a receiver), and Gloo's own I/O threads move what is posted. The one exception is a small flat
+exchange, where Gloo's single call costs less than two messages and their bookkeeping. A step of an
+earlier chunk is ahead of a later one on every connection (TCP keeps order), which is the rule that
+a resource does one step at a time.
 """
 
 from __future__ import annotations
@@ -43,12 +45,15 @@ from commlayer.transport.shared_memory.shared_messages import Posting, SharedMem
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport"]
 
 ONE_CALL_BYTES = 128 << 10
-"""Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64 KiB the call takes two
-thirds of the messages' time, at 256 KiB and above the messages are as fast or faster. The same number on every rank."""
+"""Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64
+KiB the call takes two thirds of the messages' time, at 256 KiB and above the messages are as fast
+or faster. The same number on every rank."""
 _BY_BYTES = 32 << 10
-"""Up to this size a copy between buffers is one of bytes: torch's costs more to call, and lets other threads run meanwhile."""
+"""Up to this size a copy between buffers is one of bytes: torch's costs more to call, and lets
+other threads run meanwhile."""
 _STRIPE_BYTES = 64 << 10
-"""The least part of a message that goes over a connection of its own: below it a message costs more than its bytes do."""
+"""The least part of a message that goes over a connection of its own: below it a message costs more
+than its bytes do."""
 _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 """The buffers whose regions are encoded messages."""
 _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer", "broken pipe", "gloo")
@@ -60,12 +65,14 @@ _NOTHING: tuple[None, tuple[()]] = None, ()
 """What a step receives that has no messages, or none that nobody has waited for."""
 
 _FarPosting = tuple[int, int, Buffer, int, int, int]
-"""A message to a rank of another node: as to a neighbour, and over which of the channel's connections."""
+"""A message to a rank of another node: as to a neighbour, and over which of the channel's
+connections."""
 _Parted = tuple[Sequence[Posting], Sequence[_FarPosting]]
 
 
 class GlooTransport:
-    """CPU tensors over Gloo. Not thread-safe: one issuing thread at a time (Gloo gives wrong results otherwise)."""
+    """CPU tensors over Gloo. Not thread-safe: one issuing thread at a time (Gloo gives wrong
+    results otherwise)."""
 
     def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard) -> None:
         self.channels = channels
@@ -75,12 +82,14 @@ class GlooTransport:
         }
         """The Gloo groups, and what carries messages inside the node instead."""
         self.others = list[dist.ProcessGroup]()
-        """Groups of the same ranks, in the same order, whose connections take parts of large messages to other nodes."""
+        """Groups of the same ranks, in the same order, whose connections take parts of large
+        messages to other nodes."""
         self.board = board
         self.rank = board.rank
         self.sequence = 0
         self.waited_for: set[Waitable] = set()
-        """The messages that calls of ours wait for: where the board breaks, these waits are ended from another thread."""
+        """The messages that calls of ours wait for: where the board breaks, these waits are ended
+        from another thread."""
         self._is_aborted = False
         board.on_break(self._wake)
 
@@ -91,14 +100,16 @@ class GlooTransport:
         self.abort()
 
     def widen(self, others: Sequence[dist.ProcessGroup]) -> None:
-        """Have plans that ask for several connections send parts of large messages over those of these groups too. For a
-        transport all of whose channels have the same ranks in the same order."""
+        """Have plans that ask for several connections send parts of large messages over those of
+        these groups too. For a transport all of whose channels have the same ranks in the same
+        order."""
         self.others += others
         for op, groups in self.far.items():
             self.far[op] = (*groups, *others)
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> GlooScript:
-        """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they go."""
+        """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they
+        go."""
         compiled = tuple(self.compile_step(plan, *each) for each in enumerate(steps))
         return GlooScript(plan, compiled, is_one_call=self.is_one_call(plan))
 
@@ -131,14 +142,16 @@ class GlooTransport:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def is_one_call(self, plan: Plan) -> bool:
-        """Whether ``plan`` is run as one call of Gloo's own, which is cheaper than its messages. The same on every rank."""
+        """Whether ``plan`` is run as one call of Gloo's own, which is cheaper than its messages.
+        The same on every rank."""
         if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:
             return False
         channel = self.channels.get(Op.ALL_TO_ALL)
         return channel is not None and channel.is_in_order
 
     def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
-        """The error for a wait of step ``index`` that broke; reports it to the other ranks and wakes them first."""
+        """The error for a wait of step ``index`` that broke; reports it to the other ranks and
+        wakes them first."""
         step = plan.steps[index]
         wait = FailedStep(
             rank=self.rank,
@@ -155,7 +168,8 @@ class GlooTransport:
         return self.board.blame(wait, failure, self.abort)
 
     def _disagreement(self, wait: FailedStep, mismatch: SizeMismatch) -> DisagreementError:
-        """Nobody is dead, and nobody must be blamed for it: the others are told what was found here."""
+        """Nobody is dead, and nobody must be blamed for it: the others are told what was found
+        here."""
         if isinstance(mismatch, CallMismatch):
             return self._other_call(wait, mismatch)
         expected, got = mismatch.expected_bytes, mismatch.got_bytes
@@ -178,10 +192,11 @@ class GlooTransport:
         )
 
     def abort(self, why: str | None = None) -> None:
-        """Break our connections, so that ranks that wait for this one wake up now instead of at their timeout.
+        """Break our connections, so that ranks that wait for this one wake up now instead of at
+        their timeout.
 
-        Gloo's own abort() leaves them open. A receive that times out makes Gloo close every connection of its group, so
-        one that nobody will ever answer is posted, and timed out.
+        Gloo's own abort() leaves them open. A receive that times out makes Gloo close every
+        connection of its group, so one that nobody will ever answer is posted, and timed out.
         """
         if why is not None:
             self.board.leave(why)
@@ -193,7 +208,8 @@ class GlooTransport:
                 break_connections(group, [place for rank, place in channel.peers if rank != self.rank])
 
     def release(self) -> list[dist.ProcessGroup]:
-        """Forget the groups, and return them: only the list refers to them then, as far as the transport is concerned."""
+        """Forget the groups, and return them: only the list refers to them then, as far as the
+        transport is concerned."""
         groups = [*(channel.group for channel in dict.fromkeys(self.channels.values())), *self.others]
         self.channels, self.shared, self.far, self.others = {}, {}, {}, []
         return groups
@@ -212,7 +228,8 @@ class GlooTransport:
                 keep(channel.group)
 
     def _part(self, channel: Channel) -> None:
-        """Wait for the others: a peer may still be reading what we sent. Bounded by the group's timeout."""
+        """Wait for the others: a peer may still be reading what we sent. Bounded by the group's
+        timeout."""
         try:
             wait_for_collective(channel.group.barrier(), self.board)
         except RuntimeError as error:
@@ -224,7 +241,8 @@ class GlooTransport:
 
 
 class GlooStep:
-    """One step as this transport posts it: messages to and from neighbours, through shared memory, and to and from others."""
+    """One step as this transport posts it: messages to and from neighbours, through shared memory,
+    and to and from others."""
 
     __slots__ = ("far_receives", "far_sends", "moves", "near_receives", "near_sends", "op", "sums")
 
@@ -237,7 +255,8 @@ class GlooStep:
 
 
 class GlooScript:
-    """A plan as this transport posts it. ``receiving``: the steps that receive. ``is_one_call``: it is one call of Gloo's own."""
+    """A plan as this transport posts it. ``receiving``: the steps that receive. ``is_one_call``: it
+    is one call of Gloo's own."""
 
     __slots__ = ("is_one_call", "plan", "receiving", "steps")
 
@@ -247,10 +266,11 @@ class GlooScript:
 
 
 class GlooCall:
-    """See :class:`~commlayer.transport.contract.StartedPlan`. ``revise`` is for steps that become known only while the call runs.
+    """See :class:`~commlayer.transport.contract.StartedPlan`. ``revise`` is for steps that become
+    known only while the call runs.
 
-    One loop for the messages of a step, with everything that it needs at hand: these lines run for every message, and a call of a
-    function costs as much as they do.
+    One loop for the messages of a step, with everything that it needs at hand: these lines run for
+    every message, and a call of a function costs as much as they do.
     """
 
     __slots__ = (
@@ -287,11 +307,13 @@ class GlooCall:
         self._sends: list[tuple[Waitable, int, int]] = []
         """Work, step, and the place of the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
-        """The messages by step: what comes from neighbours, and what comes from others, with their places."""
+        """The messages by step: what comes from neighbours, and what comes from others, with their
+        places."""
         self._expect(script.receiving)  # first: a message that finds no receive waits a round trip for it
 
     def _expect(self, indices: Sequence[int]) -> None:
-        """Post the receives of these steps. On a connection that is already gone posting raises, not waiting."""
+        """Post the receives of these steps. On a connection that is already gone posting raises,
+        not waiting."""
         transport, buffers, base = self._transport, self._buffers, self._tag
         for index in indices:
             step = self._steps[index]
@@ -318,7 +340,8 @@ class GlooCall:
         return [step.moves for step in self._steps]
 
     def require(self, earlier: int, index: int) -> None:
-        """Wait for what step ``earlier`` receives, and forget it (a Gloo receive may be waited for only once)."""
+        """Wait for what step ``earlier`` receives, and forget it (a Gloo receive may be waited for
+        only once)."""
         del index  # the host waits, whoever comes next
         near, far = self._expected.pop(earlier, _NOTHING)
         if near is not None:
@@ -389,7 +412,8 @@ class GlooCall:
                 sends.append((near_work, index, parcel[0]))
 
     def revise(self, index: int, step: GlooStep, buffers: Buffers) -> None:
-        """Say what step ``index``, not posted yet, will do; posts its receives beside those that it had."""
+        """Say what step ``index``, not posted yet, will do; posts its receives beside those that it
+        had."""
         self._buffers = buffers
         self._steps = (*self._steps[:index], step, *self._steps[index + 1 :])
         self._expect((index,))
@@ -426,10 +450,12 @@ class GlooCall:
             transport.waited_for.discard(work)
 
     def _explained(self, index: int, place: int, error: RuntimeError) -> Exception:
-        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it was for. Of messages that are
-        posted together, that behind those which were posted is to blame.
+        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it
+        was for. Of messages that are posted together, that behind those which were posted is to
+        blame.
 
-        Raises ``error`` itself where no peer is to blame for it: a fault of our own would send its reader to another rank's log.
+        Raises ``error`` itself where no peer is to blame for it: a fault of our own would send its
+        reader to another rank's log.
         """
         if not isinstance(error, SizeMismatch) and not any(word in str(error).lower() for word in _BROKEN):
             raise error
@@ -457,7 +483,8 @@ def _places(near: Sequence[Posting], far: Sequence[_FarPosting]) -> list[int]:
 def _parted(
     messages: Sequence[Message], peers: Sequence[tuple[int, int]], near: Collection[int], connections: int
 ) -> _Parted:
-    """Messages as the transport posts them: those of neighbours, and others, large ones in a part for each connection.
+    """Messages as the transport posts them: those of neighbours, and others, large ones in a part
+    for each connection.
 
     How a message is parted follows from its size, which who sends and who receives it know alike.
     """
@@ -475,7 +502,8 @@ def _parted(
 
 
 class GlooOneCall:
-    """A small flat exchange as one call of Gloo's own all_to_all. See :class:`~commlayer.transport.contract.StartedPlan`."""
+    """A small flat exchange as one call of Gloo's own all_to_all. See
+    :class:`~commlayer.transport.contract.StartedPlan`."""
 
     __slots__ = ("_buffers", "_script", "_sequence", "_started", "_timeout_s", "_transport", "_work")
 

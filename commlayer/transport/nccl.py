@@ -1,12 +1,14 @@
 """The inner NCCL group for CUDA tensors.
 
-Written from torch's source; tests/gpu runs it on a machine with CUDA, which CI is not. No test shows what it must get right
-where torch splits NCCL communicators: with ``init_process_group(device_id=…)`` ranks outside a new group take part in the
-split, so members must split too, not connect anew.
+Written from torch's source; tests/gpu runs it on a machine with CUDA, which CI is not. No test
+shows what it must get right where torch splits NCCL communicators: with
+``init_process_group(device_id=…)`` ranks outside a new group take part in the split, so members
+must split too, not connect anew.
 
-What a lane means to NCCL: torch gives a group one bit of stream priority, so that there are two levels; a traffic class, which
-is what a fabric's switches act on; and a limit of the thread blocks (CTAs) that a kernel of a lower lane may keep while a higher
-one wants to start, because a kernel that runs is not pre-empted. Chunk edges do the rest (:mod:`commlayer.scheduler.lanes`).
+What a lane means to NCCL: torch gives a group one bit of stream priority, so that there are two
+levels; a traffic class, which is what a fabric's switches act on; and a limit of the thread blocks
+(CTAs) that a kernel of a lower lane may keep while a higher one wants to start, because a kernel
+that runs is not pre-empted. Chunk edges do the rest (:mod:`commlayer.scheduler.lanes`).
 """
 
 from __future__ import annotations
@@ -48,13 +50,15 @@ __all__ = [
 CONFIG_SINCE = {"max_ctas": (2, 17), "traffic_class": (2, 26)}
 """The NCCL that first has each field of ncclConfig_t, by the name that torch gives it.
 
-From src/nccl.h.in of NCCL's tags: maxCTAs is in 2.17.1, trafficClass in 2.26.2 and not in 2.25.1. torch has ``traffic_class``
-where it was built with 2.26 or later (NCCL_HAS_QOS in its NCCLUtils.hpp; torch 2.13 wants at least 2.23). In NCCL's
-documentation NCCL_IB_TC, NCCL_IB_SL and NCCL_MAX_CTAS go before these fields.
+From src/nccl.h.in of NCCL's tags: maxCTAs is in 2.17.1, trafficClass in 2.26.2 and not in 2.25.1.
+torch has ``traffic_class`` where it was built with 2.26 or later (NCCL_HAS_QOS in its
+NCCLUtils.hpp; torch 2.13 wants at least 2.23). In NCCL's documentation NCCL_IB_TC, NCCL_IB_SL and
+NCCL_MAX_CTAS go before these fields.
 """
 LOWER_LANE_CTAS = 16
-"""Half of NCCL's own limit of 32. Not measured. Rejected: the policies of CTAs (2.27 and later), of which the thrifty one asks
-for registered buffers and the other for copy engines, and ``min_ctas``, which would keep more from computation, not less."""
+"""Half of NCCL's own limit of 32. Not measured. Rejected: the policies of CTAs (2.27 and later), of
+which the thrifty one asks for registered buffers and the other for copy engines, and ``min_ctas``,
+which would keep more from computation, not less."""
 _UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT, a field that nobody has set."""
 _HIGH_LEVELS = 2
@@ -69,17 +73,21 @@ class Inner(Protocol):
 
 @dataclass(frozen=True)
 class Nccl:
-    """The inner group of a group. ``options``: of the group, where they are ours to change; None where the user gave some."""
+    """The inner group of a group. ``options``: of the group, where they are ours to change; None
+    where the user gave some."""
 
     backend: Inner
     options: Any = None
     verbs: Any = None
-    """The verbs of c10d by all their names, of which a backend by itself has some; None: ``backend`` has all."""
+    """The verbs of c10d by all their names, of which a backend by itself has some; None:
+    ``backend`` has all."""
 
     def under_way_after(self, patience_s: float) -> str:
-        """Wait so long for the calls that it was given; what has not run by then in words, empty: all have.
+        """Wait so long for the calls that it was given; what has not run by then in words, empty:
+        all have.
 
-        NCCL's are waited for on a thread, which ends when they do, or when the communicator is broken off.
+        NCCL's are waited for on a thread, which ends when they do, or when the communicator is
+        broken off.
         """
         if self.verbs is None:  # a registered device's, which can be asked
             until, asked = monotonic() + patience_s, self.backend.under_way
@@ -99,7 +107,8 @@ def is_usable() -> bool:
 
 
 def is_high_priority(lane: str) -> bool:
-    """Whether a lane's kernels run on streams of high priority: ep, tp and pp do, cp and dp and what has no lane do not.
+    """Whether a lane's kernels run on streams of high priority: ep, tp and pp do, cp and dp and
+    what has no lane do not.
 
     Raises UsageError for a lane that does not exist.
     """
@@ -109,13 +118,16 @@ def is_high_priority(lane: str) -> bool:
 def nccl_lane_options(
     lane: str, nccl_version: Sequence[int], *, traffic_classes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """List what a group of ``lane`` sets, with an NCCL of ``nccl_version``, such as (2, 28, 9): names and values.
+    """List what a group of ``lane`` sets, with an NCCL of ``nccl_version``, such as (2, 28, 9):
+    names and values.
 
-    ``is_high_priority_stream`` (0 or 1) is a field of torch's options, ``max_ctas`` and ``traffic_class`` are of their
-    ``config``. ``traffic_classes``: a class for each lane that has one, at least 0; what a number means is the operator's of the
-    fabric to say (a service level on InfiniBand, a type of service on RoCE), so without this nothing is set. Empty for no lane.
+    ``is_high_priority_stream`` (0 or 1) is a field of torch's options, ``max_ctas`` and
+    ``traffic_class`` are of their ``config``. ``traffic_classes``: a class for each lane that has
+    one, at least 0; what a number means is the operator's of the fabric to say (a service level on
+    InfiniBand, a type of service on RoCE), so without this nothing is set. Empty for no lane.
 
-    Raises UsageError for a lane that does not exist, here or in ``traffic_classes``, and for a class below 0.
+    Raises UsageError for a lane that does not exist, here or in ``traffic_classes``, and for a
+    class below 0.
     """
     classes = dict(traffic_classes or {})
     for name, number in classes.items():
@@ -134,7 +146,8 @@ def nccl_lane_options(
 
 
 def config_fields() -> frozenset[str]:
-    """The fields of NCCL's configuration that this torch can set; empty where it was built without NCCL."""
+    """The fields of NCCL's configuration that this torch can set; empty where it was built without
+    NCCL."""
     if not dist.is_nccl_available():
         return frozenset()
     config = dist.ProcessGroupNCCL.Options().config
@@ -144,7 +157,8 @@ def config_fields() -> frozenset[str]:
 def apply_lane(
     options: Any, lane: str, nccl_version: Sequence[int], *, traffic_classes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Write :func:`nccl_lane_options` into ``options`` (torch's, of NCCL), and return what was written.
+    """Write :func:`nccl_lane_options` into ``options`` (torch's, of NCCL), and return what was
+    written.
 
     What torch's ``config`` lacks is left out; what an earlier lane has set is unset.
     """
@@ -159,10 +173,12 @@ def apply_lane(
 
 
 def use_lane(nccl: Nccl, lane: str, *, traffic_classes: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Give a group that was made without a lane its lane, before its first call: NCCL connects then, and reads the options then.
+    """Give a group that was made without a lane its lane, before its first call: NCCL connects
+    then, and reads the options then.
 
-    Returns what was set: nothing where the user gave options, who knows better. Without effect on a group that is connected, as
-    one is from the start with ``init_process_group(device_id=…)``. The same on all ranks.
+    Returns what was set: nothing where the user gave options, who knows better. Without effect on a
+    group that is connected, as one is from the start with ``init_process_group(device_id=…)``. The
+    same on all ranks.
     """
     if nccl.options is None:
         return {}
@@ -182,12 +198,14 @@ def make_nccl(
     lane: str = "",
     traffic_classes: Mapping[str, int] | None = None,
 ) -> Nccl:
-    """The inner group, as torch itself makes one for the backend nccl. It connects at its first call.
+    """The inner group, as torch itself makes one for the backend nccl. It connects at its first
+    call.
 
-    ``is_split`` False: by a communicator of its own, in whose making ranks outside the group have no part.
+    ``is_split`` False: by a communicator of its own, in whose making ranks outside the group have
+    no part.
 
-    ``options``: the user's, which no lane changes; anything else means none. ``lane`` and ``traffic_classes``: see
-    :func:`nccl_lane_options`, which says what is raised too.
+    ``options``: the user's, which no lane changes; anything else means none. ``lane`` and
+    ``traffic_classes``: see :func:`nccl_lane_options`, which says what is raised too.
     """
     is_given = isinstance(options, dist.ProcessGroupNCCL.Options)
     if not is_given:
@@ -208,7 +226,8 @@ def make_nccl(
 
 
 def like_options(options: Any) -> Any:
-    """Options as the user's of a group, for another communicator of its members; None where the user gave none."""
+    """Options as the user's of a group, for another communicator of its members; None where the
+    user gave none."""
     if not dist.is_nccl_available() or not isinstance(options, dist.ProcessGroupNCCL.Options):
         return None
     made = dist.ProcessGroupNCCL.Options()
@@ -217,15 +236,17 @@ def like_options(options: Any) -> Any:
 
 
 def connect_now(nccl: Nccl, device: torch.device) -> None:
-    """Connect on ``device``, with all members: at its first message, for which not all of them come, a member would wait for the
-    others for ever, and ranks that use two communicators in another order for each other."""
+    """Connect on ``device``, with all members: at its first message, for which not all of them
+    come, a member would wait for the others for ever, and ranks that use two communicators in
+    another order for each other."""
     backend: Any = nccl.backend
     with torch.cuda.device(device):  # of this thread
         backend.eager_connect_single_device(device)
 
 
 def _with_all_verbs(backend: Any, rank: int, size: int) -> Any:
-    """A process group around a backend, which lacks the verbs of one tensor (``all_gather_single``) and coalesced ones."""
+    """A process group around a backend, which lacks the verbs of one tensor (``all_gather_single``)
+    and coalesced ones."""
     made: Any = dist.ProcessGroup  # its annotations lack this form
     group = made(rank, size)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
@@ -238,12 +259,13 @@ def _split_source() -> Any:
 
 
 class InnerMessenger:
-    """A communicator of an inner backend (``dist.ProcessGroupNCCL``), whose works make streams wait, not the host.
+    """A communicator of an inner backend (``dist.ProcessGroupNCCL``), whose works make streams
+    wait, not the host.
 
     ``close`` ends it where that is not its own ``shutdown``.
 
-    Its messages are posted without a process group around it: torch's batched messages need a registered one, which all ranks of
-    the job would have to make in the same order.
+    Its messages are posted without a process group around it: torch's batched messages need a
+    registered one, which all ranks of the job would have to make in the same order.
     """
 
     def __init__(self, inner: Nccl, close: Callable[[], object] | None = None) -> None:

@@ -1,24 +1,31 @@
-"""Lanes on a device: it holds calls of a lower lane itself, at the edges of their chunks, while a higher one is under way.
+"""Lanes on a device: it holds calls of a lower lane itself, at the edges of their chunks, while a
+higher one is under way.
 
-The host launches every call whole, when the program makes it, and so in the program's order, which is the same on all ranks; it
-waits for nothing, and decides nothing by what has run. The device adds a delay: a call of a higher lane writes in the device's
-memory when it begins there and when it has ended (:class:`DeviceLanes`), and before each exchange of a lower lane's call its
-stream is held while such a note says so, for a bounded time (:meth:`commlayer.devices.device_contract.Stream.hold`).
+The host launches every call whole, when the program makes it, and so in the program's order, which
+is the same on all ranks; it waits for nothing, and decides nothing by what has run. The device adds
+a delay: a call of a higher lane writes in the device's memory when it begins there and when it has
+ended (:class:`DeviceLanes`), and before each exchange of a lower lane's call its stream is held
+while such a note says so, for a bounded time
+(:meth:`commlayer.devices.device_contract.Stream.hold`).
 
-*Credits.* A communicator runs one exchange at a time, and the edge comes behind the one before. So a higher call finds one
-exchange between nodes of each lower group in its way, and one inside; no more of them begin while it is under way.
+*Credits.* A communicator runs one exchange at a time, and the edge comes behind the one before. So
+a higher call finds one exchange between nodes of each lower group in its way, and one inside; no
+more of them begin while it is under way.
 
-*Why this cannot deadlock.* As on the CPU (:mod:`commlayer.scheduler.lanes`): a hold ends by itself, after a time that depends on
-nobody. So a program on lanes is the same program without them, with other finite delays. That holds for groups of any members.
+*Why this cannot deadlock.* As on the CPU (:mod:`commlayer.scheduler.lanes`): a hold ends by itself,
+after a time that depends on nobody. So a program on lanes is the same program without them, with
+other finite delays. That holds for groups of any members.
 
-Rejected: an event of the higher call, for which the chunk waits. It has no bound. Rank 0 launches gradients, then experts; rank 1
-has its stream wait for the gradients before it launches the experts. Rank 0's next chunk would wait for the experts, those for
-rank 1, and that one for the chunk.
+Rejected: an event of the higher call, for which the chunk waits. It has no bound. Rank 0 launches
+gradients, then experts; rank 1 has its stream wait for the gradients before it launches the
+experts. Rank 0's next chunk would wait for the experts, those for rank 1, and that one for the
+chunk.
 
-Rejected: launching only the first chunks, and the others behind a later call. A rank whose program waits for the gradients
-earlier than the others' has to launch them earlier, so ranks launch in different orders; what is not launched makes no headway
-while the host is busy; and where hosts run ahead of their devices, as they do in training, a later call is launched long before
-it can begin, so that nothing would be gained.
+Rejected: launching only the first chunks, and the others behind a later call. A rank whose program
+waits for the gradients earlier than the others' has to launch them earlier, so ranks launch in
+different orders; what is not launched makes no headway while the host is busy; and where hosts run
+ahead of their devices, as they do in training, a later call is launched long before it can begin,
+so that nothing would be gained.
 """
 
 from __future__ import annotations
@@ -43,14 +50,16 @@ _NUM_LEVELS = max(LANES.values()) + 1
 _NUM_PLACES = 8
 """On each level. Groups that share one announce less: the first to end says that both have."""
 _NOTE_BYTES = 16
-"""Each note is written by other streams: the least that the judge of races (tests/simulated/judge.py) tells apart."""
+"""Each note is written by other streams: the least that the judge of races
+(tests/simulated/judge.py) tells apart."""
 _FREE, _INSIDE, _CROSSING = 0, 1, 2
 """A note: no call is under way; one that stays inside nodes; one that goes between them."""
 _MAX_KEPT = 1024
 
 
 class DeviceLanes:
-    """Which lanes have calls under way on a device, noted in its own memory. Its making waits for the device, and holds a stream
+    """Which lanes have calls under way on a device, noted in its own memory. Its making waits for
+    the device, and holds a stream
     once as each lane will, for no time: the first hold of a kind may have to be compiled.
 
     Notes lie by level, so that those of all levels above one are one piece of memory.
@@ -92,8 +101,8 @@ class DeviceLanes:
 class StreamLane:
     """One group's place among the lanes of its device. ``level``: 0 goes first.
 
-    ``longest_us(plan)``: for how long each step of a plan may be held at most, 0 for one that passes without being asked. As what
-    decides here only delays, ranks need not agree on it.
+    ``longest_us(plan)``: for how long each step of a plan may be held at most, 0 for one that
+    passes without being asked. As what decides here only delays, ranks need not agree on it.
     """
 
     def __init__(self, lanes: DeviceLanes, level: int, longest_us: Callable[[Plan], Sequence[float]]) -> None:
@@ -104,14 +113,16 @@ class StreamLane:
         self._kept = Kept[int, tuple[Plan, Sequence[float]]](_MAX_KEPT)
 
     def holds(self, plan: Plan) -> Sequence[float]:
-        """For how long each step of a call that is made now may be held, µs; empty where nobody goes before it."""
+        """For how long each step of a call that is made now may be held, µs; empty where nobody
+        goes before it."""
         if not self._lanes.is_anybody(range(self._level)):
             return ()
         kept = self._kept.get(id(plan)) or self._kept.add(id(plan), (plan, self._longest_us(plan)))
         return kept[1]
 
     def hold(self, stream: Stream, most_us: float, *, crosses: bool) -> None:
-        """Hold a stream that comes to an edge. ``crosses``: it goes between nodes, and so waits only for calls that do."""
+        """Hold a stream that comes to an edge. ``crosses``: it goes between nodes, and so waits
+        only for calls that do."""
         stream.hold(self._above, _CROSSING if crosses else _INSIDE, most_us)
 
     @property
@@ -120,7 +131,8 @@ class StreamLane:
         return self._lanes.is_anybody(range(self._level + 1, _NUM_LEVELS))
 
     def begun(self, *, crosses: bool) -> Callable[[], object]:
-        """The work of a stream where a call begins. Calls of one group follow each other, so their notes do."""
+        """The work of a stream where a call begins. Calls of one group follow each other, so their
+        notes do."""
         return partial(self._note.fill_, _CROSSING if crosses else _INSIDE)
 
     def ended(self) -> Callable[[], object]:
@@ -128,15 +140,15 @@ class StreamLane:
         return partial(self._note.fill_, _FREE)
 
     def leave(self) -> None:
-        """Have no more calls: those that were launched have notes of their ends, unless they were broken off
-        (:meth:`give_back`). Harmless when repeated."""
+        """Have no more calls: those that were launched have notes of their ends, unless they were
+        broken off (:meth:`give_back`). Harmless when repeated."""
         if self._place is not None:
             self._lanes.leave(self._level, self._place)
             self._place = None
 
     def give_back(self, stream: Stream) -> None:
-        """Free the note of a call that was broken off, whose own end may never be launched. ``stream``: on which it was
-        announced, so that this comes behind."""
+        """Free the note of a call that was broken off, whose own end may never be launched.
+        ``stream``: on which it was announced, so that this comes behind."""
         stream.launch(self.ended())
 
 
@@ -146,8 +158,8 @@ in_forked_child(_of_devices.clear)  # a child has other devices than its parent
 
 
 def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:
-    """The lanes of a device, made when they are first asked for, which waits for it; None where its streams cannot be held: that
-    warns once. Ranks need not agree on it, as a hold only delays."""
+    """The lanes of a device, made when they are first asked for, which waits for it; None where its
+    streams cannot be held: that warns once. Ranks need not agree on it, as a hold only delays."""
     where = device.device
     if where not in _of_devices:
         _of_devices[where] = None

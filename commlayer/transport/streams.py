@@ -1,11 +1,14 @@
 """Plans on a device: a stream for each resource and lane, events between them, no wait of the host.
 
-The same on every device (:mod:`commlayer.devices.device_contract`): what CUDA runs is what the simulated device proves. Steps are
-launched in plan order, which is the same on all ranks, and so is the order in which communicators get messages: those of two
-ranks cannot wait for each other crosswise. A step waits for an event of an earlier one only where that runs on another stream.
+The same on every device (:mod:`commlayer.devices.device_contract`): what CUDA runs is what the
+simulated device proves. Steps are
+launched in plan order, which is the same on all ranks, and so is the order in which communicators
+get messages: those of two ranks cannot wait for each other crosswise. A step waits for an event of
+an earlier one only where that runs on another stream.
 
-An all_gather whose slices are equal is the communicator's own, in place, one per block (NVLS and the copy engines serve NCCL's);
-unequal slices and all else are grouped messages, so that no bytes are padded and nothing is packed first.
+An all_gather whose slices are equal is the communicator's own, in place, one per block (NVLS and
+the copy engines serve NCCL's); unequal slices and all else are grouped messages, so that no bytes
+are padded and nothing is packed first.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ __all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTimes", "Stream
 def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
     """Whether the stream of a resource has high priority: those of the lanes ep, tp and pp have.
 
-    Without a lane INTER alone has: what it sends is what the other stages wait for. In a lower lane it has not, or its stages
-    would go before those of a higher one. A priority decides which waiting work begins first; it stops no kernel that runs.
+    Without a lane INTER alone has: what it sends is what the other stages wait for. In a lower lane
+    it has not, or its stages would go before those of a higher one. A priority decides which
+    waiting work begins first; it stops no kernel that runs.
 
     Raises UsageError for a lane that does not exist.
     """
@@ -44,19 +48,22 @@ def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
 
 @dataclass(frozen=True)
 class StepMessenger:
-    """A communicator for one kind of step. ``places``: the rank in its group of each peer that moves speak of."""
+    """A communicator for one kind of step. ``places``: the rank in its group of each peer that
+    moves speak of."""
 
     messenger: Messenger
     places: tuple[int, ...]
 
     @property
     def is_in_order(self) -> bool:
-        """Whether peers and ranks in the group are the same, so that its own collectives may be used."""
+        """Whether peers and ranks in the group are the same, so that its own collectives may be
+        used."""
         return self.places == tuple(range(len(self.places)))
 
 
 class StreamStep:
-    """One step as it is launched. ``waits_for``: earlier steps of other streams; ``is_awaited``: one of another waits for it;
+    """One step as it is launched. ``waits_for``: earlier steps of other streams; ``is_awaited``:
+    one of another waits for it;
     ``is_last``: of its stream; ``is_empty``: this rank has nothing to do in it."""
 
     __slots__ = (
@@ -87,8 +94,8 @@ class StreamStep:
 
 @dataclass(frozen=True)
 class StreamScript:
-    """A plan as it is launched. ``touched``: the resources whose streams it needs, with the buffers that each uses; ``posted``:
-    the steps in which this rank has something to do, and the last."""
+    """A plan as it is launched. ``touched``: the resources whose streams it needs, with the buffers
+    that each uses; ``posted``: the steps in which this rank has something to do, and the last."""
 
     plan: Plan
     steps: tuple[StreamStep, ...]
@@ -102,11 +109,13 @@ class StreamScript:
 
 
 class StreamTransport:
-    """Runs plans of one lane on the streams of a device. ``line_of`` says which communicator carries a step.
+    """Runs plans of one lane on the streams of a device. ``line_of`` says which communicator
+    carries a step.
 
-    The streams are the transport's, so that the caller's never waits for a stage that it does not need. ``lines`` are all
-    communicators, to be closed with it. ``among``: its place among the lanes of the device, which may change between calls; None:
-    its calls hold nobody, and nobody holds them.
+    The streams are the transport's, so that the caller's never waits for a stage that it does not
+    need. ``lines`` are all communicators, to be closed with it. ``among``: its place among the
+    lanes of the device, which may change between calls; None: its calls hold nobody, and nobody
+    holds them.
     """
 
     def __init__(
@@ -126,7 +135,8 @@ class StreamTransport:
             if each is not Resource.HOST
         }
         self.ended: dict[Resource, StreamEvent] = {}
-        """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
+        """The end of the latest call on each stream: calls share staging memory, whichever stream
+        they are made on."""
         self._is_in_graph = False
         self._latest: weakref.ref[StreamCall] | None = None
         self._latest_plan: Plan | None = None
@@ -137,7 +147,8 @@ class StreamTransport:
     def calls_before(self) -> Mapping[Resource, StreamEvent]:
         """:attr:`ended`, as far as a call may wait for it.
 
-        What is captured in a graph waits for nothing outside, which has run before, and nothing outside waits for a part of it.
+        What is captured in a graph waits for nothing outside, which has run before, and nothing
+        outside waits for a part of it.
         """
         if self.device.is_capturing is not self._is_in_graph:
             self._is_in_graph = not self._is_in_graph
@@ -151,7 +162,8 @@ class StreamTransport:
         self._latest_plan = plan
 
     def under_way(self) -> str:
-        """The latest call in words, while some of what was launched has not run; empty afterwards. Does not wait."""
+        """The latest call in words, while some of what was launched has not run; empty afterwards.
+        Does not wait."""
         plan = self._latest_plan
         if plan is None or self._is_in_graph or all(ended.is_done() for ended in self.ended.values()):
             return ""
@@ -162,16 +174,16 @@ class StreamTransport:
         self._announced = lane, stream
 
     def waited_for(self, call: StreamCall) -> None:
-        """The caller has waited for ``call``: in a graph, all that comes later in it comes after it, and so after all before the
-        latest call; another graph begins anew."""
+        """The caller has waited for ``call``: in a graph, all that comes later in it comes after
+        it, and so after all before the latest call; another graph begins anew."""
         if self._is_in_graph and self._latest is not None and call is self._latest():
             self.ended.clear()
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> StreamScript:
         """Find out which steps of this rank wait for which, and what goes in which message.
 
-        A step in which this rank does nothing is not launched: who would wait for it waits for what it would have waited for. Of
-        several steps of one stream the last is waited for.
+        A step in which this rank does nothing is not launched: who would wait for it waits for what
+        it would have waited for. Of several steps of one stream the last is waited for.
         """
         compiled = [self._compiled(step, moves) for step, moves in zip(plan.steps, steps, strict=True)]
         reached: list[set[int]] = []
@@ -211,7 +223,8 @@ class StreamTransport:
         return StreamCall(self, script, bind(script, buffers, reduce, coder))
 
     def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for a buffer of calls. What is there when a graph is captured stays there: it may be replayed at any time.
+        """Memory for a buffer of calls. What is there when a graph is captured stays there: it may
+        be replayed at any time.
 
         Raises UsageError while a graph is captured, whose memory is another's afterwards.
         """
@@ -251,7 +264,8 @@ class StreamTransport:
 
 
 class StreamCall:
-    """See :class:`~commlayer.transport.contract.StartedPlan`. ``times``: filled with events, where somebody wants to know."""
+    """See :class:`~commlayer.transport.contract.StartedPlan`. ``times``: filled with events, where
+    somebody wants to know."""
 
     def __init__(
         self, transport: StreamTransport, script: StreamScript, bound: BoundScript, times: StreamTimes | None = None
@@ -366,7 +380,8 @@ def _tag(message: Message) -> int:
 
 
 def _buffers_on(resource: Resource, steps: Sequence[StreamStep]) -> frozenset[Buffer]:
-    """The buffers that the stream of a resource uses; the output always, for a call's last part may run there."""
+    """The buffers that the stream of a resource uses; the output always, for a call's last part may
+    run there."""
     regions: list[Region] = []
     for moves in (step.moves for step in steps if step.resource is resource):
         regions += [message.region for message in (*moves.sends, *moves.receives)]
@@ -378,10 +393,11 @@ def _buffers_on(resource: Resource, steps: Sequence[StreamStep]) -> frozenset[Bu
 
 
 def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
-    """(my slice, the whole) for each contiguous run of equal slices in the order of ranks; empty where there are others.
+    """(my slice, the whole) for each contiguous run of equal slices in the order of ranks; empty
+    where there are others.
 
-    All members find the same, for each sees all slices, and sends its own to all others: on nodes of other sizes the rank of the
-    smallest exchanges with all, who exchange with it alone.
+    All members find the same, for each sees all slices, and sends its own to all others: on nodes
+    of other sizes the rank of the smallest exchanges with all, who exchange with it alone.
     """
     by_tag: dict[int, dict[int, Region]] = {}
     sent: dict[int, list[Region]] = {}
@@ -406,11 +422,13 @@ def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
 
 
 class StreamTimes:
-    """The times of one call. It holds none of the program's memory, so it may be kept until the call has run.
+    """The times of one call. It holds none of the program's memory, so it may be kept until the
+    call has run.
 
-    ``began``: the first points of its streams, at which all that it waits for has run; ``ended``: the last ones.
-    Where ``has_steps``: ``steps`` has the beginning and the end of each step in which this rank had something to do,
-    by its number, and ``sent_bytes`` what it sends in each step.
+    ``began``: the first points of its streams, at which all that it waits for has run; ``ended``:
+    the last ones. Where ``has_steps``: ``steps`` has the beginning and the end of each step in
+    which this rank had something to do, by its number, and ``sent_bytes`` what it sends in each
+    step.
     """
 
     __slots__ = ("began", "ended", "has_steps", "sent_bytes", "steps")

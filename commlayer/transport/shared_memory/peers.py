@@ -1,8 +1,10 @@
-"""The other ranks of a node: the socket to each, what is expected from it, and handles to wait for messages.
+"""The other ranks of a node: the socket to each, what is expected from it, and handles to wait for
+messages.
 
-On the socket two ranks tell each other of messages in shared memory (see shared_messages.py): a stream of lines, each a head,
-and in some a payload. What the socket does not take at once is kept, so that nobody ever waits for room in it; whoever polls
-the socket is told when there is something to flush.
+On the socket two ranks tell each other of messages in shared memory (see shared_messages.py): a
+stream of lines, each a head, and in some a payload. What the socket does not take at once is kept,
+so that nobody ever waits for room in it; whoever polls the socket is told when there is something
+to flush.
 """
 
 from __future__ import annotations
@@ -46,19 +48,22 @@ INLINE = 0
 SLAB = 1
 """The kind of a line with a message, which lies in the sender's slab."""
 READ = 2
-"""The kind of a line that says: the message at this place of the *receiver's* slab has been read."""
+"""The kind of a line that says: the message at this place of the *receiver's* slab has been
+read."""
 
 News = tuple[int, int, int, int, memoryview | int]
-"""Kind, mark of the call, tag, size of the message [bytes], and its payload, or where it lies in the sender's slab."""
+"""Kind, mark of the call, tag, size of the message [bytes], and its payload, or where it lies in
+the sender's slab."""
 Expected = tuple["Receive", CallMemory, int, int]
 """A message that is to come, and the bytes of which memory it goes to, from where to where."""
 Arrival = tuple[int, int, bytes | int]
-"""A message that nobody expects yet: its call's mark, its size [bytes], and its payload, or where that lies in the sender's
-slab."""
+"""A message that nobody expects yet: its call's mark, its size [bytes], and its payload, or where
+that lies in the sender's slab."""
 
 _HEAD = struct.Struct("<B3xIQQQ")
 head = _HEAD.pack
-"""The head of a line: kind, mark of the call, tag, size of the message [bytes], where it lies in the sender's slab."""
+"""The head of a line: kind, mark of the call, tag, size of the message [bytes], where it lies in
+the sender's slab."""
 _CHUNK_BYTES = 64 << 10
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 
@@ -108,7 +113,8 @@ class Peer:
         poll.register(connection, select.EPOLLIN)
 
     def flush(self) -> None:
-        """Send what was kept, or as much of it as the socket takes; the rest when it has room again."""
+        """Send what was kept, or as much of it as the socket takes; the rest when it has room
+        again."""
         try:
             taken = self.socket.send(self.outbox, _SEND_FLAGS)
         except BlockingIOError:
@@ -123,7 +129,8 @@ class Peer:
             self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
 
     def read(self) -> list[News]:
-        """Read what the peer has written; where it has closed the connection, after all that it wrote, note that it ended."""
+        """Read what the peer has written; where it has closed the connection, after all that it
+        wrote, note that it ended."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -163,12 +170,14 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> bool:
         """Return True when the message's tensor may be used; no timeout, or zero: the group's.
 
-        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone; SizeMismatch.
+        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone;
+        SizeMismatch.
         """
 
 
 class Server(Protocol):
-    """The group whose messages these are, as far as they use it: whoever waits for one serves all neighbours."""
+    """The group whose messages these are, as far as they use it: whoever waits for one serves all
+    neighbours."""
 
     timeout_s: float
 
@@ -187,7 +196,8 @@ class Server(Protocol):
 
 
 class Receive:
-    """Messages to come, waited for together. ``missing``: from whom, in the order in which they were asked for.
+    """Messages to come, waited for together. ``missing``: from whom, in the order in which they
+    were asked for.
     ``mark``: of their call, which those that come have alike."""
 
     __slots__ = ("_blamed", "_group", "error", "first", "mark", "missing")

@@ -1,28 +1,35 @@
-"""Messages between CPU ranks of one node through shared memory, behind the two verbs of a process group that a plan needs.
+"""Messages between CPU ranks of one node through shared memory, behind the two verbs of a process
+group that a plan needs.
 
-A sender copies its tensor into a slab of memory that the node's ranks share and writes a line about it to the receiver's
-socket; the receiver copies it out where it belongs, and says so in its next line, which frees the slab's bytes. A tensor that
-goes to several ranks (all_gather, broadcast) is copied in once. Small messages travel in the line itself. Messages to other
-nodes are handed to the Gloo group beneath.
+A sender copies its tensor into a slab of memory that the node's ranks share and writes a line about
+it to the receiver's socket; the receiver copies it out where it belongs, and says so in its next
+line, which frees the slab's bytes. A tensor that goes to several ranks (all_gather, broadcast) is
+copied in once. Small messages travel in the line itself. Messages to other nodes are handed to the
+Gloo group beneath.
 
-- *Posting never blocks.* A slab grows by as much as is posted, a line that a full socket refuses is kept and sent later. So
-  ranks may all send to each other before anybody receives.
-- *Whoever waits works.* Any wait takes in whatever arrives, for other messages too; ranks that wait for different calls of
-  theirs still serve each other.
-- *A send has ended* when its tensor may be changed, as with Gloo, which is at once; but a rank that has ``AHEAD_BYTES`` that
-  nobody has read yet waits for its receivers, so that memory stays bounded.
-- *Failures* look like Gloo's. The kernel closes a dead rank's sockets, so its peers wake up at once ("closed"); a wait that
-  takes too long raises "Timed out" and closes all connections, of Gloo too, so that the others wake up.
+- *Posting never blocks.* A slab grows by as much as is posted, a line that a full socket refuses is
+  kept and sent later. So ranks may all send to each other before anybody receives.
+- *Whoever waits works.* Any wait takes in whatever arrives, for other messages too; ranks that wait
+  for different calls of theirs still serve each other.
+- *A send has ended* when its tensor may be changed, as with Gloo, which is at once; but a rank that
+  has ``AHEAD_BYTES`` that nobody has read yet waits for its receivers, so that memory stays
+  bounded.
+- *Failures* look like Gloo's. The kernel closes a dead rank's sockets, so its peers wake up at once
+  ("closed"); a wait that takes too long raises "Timed out" and closes all connections, of Gloo too,
+  so that the others wake up.
 
-Why sockets ring the bell: one write and one read a message, in order, with timeouts, with the memory barriers
-that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
+Why sockets ring the bell: one write and one read a message, in order, with timeouts, with the
+memory barriers that shared memory needs, and an end that is noticed by itself; with several ranks
+on a core nothing may spin. Rejected:
 
-- Gloo's own small messages as bells. They go through I/O threads, so a byte takes several times as long on busy cores.
-- Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut into slices that look
-  after the peer; and a plain store from Python is no barrier on ARM. (Not measured.)
-- Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank gets something else. It
-  takes the right to trace other processes, which Ubuntu's kernels do not grant by default, and an all_gather, one copy in
-  and many out, has nothing to save.
+- Gloo's own small messages as bells. They go through I/O threads, so a byte takes several times as
+  long on busy cores.
+- Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut
+  into slices that look after the peer; and a plain store from Python is no barrier on ARM. (Not
+  measured.)
+- Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank
+  gets something else. It takes the right to trace other processes, which Ubuntu's kernels do not
+  grant by default, and an all_gather, one copy in and many out, has nothing to save.
 """
 
 from __future__ import annotations
@@ -67,23 +74,28 @@ from commlayer.transport.shared_memory.slabs import Slab
 __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Posting", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
-"""Up to this size a message travels in its line: one write and one read, and nothing to give back."""
+"""Up to this size a message travels in its line: one write and one read, and nothing to give
+back."""
 Posting = tuple[int, int, Buffer, int, int]
-"""A message to be posted: the other member of the group, its tag, and the bytes of which buffer, from where to where."""
+"""A message to be posted: the other member of the group, its tag, and the bytes of which buffer,
+from where to where."""
 _BYTE = torch.uint8
 _NO_PATIENCE_S = 0.001
 """The timeout of the wait in :func:`~commlayer.transport.contract.break_connections`."""
 
 
 class SharedMemoryGroup:
-    """A process group's send and recv, served inside this rank's node through shared memory and elsewhere by ``group``.
+    """A process group's send and recv, served inside this rank's node through shared memory and
+    elsewhere by ``group``.
 
-    ``group``: Gloo's, with nothing under way; ``nodes``: for each node its members, as ranks of the group. Made by all
-    members together; where a node's ranks cannot share memory a rank that sees why warns, and everything there goes through
-    ``group``. ``shares[k]`` says whether node k's ranks do, and is the same on all ranks.
+    ``group``: Gloo's, with nothing under way; ``nodes``: for each node its members, as ranks of the
+    group. Made by all members together; where a node's ranks cannot share memory a rank that sees
+    why warns, and everything there goes through ``group``. ``shares[k]`` says whether node k's
+    ranks do, and is the same on all ranks.
 
-    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``, or where
-    ``board``, on which its failures are known, is broken; ClusterError where this process may open too few files.
+    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come
+    within ``timeout_s``, or where ``board``, on which its failures are known, is broken;
+    ClusterError where this process may open too few files.
     """
 
     def __init__(
@@ -140,7 +152,8 @@ class SharedMemoryGroup:
         return self._peers.keys()
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
-        """Start sending ``tensors[0]``, 1-D uint8 contiguous, to member ``peer``; it must not change until the work's wait.
+        """Start sending ``tensors[0]``, 1-D uint8 contiguous, to member ``peer``; it must not
+        change until the work's wait.
 
         Raises RuntimeError where the connection is closed, TensorError for another kind of tensor.
         """
@@ -151,7 +164,8 @@ class SharedMemoryGroup:
         return works[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
-        """Expect a message of exactly ``tensors[0]``'s size, 1-D uint8 contiguous, from member ``peer``. Raises as send.
+        """Expect a message of exactly ``tensors[0]``'s size, 1-D uint8 contiguous, from member
+        ``peer``. Raises as send.
 
         Messages of one peer and tag come in the order in which they were sent.
         """
@@ -164,10 +178,12 @@ class SharedMemoryGroup:
     def send_all(
         self, messages: Sequence[Posting], buffers: Buffers, tag: int, works: list[Waitable], mark: int = 0
     ) -> None:
-        """Start sending ``messages``, all to neighbours, whose works are appended; lines to one peer go together.
+        """Start sending ``messages``, all to neighbours, whose works are appended; lines to one
+        peer go together.
 
-        ``tag``: the first of the call's, to which a message's is added; ``mark``: of the call. Where it raises, the message
-        behind those whose works there are is to blame. Raises RuntimeError where a connection is closed.
+        ``tag``: the first of the call's, to which a message's is added; ``mark``: of the call.
+        Where it raises, the message behind those whose works there are is to blame. Raises
+        RuntimeError where a connection is closed.
         """
         short: dict[Peer, list[int]] = {}  # the works of what is in lines that are still to be flushed
         with self._lock:
@@ -194,7 +210,8 @@ class SharedMemoryGroup:
                             works[place] = Send(self, peer, None)
 
     def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int, mark: int) -> Send:
-        """At once, so that the peer copies it out while the next one is copied in. Raises RuntimeError."""
+        """At once, so that the peer copies it out while the next one is copied in. Raises
+        RuntimeError."""
         block, size = self._slab.find(tensor), tensor.numel()
         if block is None:
             if self._slab.would_grow(size):
@@ -210,8 +227,8 @@ class SharedMemoryGroup:
         return Send(self, peer, block)
 
     def receive_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, receive: Receive) -> None:
-        """Expect ``messages``, all from neighbours, as part of ``receive``. As :meth:`send_all`; where it raises, the message
-        behind those that are missing is to blame."""
+        """Expect ``messages``, all from neighbours, as part of ``receive``. As :meth:`send_all`;
+        where it raises, the message behind those that are missing is to blame."""
         with self._lock:
             for rank, offset, buffer, start, stop in messages:
                 peer = self._peers[rank]
@@ -261,12 +278,13 @@ class SharedMemoryGroup:
             raise
 
     def failed_beneath(self, error: RuntimeError, timeout_s: float) -> None:
-        """A wait for a message of the group beneath, of ``timeout_s``, has raised ``error``: where it timed out, Gloo has closed
-        its connections, and so must we."""
+        """A wait for a message of the group beneath, of ``timeout_s``, has raised ``error``: where
+        it timed out, Gloo has closed its connections, and so must we."""
         self.failed(0 if is_timeout(error) else timeout_s)
 
     def wait_all(self, receive: Receive, timeout_s: float) -> None:
-        """Return when all messages of ``receive`` have come, serving all neighbours meanwhile. Raises as Waitable.wait does."""
+        """Return when all messages of ``receive`` have come, serving all neighbours meanwhile.
+        Raises as Waitable.wait does."""
         until = time.monotonic() + timeout_s
         with self._lock:
             self._slab.sent.clear()
@@ -295,8 +313,9 @@ class SharedMemoryGroup:
     def failed(self, timeout_s: float) -> None:
         """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
 
-        Time-outs break connections, as Gloo's do. A peer that has closed does not: whoever waited for it first writes down why
-        it leaves (see failures/board.py). But a wait of no patience is one that is to break connections.
+        Time-outs break connections, as Gloo's do. A peer that has closed does not: whoever waited
+        for it first writes down why it leaves (see failures/board.py). But a wait of no patience is
+        one that is to break connections.
         """
         if timeout_s <= _NO_PATIENCE_S:
             self.break_connections()
@@ -323,7 +342,8 @@ class SharedMemoryGroup:
         break_connections(self.group, self._others)
 
     def close(self) -> None:
-        """Let go of sockets and memory. Not collective: sends that were waited for still arrive. Nobody may be waiting."""
+        """Let go of sockets and memory. Not collective: sends that were waited for still arrive.
+        Nobody may be waiting."""
         with self._lock:
             if not self._peers or self._poll.closed:
                 return
@@ -338,8 +358,8 @@ class SharedMemoryGroup:
             self._segment.close()
 
     def disown(self) -> None:
-        """In a forked child: see :class:`commlayer.failures.forks.Disowned`. The parent's connections stay, and end with
-        the parent."""
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`. The parent's
+        connections stay, and end with the parent."""
         self._lock = threading.RLock()
         self._changed, self._is_polling, self._num_waiting = threading.Condition(self._lock), False, 0
         self.close()  # this process's copies; nothing is said to anybody
@@ -349,7 +369,8 @@ class SharedMemoryGroup:
             self.close()
 
     def _ended(self, peer: Peer) -> RuntimeError:
-        """Posting to a peer that is gone breaks everything: whoever does so is leaving, or will when this is raised."""
+        """Posting to a peer that is gone breaks everything: whoever does so is leaving, or will
+        when this is raised."""
         self.break_connections()
         return RuntimeError(peer.ended)
 
@@ -369,7 +390,8 @@ class SharedMemoryGroup:
             raise
 
     def _await_news(self, timeout_s: float) -> None:
-        """Take in what has been written; wait until somebody writes, or the time is over (one thread for all that wait)."""
+        """Take in what has been written; wait until somebody writes, or the time is over (one
+        thread for all that wait)."""
         if self._is_polling:
             self._await_poller(timeout_s)
             return
@@ -429,8 +451,9 @@ class SharedMemoryGroup:
             memory.bytes[start:stop] = place
         receive.missing.remove(peer)
         if isinstance(place, int):
-            # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
-            # All peers together leave less unsaid than what makes the sender wait.
+            # Told with our next message, where that is soon enough: else it would wake up a peer
+            # that has nothing to do. All peers together leave less unsaid than what makes the
+            # sender wait.
             peer.unsaid_bytes += size
             peer.outbox += head(READ, 0, 0, 0, place)
             if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
