@@ -49,7 +49,8 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @functools.cache
 def _load_for_ranks() -> None:
     """Do once, before ranks are forked, what each of them would do when it makes its first group."""
-    import commlayer.backend.create  # noqa: F401  and all that it imports
+    import commlayer.backend.create  # and all that it imports
+    import commlayer.measure.calibrate  # noqa: F401  which it is given
     from commlayer.backend import patches
     from commlayer.calls import instruments
 

@@ -36,9 +36,12 @@ def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
 
 
 def _creator() -> Callable[..., CommlayerGroup]:
-    from commlayer.backend.create import create_group
+    from functools import partial
 
-    return create_group
+    from commlayer.backend.create import create_group
+    from commlayer.measure import calibrate
+
+    return partial(create_group, measuring=calibrate)
 
 
 def autoload() -> None:

@@ -72,19 +72,23 @@ def make_group(
     global_ranks: Sequence[int],
     store: Store,
     timeout: timedelta,
+    measuring: world.Measuring,
     options: Any = None,
     stands_alone: bool = False,
 ) -> CommlayerGroup:
-    """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone; ``options``: as of
-    :func:`create_group`; ``stands_alone``: as of :class:`commlayer.backend.joining.GroupRequest`."""
+    """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's
+    alone; ``measuring``, ``options``: as of :func:`create_group`; ``stands_alone``: as of
+    :class:`commlayer.backend.joining.GroupRequest`."""
     request = GroupRequest(name, rank, tuple(global_ranks), store, timeout, stands_alone=stands_alone)
     with joining_group(request) as joined:
-        return create_group(request, joined, options)
+        return create_group(request, joined, options, measuring=measuring)
 
 
-def create_group(request: GroupRequest, joined: Joined, options: Any) -> CommlayerGroup:
-    """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks. ``options``: torch's
-    ``pg_options``, see :func:`commlayer.backend.group_options.options_of`.
+def create_group(request: GroupRequest, joined: Joined, options: Any, *, measuring: world.Measuring) -> CommlayerGroup:
+    """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks.
+
+    ``options``: torch's ``pg_options``, see :func:`commlayer.backend.group_options.options_of`;
+    ``measuring`` finds out by which profile to plan.
 
     Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together; UsageError for options that are
     none.
@@ -102,7 +106,9 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     try:
-        connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
+        connect = _Connector(
+            request.name, request.rank, request.global_ranks, joined.store, request.timeout, board, measuring
+        )
         with joined.comparing_lists():
             group = _make(connect, request, options_of(options))
     except BaseException as error:
@@ -143,7 +149,7 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         global_ranks=global_ranks,
         inner=inner,
         is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
-        make=partial(make_group, stands_alone=request.stands_alone),
+        make=partial(make_group, measuring=connect.measuring, stands_alone=request.stands_alone),
         options=options,
     )
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
@@ -256,6 +262,7 @@ class _Connector:
     store: Store
     timeout: timedelta
     board: FailureBoard
+    measuring: world.Measuring
 
     def gloo(self, tag: str, *, beside: Any = None, note: Mapping[str, str] | None = None) -> Any:
         """An inner Gloo group. Its ranks find each other in the job's store, or, where they have one already, over that
@@ -324,6 +331,7 @@ class _Connector:
                     self.global_ranks,
                     self.timeout,
                     detector,
+                    measuring=self.measuring,
                     alone=options if request.stands_alone else None,
                 )
         return job
@@ -360,7 +368,14 @@ class _Connector:
         if len(self.global_ranks) == 1 or job.settings.profile not in (None, "auto") or job.settings.plan is not None:
             return None
         survey = DeviceSurvey(
-            self.name, self.rank, self.global_ranks, self.store, self.timeout.total_seconds(), self.board, job
+            self.name,
+            self.rank,
+            self.global_ranks,
+            self.store,
+            self.timeout.total_seconds(),
+            self.board,
+            job,
+            self.measuring,
         )
         return lambda device: survey.planner(device, partial(self.gloo, f"links of {device_type}"))
 

@@ -1,9 +1,10 @@
-"""The profile by which a group plans for tensors on a device, where none was named: measured by its ranks before the first call
-that could be planned, or kept by an earlier job.
+"""The profile by which a group plans for tensors on a device, where none was named: measured by its
+ranks before the first call that could be planned, or kept by an earlier job.
 
-Ranks measure together, and decide together whether they have: where one of them could not, whatever it was, none plans. They
-meet for that in the job's store, in which the last one to come writes the verdict, so that no two ranks can read different ones.
-A rank that is gone, or does not come, is another matter: then the call fails, as it would have.
+Ranks measure together, and decide together whether they have: where one of them could not, whatever
+it was, none plans. They meet for that in the job's store, in which the last one to come writes the
+verdict, so that no two ranks can read different ones. A rank that is gone, or does not come, is
+another matter: then the call fails, as it would have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.backend.world import World
+from commlayer.backend.world import Measuring, World
 from commlayer.failures.board import FailureBoard, own_client, why_left
 from commlayer.failures.endings import bury
 from commlayer.failures.waits import Watched, keep
@@ -36,7 +37,8 @@ _WELL = "well"
 
 @dataclass(frozen=True)
 class DeviceSurvey:
-    """The measurement of one group's links on a device, by all of its ranks. ``board``: of the group; ``store``: its own.
+    """The measurement of one group's links on a device, by all of its ranks. ``board``: of the
+    group; ``store``: its own.
 
     ``global_ranks``: the group's, of which this is the one at ``rank``.
     """
@@ -48,12 +50,14 @@ class DeviceSurvey:
     timeout_s: float
     board: FailureBoard
     job: World
+    measuring: Measuring
 
     def planner(self, device: torch.device, connect: Callable[[], Any]) -> Planner | None:
-        """The planner by the links' profile, which is equal on all ranks; None on all where one of them could not measure.
+        """The planner by the links' profile, which is equal on all ranks; None on all where one of
+        them could not measure.
 
-        ``connect()`` makes a Gloo group of the ranks, for this alone. Collective. Raises PeerError and CollectiveTimeoutError
-        where a rank is gone, or does not come.
+        ``connect()`` makes a Gloo group of the ranks, for this alone. Collective. Raises PeerError
+        and CollectiveTimeoutError where a rank is gone, or does not come.
         """
         groups = [connect()]
         own = PrefixStore(f"links/{device.type}/", own_client(self.store))
@@ -84,30 +88,35 @@ class DeviceSurvey:
         return None
 
     def _measured(self, device: torch.device, gloo: Any, store: Store) -> Profile | None:
-        from commlayer.measure.calibrate import calibrated  # numpy and scipy: not for those who plan nothing
-        from commlayer.measure.device_harness import device_links
-
         members, places = tuple(self.global_ranks), self.job.nodes_of(self.global_ranks)
         node_of = {member: index for index, node in enumerate(places) for member in node}
         topology = Topology.from_identities([f"node {node_of[place]}" for place in range(len(members))])
         ranks = AllRanks(self.rank, len(members), store, gloo, "cpu", members, self.board.detector, self.timeout_s)
-        shape = self.job.topology.shape
-        with torch.inference_mode(False), torch.no_grad():  # whatever mode the program's call was made in
-            return calibrated(self.job.settings, topology, ranks, self.timeout_s, device_links(device), shape)
+        return self.measuring.device_profile(
+            self.job.settings,
+            topology,
+            ranks,
+            device=device,
+            job=self.job.topology.shape,
+            timeout_s=self.timeout_s,
+        )
 
     def _who(self, device: torch.device) -> str:
         return f"rank {self.board.rank}, group {self.name}, to agree on the links of {device.type}"
 
 
 def veto(store: Store, why: str) -> None:
-    """Have :func:`settle` return ``why`` on all ranks, unless another rank has been quicker. Before this rank calls that."""
+    """Have :func:`settle` return ``why`` on all ranks, unless another rank has been quicker. Before
+    this rank calls that."""
     store.compare_set("why", "", why)
 
 
 def settle(store: Store, num_ranks: int, board: FailureBoard, timeout_s: float, who: str) -> str:
-    """Return the first :func:`veto`, equal on all ranks; empty where there was none. Collective, once for a ``store``.
+    """Return the first :func:`veto`, equal on all ranks; empty where there was none. Collective,
+    once for a ``store``.
 
-    Raises PeerError where a rank of ``board`` is gone, CollectiveTimeoutError where one does not come within ``timeout_s``.
+    Raises PeerError where a rank of ``board`` is gone, CollectiveTimeoutError where one does not
+    come within ``timeout_s``.
     """
     if store.add("come", 1) == num_ranks:  # whoever has a veto has said it
         store.set("verdict", read_text(store.get("why")) if store.check(["why"]) else _WELL)

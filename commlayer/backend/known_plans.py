@@ -66,9 +66,7 @@ class KnownPlans:
         )
         plan = ask()
         if is_in_turn and plan is not None and plan.connections > 1 and agreed.experience.is_contested:
-            from commlayer.measure.trials import connected  # not for those who only import the backend
-
-            plan = connected(self._inner.planned, agreed, plan, ask)
+            plan = self._calls.connected(self._inner.planned, agreed, plan, ask)
         return plan
 
     def start(self, movement: Movement) -> Work:

@@ -65,16 +65,19 @@ class Calls:
     """
 
     __slots__ = (
+        "connected",
         "counters",
         "encoded_sums",
         "inner",
         "instead",
         "instruments",
         "is_planning",
+        "judge",
         "members",
         "needs_look",
         "never_plans_exchanges",
         "order",
+        "run_pending",
     )
 
     def __init__(self, order: Order, counters: GroupCounters, *, is_planning: bool) -> None:
@@ -86,6 +89,19 @@ class Calls:
         self.instead: Callable[[Movement], None] | None = None
         self.encoded_sums: EncodedSums | None = None
         self.never_plans_exchanges = False  # found out at the first all_to_all
+        self.connected: Callable[..., Plan | None]  # these three are given before the first call
+        self.run_pending: Callable[..., None]
+        self.judge: Callable[..., None]
+
+    def use_trials(
+        self,
+        *,
+        connected: Callable[..., Plan | None],
+        run_pending: Callable[..., None],
+        judge: Callable[..., None],
+    ) -> None:
+        """Run the group's trials by these functions: see :mod:`commlayer.measure.trials`."""
+        self.connected, self.run_pending, self.judge = connected, run_pending, judge
 
     def stop_planning(self, instead: Callable[[Movement], None]) -> None:
         """Use no plans any more. ``instead`` runs calls whose plans were chosen before."""
@@ -122,10 +138,8 @@ class Calls:
             choices = self.inner.planned.choices
             plan = choices.plan(collective, num_bytes, is_float=is_float, is_in_turn=True)
             if plan is not None and plan.connections > 1 and choices.experience.is_contested:
-                from commlayer.measure.trials import connected  # not for those who only import the backend
-
                 again = partial(choices.plan, collective, num_bytes, is_float=is_float, is_in_turn=True)
-                plan = connected(self.inner.planned, choices, plan, again)
+                plan = self.connected(self.inner.planned, choices, plan, again)
         if self.inner.signatures is not None:
             from_rank = None if root is None else self.members.global_ranks[root]
             words = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
@@ -133,10 +147,8 @@ class Calls:
                 timeout = self.inner.timeout
             self.inner.signatures.compare(self.order.sequence + 1, words, timeout.total_seconds())
         if choices is not None and choices.experience.pending is not None:
-            from commlayer.measure.trials import run_pending  # not for those who only import the backend
-
             limit_s = 0.0 if timeout is None else timeout.total_seconds()
-            run_pending(self.inner.planned, limit_s if limit_s > 0 else None)
+            self.run_pending(self.inner.planned, limit_s if limit_s > 0 else None)
             plan = choices.plan(collective, num_bytes, is_float=is_float)
         return plan
 
@@ -301,8 +313,6 @@ class Calls:
         row.inter += inter
         row.intra += intra
         if planned.choices.is_tried and planned.choices.experience.is_contested:
-            from commlayer.measure.trials import judge  # not for those who only import the backend
-
-            judge(planned, plan, spent_ns / 1e3)
+            self.judge(planned, plan, spent_ns / 1e3)
         for hear in self.instruments.moved:
             hear(call)

@@ -36,9 +36,10 @@ __all__ = [
     "stop_listening_to_all",
 ]
 
-OWN = ("commlayer.auditing.group_instruments",)
-"""Our own instruments: modules with a function ``attach(group)``, which is called for every group that is made. They are named
-here, and imported when the first group is made, because nothing that runs calls may depend on them."""
+OWN = ("commlayer.auditing.group_instruments", "commlayer.measure.trials")
+"""Our own instruments, and the trials of plans: modules with a function ``attach(group)``, which is
+called for every group that is made. They are named here, and imported when the first group is made,
+because nothing that runs calls may depend on them."""
 
 INQUIRIES = "commlayer.diagnosis.inquiry"
 """The module that asks ranks what they wait for, named and imported in the same way."""

@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.calls.group_life import stage
 from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.device_harness import DeviceLinks
+from commlayer.measure.device_harness import DeviceLinks, device_links
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import (
@@ -48,7 +49,17 @@ from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.settings import Settings
 
-__all__ = ["CHECKED", "DEVICE_PROBE", "PROBE", "as_probe", "cache_folder", "calibrated", "cluster_key", "planner_for"]
+__all__ = [
+    "CHECKED",
+    "DEVICE_PROBE",
+    "PROBE",
+    "as_probe",
+    "cache_folder",
+    "calibrated",
+    "cluster_key",
+    "device_profile",
+    "planner_for",
+]
 
 PROBE = SweepOptions(
     min_bytes=4096,
@@ -116,6 +127,20 @@ def planner_for(
         return Planner(_without_others_links(named, wanted, topology, ranks, is_whole_job=is_whole_job))
     profile = calibrated(settings, topology, ranks, timeout_s)
     return None if profile is None else Planner(profile)
+
+
+def device_profile(
+    settings: Settings,
+    topology: Topology,
+    ranks: AllRanks,
+    *,
+    device: torch.device,
+    job: str,
+    timeout_s: float,
+) -> Profile | None:
+    """The profile of the links of a device between ``ranks``, as of :func:`calibrated`. Collective."""
+    with torch.inference_mode(False), torch.no_grad():  # whatever mode the program's call was made in
+        return calibrated(settings, topology, ranks, timeout_s, device_links(device), job)
 
 
 def as_probe(profile: Profile) -> Profile:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from commlayer.calls.instruments import NewGroup
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.calls import OwnCall, StepCall
@@ -17,12 +18,21 @@ from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.printable import warn
 from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["connected", "judge", "run_pending"]
+__all__ = ["attach", "attach_of_calls", "connected", "judge", "run_pending"]
 
 _WHAT = "the trial of its plans"
 _PATIENCE_S = 30.0
 """How long connections of a plan that only contends are waited for, where the group's timeout is
 longer."""
+
+
+def attach(group: NewGroup) -> None:
+    """Have what runs the calls of a group that is being made run its trials, too."""
+    group.calls.use_trials(connected=connected, run_pending=run_pending, judge=judge)
+
+
+def attach_of_calls(group: NewGroup) -> None:
+    """Do nothing: trials are run by the host, which does not see a device's steps."""
 
 
 def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:

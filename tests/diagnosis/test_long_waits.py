@@ -27,6 +27,7 @@ from commlayer.calls.ring import Call, Track, open_track
 from commlayer.diagnosis import long_waits
 from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
 from commlayer.diagnosis.snapshot import rank_log
+from commlayer.measure import calibrate
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -246,6 +247,7 @@ def test_a_wait_in_a_group_that_stands_alone_is_told_by_its_own_numbers(
             global_ranks=range(2),
             store=PrefixStore(f"sites {place}/", store),
             timeout=limit,
+            measuring=calibrate,
             options=GroupOptions(plan="flat_direct"),
             stands_alone=True,
         )
