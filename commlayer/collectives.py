@@ -463,8 +463,8 @@ class GroupCommunicator:
                 f"{list(among)}, got rows for {outside}"
             )
         start = getattr(self.group, "start_planned", None)
-        if start is None or not (x.is_cpu or _plans_on_device(self.group, x)):
-            return None
+        if start is None or not (x.is_cpu or cast("Any", self.group).plans_on_device(x)):
+            return None  # what is in parts goes as the group's own call
         row_bytes = _row_bytes(x)
         splits = [count * row_bytes for count in send_rows], [count * row_bytes for count in receive_rows]
         plan = exchange_over(over, tuple(map(len, self.nodes)), most_rows * row_bytes)
@@ -624,11 +624,6 @@ def _row_bytes(x: torch.Tensor) -> int:
 def _turned(everyones: Everyones) -> Everyones:
     """The counts of the way back."""
     return None if everyones is None else tuple(zip(*everyones, strict=True))
-
-
-def _plans_on_device(group: Any, x: torch.Tensor) -> bool:
-    """Whether calls of ``x``, on a device, may have plans; else what is in parts goes as the group's own call."""
-    return bool(group.plans_on_device(x))
 
 
 def _on_lane(group: dist.ProcessGroup, lane: str) -> None:

@@ -1,9 +1,11 @@
 """Reductions of dtypes and operations that Gloo does not have, carried by those that it has.
 
-Gloo reduces FP16, BF16, FP32, FP64, int8, uint8, int32 and int64, with SUM, PRODUCT, MIN, MAX; AVG on floats only, the
-bitwise operations on integers only. Everything else travels as one of these (see :func:`carrier`):
+Gloo reduces FP16, BF16, FP32, FP64, int8, uint8, int32 and int64, with SUM, PRODUCT, MIN, MAX; AVG
+on floats only, the bitwise operations on integers only. Everything else travels as one of these
+(see :func:`carrier`):
 
-- int16, uint16, uint32 travel one size wider, uint64 as int64: sums and products wrap as they would in the dtype itself;
+- int16, uint16, uint32 travel one size wider, uint64 as int64: sums and products wrap as they would
+  in the dtype itself;
 - bool as uint8: SUM, MAX and BOR are "or", PRODUCT, MIN and BAND "and", as in NCCL; BXOR is parity;
 - complex as pairs of reals: SUM, AVG and PREMUL_SUM, what can be said of them;
 - AVG of integers is the sum divided by the number of ranks, towards zero, as in NCCL;
@@ -63,7 +65,8 @@ PLAN_NAMES: dict[ReduceOp.RedOpType, str] = {
 
 
 def is_summed_by_plans(op: Any, dtype: torch.dtype) -> bool:
-    """Whether a plan on a device reduces so: an average of floats only, and bitwise operations of integers only."""
+    """Whether a plan on a device reduces so: an average of floats only, and bitwise operations of
+    integers only."""
     return dtype in _SUMMED_BY_PLANS.get(op, ())
 
 
@@ -78,9 +81,11 @@ _BOOL_OPS = {SUM: MAX, MAX: MAX, BOR: MAX, PRODUCT: MIN, MIN: MIN, BAND: MIN, BX
 
 @dataclass(frozen=True)
 class Carrier:
-    """How a tensor is reduced: ``load`` it, reduce with ``op`` (which Gloo has), ``store`` the result.
+    """How a tensor is reduced: ``load`` it, reduce with ``op`` (which Gloo has), ``store`` the
+    result.
 
-    ``load`` takes a contiguous tensor and may return a view of it; ``store`` takes what was reduced.
+    ``load`` takes a contiguous tensor and may return a view of it; ``store`` takes what was
+    reduced.
     """
 
     op: ReduceOp.RedOpType
@@ -93,14 +98,17 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def carrier(op: Any, dtype: torch.dtype, group_size: int) -> Carrier:
-    """How to reduce ``dtype`` with ``op`` (a ReduceOp) over ``group_size`` ranks. Raises TensorError for what cannot be."""
+    """How to reduce ``dtype`` with ``op`` (a ReduceOp) over ``group_size`` ranks. Raises
+    TensorError for what cannot be."""
     kind = op.op
     if dtype in GLOO_REDUCES[kind]:
         return Carrier(kind, _same, _same)
     if dtype.is_complex:
         return _complex(op, dtype, group_size)
     if dtype is torch.bool:
-        return _boolean(kind)
+        if kind not in _BOOL_OPS:
+            raise _cannot(kind, torch.bool)
+        return Carrier(_BOOL_OPS[kind], lambda x: x.view(torch.uint8), lambda x: x.view(torch.bool))
     if kind == PREMUL_SUM and dtype in FLOATS:
         factor = op.factor
         return Carrier(SUM, lambda x: (x * factor).to(x.dtype), _same)
@@ -120,12 +128,6 @@ def _complex(op: Any, dtype: torch.dtype, group_size: int) -> Carrier:
     )
 
 
-def _boolean(kind: ReduceOp.RedOpType) -> Carrier:
-    if kind not in _BOOL_OPS:
-        raise _cannot(kind, torch.bool)
-    return Carrier(_BOOL_OPS[kind], lambda x: x.view(torch.uint8), lambda x: x.view(torch.bool))
-
-
 def _integer(kind: ReduceOp.RedOpType, dtype: torch.dtype, group_size: int) -> Carrier:
     if kind == PREMUL_SUM:
         raise _cannot(kind, dtype)
@@ -141,7 +143,8 @@ def _integer(kind: ReduceOp.RedOpType, dtype: torch.dtype, group_size: int) -> C
 
 
 def _unsigned_64(kind: ReduceOp.RedOpType) -> Carrier:
-    """The values as int64: sums, products and bits are the same; for the order of MIN and MAX the sign bit is turned over."""
+    """The values as int64: sums, products and bits are the same; for the order of MIN and MAX the
+    sign bit is turned over."""
     if kind == AVG:
         raise _cannot(kind, torch.uint64)
     if kind in (MIN, MAX):
@@ -179,7 +182,8 @@ _ROWS: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 def reduce_rows(rows: torch.Tensor, kind: ReduceOp.RedOpType) -> torch.Tensor:
-    """[n, s] → [s], in the order of the rows; 16-bit floats are accumulated in FP32 and rounded once."""
+    """[n, s] → [s], in the order of the rows; 16-bit floats are accumulated in FP32 and rounded
+    once."""
     if kind == AVG:
         return (reduce_rows(rows.double() if rows.dtype is torch.float64 else rows.float(), SUM) / len(rows)).to(
             rows.dtype

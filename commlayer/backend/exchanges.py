@@ -95,9 +95,9 @@ def _by_plan(
     item = input.element_size()
     with torch._C._InferenceMode(True):
         source, target = as_bytes(input), landing(output)
-        given = [count * item for count in _elements(input, sent, size)]
-        wanted = [count * item for count in _elements(output, received, size)]
-        into, splits = target.view(torch.uint8), (given, wanted)
+        sent_bytes_each = [count * item for count in _elements(input, sent, size)]
+        received_bytes_each = [count * item for count in _elements(output, received, size)]
+        into, splits = target.view(torch.uint8), (sent_bytes_each, received_bytes_each)
         movement = Movement(plan, source, into, "split", splits=splits, dtype=input.dtype)
         calls.run(movement, input.nbytes, opts.timeout)
         land(output, target)

@@ -98,10 +98,10 @@ def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) 
 def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: Any) -> None:
     """``outputs[0]`` is a list of n tensors, whose k-th has as many elements as the input of rank
     k."""
-    sizes, mine = [output.numel() for output in outputs], calls.members.rank
-    if sizes[mine] != input.numel() or any(output.dtype != input.dtype for output in outputs):
+    sizes, own = [output.numel() for output in outputs], calls.members.rank
+    if sizes[own] != input.numel() or any(output.dtype != input.dtype for output in outputs):
         raise TensorError(
-            f"{calls.members.who}: all_gather of {input.numel()} elements of {input.dtype} needs as many in output {mine}, "
+            f"{calls.members.who}: all_gather of {input.numel()} elements of {input.dtype} needs as many in output {own}, "
             f"and the same dtype in all; got outputs of {sizes} elements, {sorted({str(o.dtype) for o in outputs})}"
         )
     num_bytes = sum(sizes) * input.element_size()
@@ -189,10 +189,10 @@ def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any)
 
 def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> None:
     """Input k of rank ``opts.rootRank`` goes to rank k; elsewhere ``inputs`` is empty."""
-    output, given = _rooted(calls, "scatter", "output", "from", outputs, inputs, opts)
+    output, blocks = _rooted(calls, "scatter", "output", "from", outputs, inputs, opts)
     with torch.inference_mode():
         sink = landing(output)
-        parts = [[_carried(plain_row(x)) for x in given]] if given else []
+        parts = [[_carried(plain_row(x)) for x in blocks]] if blocks else []
         num_bytes = output.nbytes * calls.members.size
         calls.flat(num_bytes, calls.inner.gloo.scatter, [_carried(sink)], parts, opts)
         land(output, sink)

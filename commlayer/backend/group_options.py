@@ -151,13 +151,13 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         """Return what was given, by name, in the same words however it was written: all ranks of a
         group must say the same."""
         names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow", "connections")
-        given = {name: getattr(self, name) for name in names}
-        return {name: repr(value) for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: repr(value) for name, value in values.items() if value is not None}
 
     def over(self, settings: Settings) -> Settings:
         """Return the job's settings, with what these options say for their group."""
-        given = {name: getattr(self, name) for name in ("reduction", "replan", "connections")}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in ("reduction", "replan", "connections")}
+        changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         if self.plan is not None:
             changes["plan"] = None if self.plan == "auto" else self.plan
         if self.shadow is not None:

@@ -54,13 +54,13 @@ class Members:
     def some(self, verb: str, tensors: Any, *, may_be_sparse: bool = False) -> list[torch.Tensor]:
         """:func:`reals` of one tensor or several. Raises TensorError for none, and for sparse ones
         unless they may be."""
-        found = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        if not found:
+        dense = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if not dense:
             raise TensorError(f"{self.who}: {verb} of no tensors: expected at least one")
         if not may_be_sparse:
-            for x in found:
+            for x in dense:
                 require_dense(x)
-        return found
+        return dense
 
     def require_root(self, what: str, root: int) -> None:
         """Raises TensorError for a root that is no member."""

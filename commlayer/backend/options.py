@@ -1,8 +1,8 @@
 """torch's option objects, from whatever form of a call was used.
 
-A verb of a ProcessGroup can be called with an options object (torch.distributed and C++ do), or with its fields spelt out
-(``group.broadcast(tensor, root=1)``, ``group.reduce(tensor, 1, op)``). The first is recognised by type before this module is
-asked.
+A verb of a ProcessGroup can be called with an options object (torch.distributed and C++ do), or
+with its fields spelt out (``group.broadcast(tensor, root=1)``, ``group.reduce(tensor, 1, op)``).
+The first is recognised by type before this module is asked.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Options = TypeVar("Options")
 
 
 def make(kind: type[Options], opts: Any, timeout: Any, named: dict[str, Any]) -> Options:
-    """Options of ``kind``; ``opts`` may be one, a reduce operation, a root, a timeout or None. Asynchronous, as torch's are.
+    """Options of ``kind``; ``opts`` may be one, a reduce operation, a root, a timeout or None.
+    Asynchronous, as torch's are.
 
-    ``timeout``: what stands behind ``opts``, which is an operation where that is a root. Raises TypeError for another kind of
-    options, and for a keyword that no form of the call has.
+    ``timeout``: what stands behind ``opts``, which is an operation where that is a root. Raises
+    TypeError for another kind of options, and for a keyword that no form of the call has.
     """
     opts = named.pop("opts", opts)
     if isinstance(opts, kind) and timeout is None and not named:
         return opts
     made: Any = opts if isinstance(opts, kind) else kind()
-    for given in (opts, timeout, named.pop("op", None), named.pop("root", None)):
-        if given is not None and given is not made:
-            _put(given, made)
+    for value in (opts, timeout, named.pop("op", None), named.pop("root", None)):
+        if value is not None and value is not made:
+            _put(value, made)
     if named:
         raise TypeError(f"unexpected arguments {', '.join(named)}")
     return made  # type: ignore[no-any-return]

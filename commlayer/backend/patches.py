@@ -283,7 +283,7 @@ def skip_methods() -> None:
 
 
 def _all_code() -> Iterator[types.CodeType]:
-    own = [f"commlayer.backend.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    own = [f"commlayer.backend.{each.name}" for each in pkgutil.iter_modules([str(Path(__file__).parent)])]
     for name in (*own, "commlayer.engine.progress"):
         module = importlib.import_module(name)
         for value in vars(module).values():

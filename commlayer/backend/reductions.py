@@ -163,11 +163,11 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
         with torch.inference_mode():
             _reduce_scatter_carried(calls, output, input, opts)
         return
-    num_bytes, given = input.nbytes, input
+    num_bytes, original = input.nbytes, input
     output, input = output.data.view(-1), input.detach().view(-1)  # the verb tells autograd, not Gloo
     if calls.encoded_sums is not None and calls.encoded_sums("reduce_scatter", input, output, op, opts):
         return
-    plan = calls.look(given, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
+    plan = calls.look(original, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
         calls.flat(num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:

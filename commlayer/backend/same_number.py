@@ -1,4 +1,5 @@
-"""A number that a program tells a group: all of its ranks say the same one, or all of them hear who said what."""
+"""A number that a program tells a group: all of its ranks say the same one, or all of them hear who
+said what."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ _MOST_NAMED = 8
 
 
 def require_same_number(members: Members, inner: InnerGroups, sequence: int, call: str, number: int) -> None:
-    """Return when all ranks of the group have come with the same ``number`` for ``call``, the ``sequence``-th of the group.
-    Collective, in its order.
+    """Return when all ranks of the group have come with the same ``number`` for ``call``, the
+    ``sequence``-th of the group. Collective, in its order.
 
-    One small all_reduce where they agree. Raises, on all ranks alike, DisagreementError that names who said what;
-    CollectiveTimeoutError where a rank does not come within the group's timeout, PeerError where one is gone.
+    One small all_reduce where they agree. Raises, on all ranks alike, DisagreementError that names
+    who said what; CollectiveTimeoutError where a rank does not come within the group's timeout,
+    PeerError where one is gone.
     """
     if members.size == 1:
         return
@@ -39,8 +41,8 @@ def require_same_number(members: Members, inner: InnerGroups, sequence: int, cal
     everyones = torch.zeros(members.size, dtype=torch.int64)
     gathering = AllgatherOptions()
     gathering.timeout = inner.timeout
-    mine = torch.tensor([number], dtype=torch.int64)
-    settle_own_call(members, inner, sequence, call, inner.gloo._allgather_base(everyones, mine, gathering))
+    own = torch.tensor([number], dtype=torch.int64)
+    settle_own_call(members, inner, sequence, call, inner.gloo._allgather_base(everyones, own, gathering))
     raise DisagreementError(
         f"{members.who}, {call} #{sequence}: {_said(everyones.tolist(), members.global_ranks)}; expected the "
         "same number on all ranks of the group: call it alike on all of them (nothing was changed)"
@@ -48,7 +50,8 @@ def require_same_number(members: Members, inner: InnerGroups, sequence: int, cal
 
 
 def settle_own_call(members: Members, inner: InnerGroups, sequence: int, call: str, work: Work) -> None:
-    """Wait for a call of Gloo's own that serves ``call``, the group's ``sequence``-th. Raises ClusterError, as calls do."""
+    """Wait for a call of Gloo's own that serves ``call``, the group's ``sequence``-th. Raises
+    ClusterError, as calls do."""
     planned, began = inner.planned, time.monotonic()
     try:
         wait(work, planned.board)

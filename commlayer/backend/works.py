@@ -1,11 +1,14 @@
-"""Handles of flat calls: one that the inner backend has under way already, and those of a coalesced block, waited for as one.
+"""Handles of flat calls: one that the inner backend has under way already, and those of a coalesced
+block, waited for as one.
 
-A call is under way at once where nothing else of its group was when it was made. No thread of ours waits for it, as none does
-on Gloo itself, until somebody wants a future. Then the progress thread does, and what the program issues from then on is queued
-behind the future's callbacks. Where that is, the program's text says, so it is the same place on every rank.
+A call is under way at once where nothing else of its group was when it was made. No thread of ours
+waits for it, as none does on Gloo itself, until somebody wants a future. Then the progress thread
+does, and what the program issues from then on is queued behind the future's callbacks. Where that
+is, the program's text says, so it is the same place on every rank.
 
-There is one such call in a group at most: Gloo, which has two threads, would start a second before the first has ended,
-and two calls on one tensor would race. (One thread would keep them apart, but makes every call 10 to 20 % slower.)
+There is one such call in a group at most: Gloo, which has two threads, would start a second before
+the first has ended, and two calls on one tensor would race. (One thread would keep them apart, but
+makes every call 10 to 20 % slower.)
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ End = Callable[[RuntimeError | None], None]
 
 
 class IssuedWork(Work):
-    """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever thread sees the end."""
+    """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever
+    thread sees the end."""
 
     def __init__(
         self, queue: ProgressQueue, call: Call, outputs: Any, inner: Work, board: FailureBoard, end: End
@@ -48,9 +52,11 @@ class IssuedWork(Work):
         self._queued: QueuedWork | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
+        """Return True when the outputs may be used. ``timeout``: give up earlier than the call
+        itself would.
 
-        Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes on).
+        Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes
+        on).
         """
         if not self._done:
             if self._queue.is_inherited:
@@ -126,9 +132,6 @@ class IssuedWork(Work):
             )
         return self._outputs
 
-    def _wait_queued(self) -> None:
-        self.wait()
-
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs. Its callbacks run before the group's next collective."""
         with self._lock:
@@ -137,7 +140,7 @@ class IssuedWork(Work):
                     self._queued = QueuedWork(self._queue, self.call.collective, self._outputs)
                     self._queued.finish(self._error)
                 else:
-                    self._queued = self._queue.submit(self.call.collective, self._outputs, self._wait_queued, ())
+                    self._queued = self._queue.submit(self.call.collective, self._outputs, self.wait, ())
         return self._queued.get_future()
 
 

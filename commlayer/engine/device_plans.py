@@ -225,18 +225,21 @@ class DevicePlans(Executor):
         """A call on the same tensors again is launched from what was kept of the first."""
         plan, source, target = movement.plan, movement.source, movement.target
         key = id(plan), id(source), id(target), source.dtype, movement.op, movement.root
-        found = self._calls.find(key, source, target)
-        if found is None:
-            found = self._bound(runner, movement)
-            self._calls.add(key, source, target, found)
-        return found
+        call = self._calls.find(key, source, target)
+        if call is None:
+            call = self._bound(runner, movement)
+            self._calls.add(key, source, target, call)
+        return call
 
     def _bound(self, runner: Runner, movement: Movement) -> KeptCall:
         source, target, prepared = movement.source, movement.target, self.prepared(runner, movement)
         output = CallMemory(_memory_of(target))
         data = output if source is target else CallMemory(_memory_of(source))
         buffers = runner.buffers(prepared, data, output)
-        self._note_staged({buffer: memory for buffer, memory in buffers.items() if buffer in prepared.sizes})
+        staged = {buffer: memory for buffer, memory in buffers.items() if buffer in prepared.sizes}
+        if any(self._staged.get(buffer, memory) is not memory for buffer, memory in staged.items()):
+            self._calls.clear()  # they hold the smaller staging memory that there was
+        self._staged.update(staged)
         script = prepared.script
         assert isinstance(script, StreamScript)  # compiled by the transport that was made here
         reduce = None if movement.kind in ("split", "over", "encoded exchange") else reducer(source.dtype, movement.op)
@@ -294,8 +297,8 @@ class DevicePlans(Executor):
 
     def _place(self) -> StreamLane | None:
         """Its place among the lanes of the device; None where it has none."""
-        found = lanes_of_device(self._device) if self._held_lane else None
-        return None if found is None else StreamLane(found, level_of(self._held_lane), self._longest_us)
+        lanes = lanes_of_device(self._device) if self._held_lane else None
+        return None if lanes is None else StreamLane(lanes, level_of(self._held_lane), self._longest_us)
 
     def _longest_us(self, plan: Plan) -> Sequence[float]:
         return longest_holds_us(plan, self.choices.planner, lanes().policy, self._timeout_s())
@@ -327,11 +330,6 @@ class DevicePlans(Executor):
         """Break its communicators."""
         if self._runner is not None:
             self._runner.transport.abort()
-
-    def _note_staged(self, staged: Mapping[Buffer, CallMemory]) -> None:
-        if any(self._staged.get(buffer, memory) is not memory for buffer, memory in staged.items()):
-            self._calls.clear()  # they hold the smaller staging memory that there was
-        self._staged.update(staged)
 
     def close(self) -> None:
         """Let go of them, when what was launched has run."""

@@ -1,6 +1,8 @@
-"""The contract of who runs the plans of one group: by messages of the CPU, or on the streams of a device.
+"""The contract of who runs the plans of one group: by messages of the CPU, or on the streams of a
+device.
 
-Both find a call's moves in the same way, and keep what they have found; they differ in how bytes move, and in who waits.
+Both find a call's moves in the same way, and keep what they have found; they differ in how bytes
+move, and in who waits.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from commlayer.scheduler.plan import Plan
 __all__ = ["Executor", "Ran"]
 
 _MAX_EXCHANGES = 64
-"""Exchanges whose moves are kept: some kilobytes each, and a dropless layer never has the same splits again."""
+"""Exchanges whose moves are kept: some kilobytes each, and a dropless layer never has the same
+splits again."""
 
 
 class Ran(NamedTuple):
-    """A plan that has been run. ``sent``: by this rank; ``under_way``: what a device still runs of it, None: nothing."""
+    """A plan that has been run. ``sent``: by this rank; ``under_way``: what a device still runs of
+    it, None: nothing."""
 
     sent: Sent
     under_way: Any = None
 
 
 class Executor(ABC):
-    """Runs the plans of one group on one kind of memory. One call at a time, in the same order on all ranks.
+    """Runs the plans of one group on one kind of memory. One call at a time, in the same order on
+    all ranks.
 
-    ``nodes``: for each node that the group touches, its members as ranks of the group, of which this is ``rank``. ``choices``
-    decides.
+    ``nodes``: for each node that the group touches, its members as ranks of the group, of which
+    this is ``rank``. ``choices`` decides.
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, choices: Choices) -> None:
@@ -45,11 +50,11 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, movement: Movement, *, timeout_s: float | None = None, issued: Call | None = None) -> Ran:
-        """Run a plan on contiguous tensors of one dtype. ``issued``, the call that it is run for, gets its steps' times, where
-        somebody has asked for them.
+        """Run a plan on contiguous tensors of one dtype. ``issued``, the call that it is run for,
+        gets its steps' times, where somebody has asked for them.
 
-        In a wire format sums are FP32. Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step,
-        chunk, peers); NonFiniteError as the codec does.
+        In a wire format sums are FP32. Raises PeerError, CollectiveTimeoutError (naming rank,
+        group, collective, plan, step, chunk, peers); NonFiniteError as the codec does.
         """
 
     @property
@@ -62,7 +67,8 @@ class Executor(ABC):
         return not self.choices.two_level_may_pay
 
     def plan_exchange(self, largest: int) -> Plan | None:
-        """The plan of an all_to_all of which no rank sends or receives more than ``largest`` bytes, which is above 0."""
+        """The plan of an all_to_all of which no rank sends or receives more than ``largest`` bytes,
+        which is above 0."""
         if self.choices.is_forced:
             return self.choices.plan("all_to_all_v", 1)  # the size decides nothing
         return self.choices.plan("all_to_all_v", 1 << (largest - 1).bit_length())
@@ -82,7 +88,7 @@ class Executor(ABC):
     def _moves(
         self, movement: Movement, owned: Sequence[int] | None = None
     ) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
-        found = rank_moves(
+        moves = rank_moves(
             movement.kind,
             movement.plan,
             self.nodes,
@@ -92,7 +98,7 @@ class Executor(ABC):
             splits=movement.splits,
             counts=movement.counts or (),
         )
-        return found.steps, found.sizes
+        return moves.steps, moves.sizes
 
     @property
     def near(self) -> tuple[int, ...]:

@@ -204,16 +204,16 @@ class Choices:
         lane = self.lane if lane is None else lane
         # Hashing a wire is a call of Python, which a plain tensor's call need not pay.
         key = collective, num_bytes, is_ordered, lane, None if is_plain else (wires, element_bytes)
-        found = self._plans.get(key)
-        if found is None:
+        choice = self._plans.get(key)
+        if choice is None:
             traffic = self._traffic(collective, num_bytes, is_ordered, wires, element_bytes, lane)
-            found = self._plans.add(key, self._decide(traffic))
-        if self.is_tried and is_in_turn and not isinstance(found, str):
-            return self._in_turn(found)
-        if isinstance(found, str):
-            self.reasons[found] += 1
+            choice = self._plans.add(key, self._decide(traffic))
+        if self.is_tried and is_in_turn and not isinstance(choice, str):
+            return self._in_turn(choice)
+        if isinstance(choice, str):
+            self.reasons[choice] += 1
             return None
-        return None if found.strategy is Strategy.FLAT else found
+        return None if choice.strategy is Strategy.FLAT else choice
 
     def _in_turn(self, plan: Plan) -> Plan:
         """The plan whose turn it is among those that contend for calls of about the size of those
@@ -223,11 +223,11 @@ class Choices:
         if contender is None:
             return plan
         key = plan.traffic, plan.wire, contender
-        found = self._plans.get(key)
-        if found is None:
-            found = self._plans.add(key, contender.plan(plan.traffic, plan.wire))
-        assert isinstance(found, Plan)  # no reason why there is none is kept under such a key
-        return found
+        choice = self._plans.get(key)
+        if choice is None:
+            choice = self._plans.add(key, contender.plan(plan.traffic, plan.wire))
+        assert isinstance(choice, Plan)  # no reason why there is none is kept under such a key
+        return choice
 
     def predicted_us(
         self,

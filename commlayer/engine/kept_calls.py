@@ -1,7 +1,9 @@
-"""Planned calls on the same tensors again: what was found out for the first is kept until one of the tensors is gone.
+"""Planned calls on the same tensors again: what was found out for the first is kept until one of
+the tensors is gone.
 
-Gradients' buckets are the same tensors in every step. What is kept holds their memory by slices, not the tensors, so that it is
-let go of with them; and it is known by where the memory lies, for a program may put other memory under a tensor.
+Gradients' buckets are the same tensors in every step. What is kept holds their memory by slices,
+not the tensors, so that it is let go of with them; and it is known by where the memory lies, for a
+program may put other memory under a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _MOST = 256
 
 
 class KeptCall(NamedTuple):
-    """A call as it is launched, and what this rank sends in it. The plan is kept, so that its id stays its own."""
+    """A call as it is launched, and what this rank sends in it. The plan is kept, so that its id
+    stays its own."""
 
     plan: Plan
     script: StreamScript
@@ -48,7 +51,8 @@ class KeptCalls:
         return len(self._entries)
 
     def find(self, key: Hashable, source: torch.Tensor, target: torch.Tensor) -> KeptCall | None:
-        """The call that was kept under ``key``, which has the ids of both tensors, if their memory is where it was."""
+        """The call that was kept under ``key``, which has the ids of both tensors, if their memory
+        is where it was."""
         entry = self._entries.get(key)
         if entry is None or entry.where != (source.data_ptr(), target.data_ptr()):
             return None

@@ -119,8 +119,8 @@ class Lanes:
             self._due[level] = due
             self._num_waiting += 1
             try:
-                while (left := min(self._until(level, crosses), due) - now) > 0:
-                    self._wait(self._changed, left)
+                while (left_s := min(self._until(level, crosses), due) - now) > 0:
+                    self._wait(self._changed, left_s)
                     now = self._clock()
             finally:
                 self._num_waiting -= 1

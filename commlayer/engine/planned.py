@@ -123,12 +123,12 @@ class PlannedGroup(Executor):
         them."""
         if not self.level:
             return None
-        kept = self._edges.get(id(plan))
-        if kept is None:
+        edges = self._edges.get(id(plan))
+        if edges is None:
             crossing = [step.resource is Resource.INTER for step in plan.steps]
-            kept = plan, tuple(zip(exchange_times_us(plan, self.predicted(plan)), crossing, strict=True))
-            self._edges.add(id(plan), kept)
-        return Gate(lanes(), self.level, kept[1], timeout_s * HELD_OF_TIMEOUT)
+            edges = plan, tuple(zip(exchange_times_us(plan, self.predicted(plan)), crossing, strict=True))
+            self._edges.add(id(plan), edges)
+        return Gate(lanes(), self.level, edges[1], timeout_s * HELD_OF_TIMEOUT)
 
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
         """Plan, as ``choices`` does other calls, an all_to_all with any splits; ``num_bytes`` is
@@ -175,15 +175,15 @@ class PlannedGroup(Executor):
                     call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op), mark=mark)
                     self.drive(plan, call, limit_s, issued)
                     return Ran(prepared.sent)
-                found, call = self._started(runner, movement, data, output, limit_s)
+                sending, call = self._started(runner, movement, data, output, limit_s)
                 self.drive(plan, call, limit_s, issued)
-                return Ran(found.sent)
+                return Ran(sending.sent)
             except BaseException as error:
-                told = self._explained(movement, error)
-                self.tell(told)
-                if told is error:
+                explained = self._explained(movement, error)
+                self.tell(explained)
+                if explained is error:
                     raise
-                raise told from error
+                raise explained from error
 
     def _started(
         self, runner: Runner, movement: Movement, source: CallMemory, target: CallMemory, limit_s: float
@@ -193,10 +193,10 @@ class PlannedGroup(Executor):
         if movement.kind == "split":
             exchange = self._exchange(runner, movement).start(runner, source, target, limit_s)
             return exchange, exchange
-        found = self.prepared(runner, movement)
+        prepared = self.prepared(runner, movement)
         reduce = reducer(movement.source.dtype, "sum") if movement.kind == "encoded" else None
         coder = None if movement.codec is None else RowCoder(movement.codec)
-        return found, runner.start(found, source, target, limit_s, reduce, coder)
+        return prepared, runner.start(prepared, source, target, limit_s, reduce, coder)
 
     def _run_in_place(self, runner: Runner, movement: Movement, limit_s: float) -> Sent:
         def drive(script: Script, buffers: Buffers) -> None:
@@ -255,13 +255,13 @@ class PlannedGroup(Executor):
         """The moves of an all_to_all with these splits, which many programs have again and
         again."""
         plan, splits = movement.plan, (tuple(movement.splits[0]), tuple(movement.splits[1]))
-        found = self._splits.get((id(plan), splits))
-        if found is None:
+        exchange = self._splits.get((id(plan), splits))
+        if exchange is None:
             if plan.connections > 1:
                 self.connect_messages(plan.connections)
             two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
-            found = self._splits.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
-        return found
+            exchange = self._splits.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
+        return exchange
 
     def tell(self, error: BaseException) -> None:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this
@@ -344,7 +344,7 @@ class PlannedGroup(Executor):
         them, which is collective."""
         if self._runner is None:
             group = self._sharing_memory(self.connect_own_calls())
-            peers = tuple((rank, place) for place, rank in enumerate(self.global_ranks))
+            peers = tuple((rank, member) for member, rank in enumerate(self.global_ranks))
             channel = Channel(self.name, group, peers)
             self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
         if connections > 1:

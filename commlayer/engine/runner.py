@@ -105,10 +105,10 @@ class Runner:
 
         Raises PlanError where it needs too many message tags.
         """
-        found = self.kept.get((id(plan), key))
-        if found is None:
-            found = self.kept.add((id(plan), key), self.prepare(plan, *moves()))
-        return found
+        prepared = self.kept.get((id(plan), key))
+        if prepared is None:
+            prepared = self.kept.add((id(plan), key), self.prepare(plan, *moves()))
+        return prepared
 
     def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
         """``plan`` with these steps and sizes of buffers, for one call; not kept. Raises as
@@ -156,7 +156,7 @@ class Runner:
     def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
         """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching)
         them costs as much as a copy."""
-        kept = self._memory.get(buffer)
-        if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
-            kept = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))
-        return kept
+        memory = self._memory.get(buffer)
+        if memory is None or memory.tensor.numel() < needed or memory.tensor.device != device:
+            memory = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))
+        return memory

@@ -62,13 +62,13 @@ class SplitExchange:
         time need no work."""
         region, two_level = self.two_level.counts_region, self.two_level
         arrived, width = staging.bytes[region.start : region.stop], len(two_level.relayed[two_level.i])
-        own, told = two_level.row(two_level.i), two_level.told(two_level.i)
+        own, telling = two_level.row(two_level.i), two_level.told(two_level.i)
         # Nobody sends it; what lies there is of another call.
-        staging.bytes[told.start : told.stop] = self._counts[own.start : own.stop]
+        staging.bytes[telling.start : telling.stop] = self._counts[own.start : own.stop]
         if self._revealed is None or self._revealed[0] != arrived:
-            found = arrived.cast("q").tolist()
+            counts = arrived.cast("q").tolist()
             ranks = range(len(two_level.here))
-            sort, pass_on, transit = two_level.after([found[j * width : (j + 1) * width] for j in ranks])
+            sort, pass_on, transit = two_level.after([counts[j * width : (j + 1) * width] for j in ranks])
             steps = [self._transport.compile_step(self.plan, *each) for each in ((_SORT, sort), (_PASS_ON, pass_on))]
             sent = Sent.by((*self._before, sort, pass_on), self._near)
             self._revealed = arrived.tobytes(), Revealed(steps[0], steps[1], transit, sent)
@@ -97,11 +97,11 @@ class SplitCall:
 
     def post(self, index: int) -> None:
         if index == _SORT:
-            found = self._exchange.reveal(self._buffers[Buffer.STAGING])
-            self._buffers[Buffer.TRANSIT] = CallMemory(torch.empty(found.transit_bytes, dtype=torch.uint8))
-            self._call.revise(_SORT, found.sort, self._buffers)
-            self._call.revise(_PASS_ON, found.pass_on, self._buffers)
-            self.sent = found.sent
+            revealed = self._exchange.reveal(self._buffers[Buffer.STAGING])
+            self._buffers[Buffer.TRANSIT] = CallMemory(torch.empty(revealed.transit_bytes, dtype=torch.uint8))
+            self._call.revise(_SORT, revealed.sort, self._buffers)
+            self._call.revise(_PASS_ON, revealed.pass_on, self._buffers)
+            self.sent = revealed.sent
         self._call.post(index)
 
     def finish(self) -> None:

@@ -1,7 +1,8 @@
 """When each step of a running plan really started and ended, as one rank sees it.
 
-Rejected: asking Gloo's works whether they are completed. A Gloo receive says so only after somebody waited for it. So a
-thread for each resource waits for its steps in plan order and stamps the time; each work still has one waiter only.
+Rejected: asking Gloo's works whether they are completed. A Gloo receive says so only after somebody
+waited for it. So a thread for each resource waits for its steps in plan order and stamps the time;
+each work still has one waiter only.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ __all__ = [
 
 
 class StepTimes(NamedTuple):
-    """The times of one step, on the clock of ``time.perf_counter_ns``: when what it waits for had ended, when it was posted
-    (after any hold), and when it had ended."""
+    """The times of one step, on the clock of ``time.perf_counter_ns``: when what it waits for had
+    ended, when it was posted (after any hold), and when it had ended."""
 
     enqueue_ns: int
     start_ns: int
@@ -42,18 +43,21 @@ class StepTimes(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """The result of :func:`recorded`: the times of each step in plan order, and for how long the gate held steps back, ns."""
+    """The result of :func:`recorded`: the times of each step in plan order, and for how long the
+    gate held steps back, ns."""
 
     steps: list[StepTimes]
     held_ns: int
 
 
 class RecordedCall:
-    """A call whose steps are timed: a StartedPlan around another one, so that whoever drives that one can drive this.
+    """A call whose steps are timed: a StartedPlan around another one, so that whoever drives that
+    one can drive this.
 
-    ``call``: started, of a transport that waits on the host. ``gate``: called with a step's index just before
-    it is posted, returns for how long it held the step back, ns. A context manager: however it is left, the threads that watch
-    are let go. After :meth:`finish`, :attr:`recorded` has the times.
+    ``call``: started, of a transport that waits on the host. ``gate``: called with a step's index
+    just before it is posted, returns for how long it held the step back, ns. A context manager:
+    however it is left, the threads that watch are let go. After :meth:`finish`, :attr:`recorded`
+    has the times.
     """
 
     def __init__(self, plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> None:
@@ -116,7 +120,8 @@ class RecordedCall:
         self._posted[index].set()
 
     def finish(self) -> None:
-        """Return when every step, and the call, has ended. Raises what a step raised. Every step must have been posted."""
+        """Return when every step, and the call, has ended. Raises what a step raised. Every step
+        must have been posted."""
         for ended in self._ended:
             ended.wait()
         self._release()
@@ -161,33 +166,39 @@ def _driven(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None) ->
 
 
 def recorded(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> Recorded:
-    """Drive ``call`` to its end, as :func:`commlayer.engine.runner.drive` and ``finish()`` would; return when its steps ran.
+    """Drive ``call`` to its end, as :func:`commlayer.engine.runner.drive` and ``finish()`` would;
+    return when its steps ran.
 
-    ``gate`` is called on this thread before each step is posted. The call's transport must wait on the host. Costs a thread
-    for each resource. Raises what the call or the gate raises.
+    ``gate`` is called on this thread before each step is posted. The call's transport must wait on
+    the host. Costs a thread for each resource. Raises what the call or the gate raises.
     """
     return _driven(plan, call, gate).recorded
 
 
 def record_steps(call: Call, plan: Plan, started: StartedPlan, found: Recorded) -> None:
-    """Write into ``call``, whose plan has ended, when its steps ran, what each sent, and for how long they were held."""
+    """Write into ``call``, whose plan has ended, when its steps ran, what each sent, and for how
+    long they were held."""
     call.held_ns = found.held_ns
     call.steps = tuple(
-        StepRecord(step.op.value, step.resource.value, step.chunk, step.bytes, _num_sent(moves), *times)
+        StepRecord(
+            step.op.value,
+            step.resource.value,
+            step.chunk,
+            step.bytes,
+            sum(message.region.size for message in moves.sends),
+            *times,
+        )
         for step, moves, times in zip(plan.steps, started.steps, found.steps, strict=True)
     )
 
 
-def _num_sent(moves: Moves) -> int:
-    return sum(message.region.size for message in moves.sends)
-
-
 def traced(plan: Plan, call: StartedPlan, gate: Callable[[int], int] | None = None) -> Timeline:
-    """Drive ``call`` and return its measured timeline, µs from the call. The call's transport must wait on the host.
+    """Drive ``call`` and return its measured timeline, µs from the call. The call's transport must
+    wait on the host.
 
-    A step's start is when it was posted or when its resource became free, whichever is later. ``gate``: as
-    :func:`recorded`. Costs a thread for each resource and a wake-up a step, so it is for pictures and audits, not for timing.
-    Raises what the call raises.
+    A step's start is when it was posted or when its resource became free, whichever is later.
+    ``gate``: as :func:`recorded`. Costs a thread for each resource and a wake-up a step, so it is
+    for pictures and audits, not for timing. Raises what the call raises.
     """
     timed = _driven(plan, call, gate)
     free: dict[Resource, int] = {}

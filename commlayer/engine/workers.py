@@ -1,8 +1,10 @@
-"""The threads of a process on which groups run what they have queued: as many as there are groups with something queued.
+"""The threads of a process on which groups run what they have queued: as many as there are groups
+with something queued.
 
-A group has one thread while it has something to run, so that its calls keep their order, and then gives it back. One thread for
-all groups would not do: a call waits for its peers, and they may be waiting in another group for a call that this rank has queued
-behind it.
+A group has one thread while it has something to run, so that its calls keep their order, and then
+gives it back. One thread for
+all groups would not do: a call waits for its peers, and they may be waiting in another group for a
+call that this rank has queued behind it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class _Worker:
 class Workers:
     """Threads that do what queues have for them, made when they are needed.
 
-    A queue joins before its first work, and leaves when it will have no more: there are never more idle threads than queues.
+    A queue joins before its first work, and leaves when it will have no more: there are never more
+    idle threads than queues.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,8 @@ class Workers:
                 worker.thread.join()
 
     def run(self, queue: Queue) -> None:
-        """Have a thread do ``queue.work()``. Raises RuntimeError where there is no thread to be had."""
+        """Have a thread do ``queue.work()``. Raises RuntimeError where there is no thread to be
+        had."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         if worker is None:

@@ -100,7 +100,7 @@ class _Binder:
         messenger = step.line.messenger
         if step.gathers:
             return partial(
-                _gather_all, messenger, [(self._part(whole), self._part(mine)) for mine, whole in step.gathers]
+                _gather_all, messenger, [(self._part(gathered), self._part(own)) for own, gathered in step.gathers]
             )
         places = step.line.places
         sends, receives = self._addressed(step.sends, places), self._addressed(step.receives, places)
@@ -152,7 +152,7 @@ def _exchange(messenger: Messenger, sends: Sequence[Addressed], receives: Sequen
 
 
 def _gather_all(messenger: Messenger, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[Received]:
-    return [messenger.all_gather(whole, mine) for whole, mine in parts]
+    return [messenger.all_gather(gathered, own) for gathered, own in parts]
 
 
 def _run_all(works: Sequence[Work]) -> None:

@@ -93,8 +93,23 @@ def _on_device(
 
 
 def _nccl_line(name: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[Messenger, tuple[int, ...]]:
-    group = _nccl_group(name, ranks, timeout)
-    return _nccl_messenger(group), tuple(dist.get_group_rank(group, rank) for rank in ranks)
+    """A communicator of a registered group, which torch connects as it connects the user's; so
+    ranks must be in equal numbers of groups here. Connected now; the group leaves torch's list when
+    it is closed."""
+    group: dist.ProcessGroup | None = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend="nccl",
+        use_local_synchronization=True,
+        group_desc=f"commlayer:{name}",
+    )
+    if group is None:
+        raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
+    device = torch.device("cuda", torch.cuda.current_device())
+    inner = Nccl(cast("Inner", group._get_backend(device)), verbs=group)
+    connect_now(inner, device)
+    messenger = InnerMessenger(inner, partial(dist.destroy_process_group, group))
+    return messenger, tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 
 def _registered_line(
@@ -128,14 +143,14 @@ def gloo_of_grid(
     trainer, then wait for each other for ever.
     """
     require(needed_descriptors(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
-    place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
+    member, timeout_s = ranks.index(board.rank), timeout.total_seconds()
 
     def make() -> dist.ProcessGroup:
         own = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
-        group = gloo_in_order(own, place, len(ranks), timeout)
+        group = gloo_in_order(own, member, len(ranks), timeout)
         never_free_in_child(group)
         verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
-        return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings, board) if is_inside else verbs
+        return sharing_memory(verbs, member, [range(len(ranks))], timeout_s, settings, board) if is_inside else verbs
 
     settings = Settings.from_environment()
     return bounded(make, board, timeout_s, f"connecting group {name}")
@@ -167,23 +182,3 @@ def wants_shared_memory(settings: Settings) -> bool:
         return settings.intra == "shared"
     links = os.environ.get("COMMLAYER_EMULATED_LINKS")
     return links is None or "intra unshaped" in links
-
-
-def _nccl_messenger(group: dist.ProcessGroup) -> Messenger:
-    """The messenger of a registered group, connected now; it leaves torch's list of groups when it
-    is closed."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    inner = Nccl(cast("Inner", group._get_backend(device)), verbs=group)
-    connect_now(inner, device)
-    return InnerMessenger(inner, partial(dist.destroy_process_group, group))
-
-
-def _nccl_group(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """A registered group, which torch connects as it connects the user's; so ranks must be in equal
-    numbers of groups here."""
-    group: dist.ProcessGroup | None = dist.new_group(
-        list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
-    )
-    if group is None:
-        raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
-    return group

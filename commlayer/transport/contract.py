@@ -68,7 +68,7 @@ class Channel:
     def is_in_order(self) -> bool:
         """Whether indices and ranks in the group are the same, so that the group's own collectives
         may be used."""
-        return all(index == place for index, (_, place) in enumerate(self.peers))
+        return all(index == member for index, (_, member) in enumerate(self.peers))
 
 
 class Coder(Protocol):

@@ -182,11 +182,11 @@ class GlooTransport:
 
     def _other_call(self, wait: FailedStep, mismatch: CallMismatch) -> DisagreementError:
         """The same, of calls that differ in more than sizes."""
-        mine, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
+        own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
         peer = wait.peers[0] if wait.peers else mismatch.peer
-        self.abort(f"calls {mine}, but rank {peer} calls {theirs}, so it left the group")
+        self.abort(f"calls {own}, but rank {peer} calls {theirs}, so it left the group")
         return DisagreementError(
-            f"rank {wait.rank} calls {mine}, but rank {peer} calls {theirs}: ranks must make the same calls, of the same "
+            f"rank {wait.rank} calls {own}, but rank {peer} calls {theirs}: ranks must make the same calls, of the same "
             f"dtype, operation and root; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte. Nothing "
             "more can be sent here: restart the job"
         )
@@ -205,7 +205,7 @@ class GlooTransport:
         self._is_aborted = True
         for channel in set(self.channels.values()):
             for group in (channel.group, *self.others):
-                break_connections(group, [place for rank, place in channel.peers if rank != self.rank])
+                break_connections(group, [member for rank, member in channel.peers if rank != self.rank])
 
     def release(self) -> list[dist.ProcessGroup]:
         """Forget the groups, and return them: only the list refers to them then, as far as the
@@ -305,10 +305,10 @@ class GlooCall:
         self._sequence = transport.sequence
         self._tag = FIRST_TAG + self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
         self._sends: list[tuple[Waitable, int, int]] = []
-        """Work, step, and the place of the member that it goes to."""
+        """Work, step, and the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
-        """The messages by step: what comes from neighbours, and what comes from others, with their
-        places."""
+        """The messages by step: what comes from neighbours, and what comes from others, with whom
+        it comes from."""
         self._expect(script.receiving)  # first: a message that finds no receive waits a round trip for it
 
     def _expect(self, indices: Sequence[int]) -> None:
@@ -325,13 +325,13 @@ class GlooCall:
                     near = near or Receive(shared, self._mark)
                     posted = -len(near.missing)
                     shared.receive_all(step.near_receives, buffers, base, near)
-                for place, tag, buffer, start, stop, connection in step.far_receives:
+                for member, tag, buffer, start, stop, connection in step.far_receives:
                     part = buffers[buffer][start, stop, _BYTE]
-                    far.append((transport.far[step.op][connection].recv([part], place, base + tag), place))
+                    far.append((transport.far[step.op][connection].recv([part], member, base + tag), member))
                     posted += 1
             except RuntimeError as error:
                 posted += 0 if near is None else len(near.missing)
-                peers = _places(step.near_receives, step.far_receives)
+                peers = _members(step.near_receives, step.far_receives)
                 raise self._explained(index, peers[posted], error) from error
             self._expected[index] = near, far
 
@@ -357,8 +357,8 @@ class GlooCall:
             shared = self._transport.shared[self._steps[earlier].op]
             if shared is not None:  # neighbours need not wait for what comes from far away
                 shared.serve()
-            for work, place in far:
-                self._wait_for(work, earlier, place)
+            for work, member in far:
+                self._wait_for(work, earlier, member)
 
     def post(self, index: int) -> None:
         step, buffers = self._steps[index], self._buffers
@@ -399,13 +399,13 @@ class GlooCall:
             if step.near_sends:
                 shared: Any = transport.shared[step.op]
                 shared.send_all(step.near_sends, buffers, base, near, self._mark)
-            for place, tag, buffer, start, stop, connection in step.far_sends:
+            for member, tag, buffer, start, stop, connection in step.far_sends:
                 part = buffers[buffer][start, stop, _BYTE]
-                work = transport.far[step.op][connection].send([part], place, base + tag)
-                sends.append((work, index, place))
+                work = transport.far[step.op][connection].send([part], member, base + tag)
+                sends.append((work, index, member))
                 posted += 1
         except RuntimeError as error:
-            peers = _places(step.near_sends, step.far_sends)
+            peers = _members(step.near_sends, step.far_sends)
             raise self._explained(index, peers[len(near) + posted], error) from error
         for near_work, parcel in zip(near, step.near_sends, strict=True):
             if near_work is not SENT:
@@ -425,34 +425,33 @@ class GlooCall:
             shared = self._transport.shared[self._steps[self._sends[0][1]].op]
             if shared is not None:  # as in require
                 shared.serve()
-            for work, index, place in self._sends:
-                self._wait_for(work, index, place)
+            for work, index, member in self._sends:
+                self._wait_for(work, index, member)
             self._sends.clear()
 
     def _part(self, region: Region) -> torch.Tensor:
         return self._buffers[region.buffer][region.start, region.stop, _BYTE]
 
-    def _wait_for(self, work: Waitable, index: int, place: int) -> None:
+    def _wait_for(self, work: Waitable, index: int, member: int) -> None:
         transport = self._transport
-        left = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
+        left_s = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
         # In this order: whoever breaks the board looks at the wait afterwards.
         transport.waited_for.add(work)
         try:
-            board, timeout = transport.board, timedelta(seconds=left)
+            board, timeout = transport.board, timedelta(seconds=left_s)
             if board.is_broken or not wait_for_message(work, timeout, board):
                 raise board.woken()
         except RuntimeError as error:
             shared = transport.shared[self._steps[index].op]
             if shared is not None and work.__class__ is not Send:
-                shared.failed_beneath(error, left)
-            raise self._explained(index, place, error) from error
+                shared.failed_beneath(error, left_s)
+            raise self._explained(index, member, error) from error
         finally:
             transport.waited_for.discard(work)
 
-    def _explained(self, index: int, place: int, error: RuntimeError) -> Exception:
-        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it
-        was for. Of messages that are posted together, that behind those which were posted is to
-        blame.
+    def _explained(self, index: int, member: int, error: RuntimeError) -> Exception:
+        """The error to raise for a wait, or a post, that broke; ``member``: whom it was
+        for. Of messages that are posted together, that behind those which were posted is to blame.
 
         Raises ``error`` itself where no peer is to blame for it: a fault of our own would send its
         reader to another rank's log.
@@ -460,7 +459,7 @@ class GlooCall:
         if not isinstance(error, SizeMismatch) and not any(word in str(error).lower() for word in _BROKEN):
             raise error
         peers = self._transport.channels[self._steps[index].op].peers
-        ranks = tuple(rank for rank, other in peers if other == place)
+        ranks = tuple(rank for rank, other in peers if other == member)
         failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
         return self._transport.explain(self._plan, index, self._sequence, ranks, failure)
 
@@ -475,7 +474,7 @@ def _beneath(channel: Channel) -> dist.ProcessGroup:
     return channel.group if shared is None else shared.group
 
 
-def _places(near: Sequence[Posting], far: Sequence[_FarPosting]) -> list[int]:
+def _members(near: Sequence[Posting], far: Sequence[_FarPosting]) -> list[int]:
     """Whom each message is for or from, in the order in which they are posted."""
     return [*(each[0] for each in near), *(each[0] for each in far)]
 
@@ -490,14 +489,14 @@ def _parted(
     """
     inside, outside = list[Posting](), list[_FarPosting]()
     for message in messages:
-        place, region = peers[message.peer][1], message.region
-        if place in near:
-            inside.append((place, message.tag, region.buffer, region.start, region.stop))
+        member, region = peers[message.peer][1], message.region
+        if member in near:
+            inside.append((member, message.tag, region.buffer, region.start, region.stop))
             continue
         parts = max(1, min(connections, region.size // _STRIPE_BYTES))
         cuts = [region.start + region.size * part // parts for part in range(parts + 1)]
         for connection, (start, stop) in enumerate(pairwise(cuts)):
-            outside.append((place, message.tag, region.buffer, start, stop, connection))
+            outside.append((member, message.tag, region.buffer, start, stop, connection))
     return inside, outside
 
 

@@ -1,12 +1,13 @@
 """Gloo groups that are used by one call at a time, on one device for all groups of a process.
 
-A device of Gloo's is a listener, and a thread that reads and writes what the connections of its groups have for it. torch makes
-one for every group, which is a thread and four descriptors each. One serves as well: it copies bytes and waits for nobody, and
-what happens to one group's connections does not touch another's.
+A device of Gloo's is a listener, and a thread that reads and writes what the connections of its
+groups have for it. torch makes one for every group, which is a thread and four descriptors each.
+One serves as well: it copies bytes and waits for nobody, and what happens to one group's
+connections does not touch another's.
 
-Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``, which TORCH_GLOO_LAZY_INIT sets where
-nobody says it). In torch 2.13 who sends or receives is blocked until its peer does the same, in C++ and beyond the timeout, also
-where the peer is dead.
+Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``, which
+TORCH_GLOO_LAZY_INIT sets where nobody says it). In torch 2.13 who sends or receives is blocked
+until its peer does the same, in C++ and beyond the timeout, also where the peer is dead.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _making = threading.Lock()
 
 
 def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A Gloo group whose collectives run one after the other, on one thread; torch gives each two for every interface.
+    """A Gloo group whose collectives run one after the other, on one thread; torch gives each two
+    for every interface.
 
-    For groups of which never two collectives are under way, or where the second may wait for the first. Interfaces are those that
-    torch chooses.
+    For groups of which never two collectives are under way, or where the second may wait for the
+    first. Interfaces are those that torch chooses.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -45,7 +47,8 @@ def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dis
 
 
 def needed_descriptors(size: int) -> int:
-    """Count the descriptors that another group of ``size`` ranks takes here, with those of the device where there is none yet."""
+    """Count the descriptors that another group of ``size`` ranks takes here, with those of the
+    device where there is none yet."""
     return of_gloo(size) + (0 if _interfaces() in _devices else GLOO_DEVICE)
 
 
@@ -56,17 +59,18 @@ def _interfaces() -> tuple[str, ...]:
 def _shared_devices() -> list[Any]:
     names = _interfaces()
     with _making:
-        found = _devices.get(names)
-        if found is None:
-            found = [_device("create_device", interface=name) for name in names] or [_device("create_default_device")]
-            for device in found:  # freeing one joins its thread, which a forked child does not have
+        devices = _devices.get(names)
+        if devices is None:
+            devices = [_device("create_device", interface=name) for name in names] or [_device("create_default_device")]
+            for device in devices:  # freeing one joins its thread, which a forked child does not have
                 keep(device)
-            _devices[names] = found
-        return list(found)
+            _devices[names] = devices
+        return list(devices)
 
 
 def _device(maker: str, **where: str) -> Any:
-    """A device that connects when a group is made. Raises SettingsError for a transport that is refused."""
+    """A device that connects when a group is made. Raises SettingsError for a transport that is
+    refused."""
     refuse_variables(os.environ)
     make = getattr(dist.ProcessGroupGloo, maker)
     if "lazy_init" in (make.__doc__ or ""):  # torch before 2.8 has no other way to connect

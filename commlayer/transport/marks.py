@@ -1,7 +1,8 @@
-"""Marks of calls: what all ranks must have alike beside sizes, in four bytes that travel in the head of a message.
+"""Marks of calls: what all ranks must have alike beside sizes, in four bytes that travel in the
+head of a message.
 
-A message inside a node has a head, with room for them. Messages between nodes have none, and a mark sent for itself would be a
-message more; but every plan over several nodes also sends inside them.
+A message inside a node has a head, with room for them. Messages between nodes have none, and a mark
+sent for itself would be a message more; but every plan over several nodes also sends inside them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ _OTHER = "of another kind"
 
 @lru_cache(maxsize=1024)
 def mark_of(collective: str, dtype: torch.dtype, op: str, root: int) -> int:
-    """The mark of such a call. ``op`` counts where there are sums, ``root``, a rank of the group, in a broadcast.
+    """The mark of such a call. ``op`` counts where there are sums, ``root``, a rank of the group,
+    in a broadcast.
 
-    From the lowest bits: root (16), dtype (6), op (4), collective (4), each of the last three plus 1; 0: none that is listed.
+    From the lowest bits: root (16), dtype (6), op (4), collective (4), each of the last three plus
+    1; 0: none that is listed.
     """
-    found = _place(_COLLECTIVES, collective)
-    found = found << 4 | (_place(_OPS, op) if collective in _SUMMED else 0)
-    found = found << 6 | _place(_DTYPES, dtype)
-    return found << 16 | (root % _ROOTS if collective == "broadcast" else 0)
+    mark = _place(_COLLECTIVES, collective)
+    mark = mark << 4 | (_place(_OPS, op) if collective in _SUMMED else 0)
+    mark = mark << 6 | _place(_DTYPES, dtype)
+    return mark << 16 | (root % _ROOTS if collective == "broadcast" else 0)
 
 
 def mark_text(mark: int) -> str:

@@ -276,10 +276,10 @@ class InnerMessenger:
     def exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Received:
         backend = self.backend
         backend._start_coalescing()
-        for place, tensor in receives:
-            backend.recv([tensor], place, 0)
-        for place, tensor in sends:
-            backend.send([tensor], place, 0)
+        for member, tensor in receives:
+            backend.recv([tensor], member, 0)
+        for member, tensor in sends:
+            backend.send([tensor], member, 0)
         return backend._end_coalescing()  # type: ignore[no-any-return]
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Received:

@@ -76,9 +76,9 @@ class DeviceLanes:
     def enter(self, level: int) -> int:
         """A group has calls of this level from now on. Returns its place there."""
         groups = self._groups[level]
-        place = groups.index(min(groups))
-        groups[place] += 1
-        return place
+        index = groups.index(min(groups))
+        groups[index] += 1
+        return index
 
     def leave(self, level: int, place: int) -> None:
         """It has none any more."""

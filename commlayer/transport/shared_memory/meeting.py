@@ -1,12 +1,15 @@
-"""How the ranks of one node find each other: a stream socket between every two of them, and one piece of memory for all.
+"""How the ranks of one node find each other: a stream socket between every two of them, and one
+piece of memory for all.
 
-Sockets have names in Linux' abstract namespace, which is one for each network namespace, vanishes with its process and
-touches no file system. So ranks that cannot reach each other this way are on different machines, or in containers with
-networks of their own; the memory itself has no name at all and is passed through a socket. Nothing can be left behind.
+Sockets have names in Linux' abstract namespace, which is one for each network namespace, vanishes
+with its process and touches no file system. So ranks that cannot reach each other this way are on
+different machines, or in containers with networks of their own; the memory itself has no name at
+all and is passed through a socket. Nothing can be left behind.
 
-Nobody waits for a rank that has failed: each step ends with a word to all ranks on how it went, and a node goes on only
-if all its ranks can. Connecting and its first message never block (the queue of the one who listens has room), so when all
-have reported success, there is something to accept and to read.
+Nobody waits for a rank that has failed: each step ends with a word to all ranks on how it went, and
+a node goes on only if all its ranks can. Connecting and its first message never block (the queue of
+the one who listens has room), so when all have reported success, there is something to accept and
+to read.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from commlayer.transport.shared_memory.slabs import Segment
 __all__ = ["Neighbourhood", "meet"]
 
 _CARD = struct.Struct("<?B31s32s")
-"""The head of what a rank tells all others: whether it is well, the length of its socket's name, the name, a secret."""
+"""The head of what a rank tells all others: whether it is well, the length of its socket's name,
+the name, a secret."""
 _STRANGERS = 128
 """Room in the queue for processes that connect without being asked."""
 _HELLO = struct.Struct("<I32s")
@@ -40,7 +44,8 @@ _HELLO = struct.Struct("<I32s")
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """The memory of this rank's node, and a connected socket to each other rank there, by local rank."""
+    """The memory of this rank's node, and a connected socket to each other rank there, by local
+    rank."""
 
     segment: Segment
     sockets: dict[int, socket.socket]
@@ -55,7 +60,8 @@ class _Card:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """``group``: Gloo's, of all ranks. ``board``: where a rank's failure would be known, if anywhere."""
+    """``group``: Gloo's, of all ranks. ``board``: where a rank's failure would be known, if
+    anywhere."""
 
     group: dist.ProcessGroup
     rank: int
@@ -91,7 +97,8 @@ class _Meeting:
         return tuple(all(words[rank] == b"\1" for rank in node) for node in self.nodes)
 
     def _tell(self, word: bytes) -> list[bytes]:
-        """Every rank's word, of equal lengths, by rank of the group. Raises RuntimeError (Gloo's) where a rank is gone."""
+        """Every rank's word, of equal lengths, by rank of the group. Raises RuntimeError (Gloo's)
+        where a rank is gone."""
         mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         words = [torch.empty_like(mine) for _ in range(sum(map(len, self.nodes)))]
         work = self.group.allgather([words], [mine])
@@ -111,13 +118,15 @@ def meet(
     is_able: bool = True,
     board: Board | None = None,
 ) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
-    """Share memory among the ranks of each node. Collective over ``group``, whose members ``nodes`` lists.
+    """Share memory among the ranks of each node. Collective over ``group``, whose members ``nodes``
+    lists.
 
-    ``is_able``: whether this rank can open the files for it; one that cannot comes all the same, and its node does not share.
+    ``is_able``: whether this rank can open the files for it; one that cannot comes all the same,
+    and its node does not share.
 
-    Returns this rank's neighbourhood (None: alone on its node, or its node cannot share) and for each node whether it
-    shares, the same on every rank. Where a node cannot, the rank that failed warns. Raises RuntimeError where a
-    rank does not come, or ``board`` is broken.
+    Returns this rank's neighbourhood (None: alone on its node, or its node cannot share) and for
+    each node whether it shares, the same on every rank. Where a node cannot, the rank that failed
+    warns. Raises RuntimeError where a rank does not come, or ``board`` is broken.
     """
     meeting = _Meeting(group, rank, nodes, timedelta(seconds=timeout_s), board)
     if all(len(node) == 1 for node in nodes):
@@ -161,7 +170,8 @@ def _warn(what: str, error: object) -> None:
 
 
 def _prepared(num_ranks: int, is_first: bool) -> tuple[socket.socket | None, Segment | None]:
-    """A socket that others can connect to, and on a node's first rank the memory; no socket where that failed."""
+    """A socket that others can connect to, and on a node's first rank the memory; no socket where
+    that failed."""
     if num_ranks == 1:
         return None, None
     try:
@@ -180,7 +190,8 @@ def _prepared(num_ranks: int, is_first: bool) -> tuple[socket.socket | None, Seg
 
 
 def _connected(meeting: _Meeting, cards: Sequence[_Card], stack: ExitStack) -> dict[int, socket.socket] | None:
-    """Sockets to the local ranks before this one, each of which is told who comes. None where one cannot be reached."""
+    """Sockets to the local ranks before this one, each of which is told who comes. None where one
+    cannot be reached."""
     if len(cards) == 1 or not all(card.is_well for card in cards):
         return None
     sockets = {}
@@ -199,7 +210,8 @@ def _connected(meeting: _Meeting, cards: Sequence[_Card], stack: ExitStack) -> d
 def _accept(
     meeting: _Meeting, listener: socket.socket, secret: bytes, sockets: dict[int, socket.socket], stack: ExitStack
 ) -> bool:
-    """Take in the local ranks behind this one. Whoever does not know the secret is sent away: any process can connect."""
+    """Take in the local ranks behind this one. Whoever does not know the secret is sent away: any
+    process can connect."""
     expected = set(range(meeting.me + 1, len(meeting.here)))
     while expected:
         try:
@@ -224,7 +236,8 @@ def _accept(
 def _passed_on(
     meeting: _Meeting, segment: Segment | None, sockets: dict[int, socket.socket], proof: bytes
 ) -> Segment | None:
-    """The memory, given by the node's first rank to the others, and proved to be the same by what that rank wrote into it."""
+    """The memory, given by the node's first rank to the others, and proved to be the same by what
+    that rank wrote into it."""
     try:
         if segment is not None:
             segment.bytes_of(0, 0, len(proof)).copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
@@ -242,7 +255,8 @@ def _passed_on(
 
 
 def _received_fd(connection: socket.socket) -> int:
-    """One descriptor. Not socket.recv_fds, which leaves it open in programs that this process may start."""
+    """One descriptor. Not socket.recv_fds, which leaves it open in programs that this process may
+    start."""
     space = socket.CMSG_SPACE(array.array("i").itemsize)
     _, ancillary, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:

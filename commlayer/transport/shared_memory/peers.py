@@ -116,13 +116,15 @@ class Peer:
         """Send what was kept, or as much of it as the socket takes; the rest when it has room
         again."""
         try:
-            taken = self.socket.send(self.outbox, _SEND_FLAGS)
+            num_bytes = self.socket.send(self.outbox, _SEND_FLAGS)
         except BlockingIOError:
-            taken = 0
+            num_bytes = 0
         except OSError:
-            taken = len(self.outbox)  # nobody will read it; reading tells what happened, after the peer's last words
-        self.flushed += taken
-        del self.outbox[:taken]
+            num_bytes = len(
+                self.outbox
+            )  # nobody will read it; reading tells what happened, after the peer's last words
+        self.flushed += num_bytes
+        del self.outbox[:num_bytes]
         is_full = bool(self.outbox)
         if is_full is not self.is_full:
             self.is_full = is_full
@@ -146,14 +148,14 @@ class Peer:
         news: list[News] = []
         at, end, inbox = 0, len(data), memoryview(data)
         while end - at >= _HEAD.size:
-            kind, mark, tag, size, place = _HEAD.unpack_from(data, at)
+            kind, mark, tag, size, content = _HEAD.unpack_from(data, at)
             stop = at + _HEAD.size
             if kind == INLINE:
                 stop += size
                 if stop > end:
                     break
-                place = inbox[stop - size : stop]
-            news.append((kind, mark, tag, size, place))
+                content = inbox[stop - size : stop]
+            news.append((kind, mark, tag, size, content))
             at = stop
         self._inbox = data[at:]
         return news

@@ -120,7 +120,7 @@ class SharedMemoryGroup:
         what = f"member {rank} of the group, memory shared by {len(here)} ranks of a node"
         short = shortfall(of_shared_memory(len(here)), what) if len(here) > 1 else ""
         try:
-            found, self.shares = meet(group, rank, nodes, timeout_s, is_able=not short, board=board)
+            neighbourhood, self.shares = meet(group, rank, nodes, timeout_s, is_able=not short, board=board)
         except (
             RuntimeError
         ):  # its threads are not to wait for ranks that are gone when it is freed, nor others for this one
@@ -128,16 +128,16 @@ class SharedMemoryGroup:
             raise
         if short:  # only now: a rank that does not come leaves the others waiting in there
             raise ClusterError(short)
-        if found is not None:
-            self._move_in(found, here)
+        if neighbourhood is not None:
+            self._move_in(neighbourhood, here)
             disown_in_child(self)
 
-    def _move_in(self, found: Neighbourhood, here: Sequence[int]) -> None:
-        self._segment = found.segment
-        self._slab = Slab(found.segment, here.index(self.rank))
+    def _move_in(self, neighbourhood: Neighbourhood, here: Sequence[int]) -> None:
+        self._segment = neighbourhood.segment
+        self._slab = Slab(neighbourhood.segment, here.index(self.rank))
         self._poll = select.epoll()
         self._by_fd: dict[int, Peer] = {}
-        for slab, connection in found.sockets.items():
+        for slab, connection in neighbourhood.sockets.items():
             peer = Peer(here[slab], slab, connection, self._poll)
             self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
 
@@ -202,12 +202,12 @@ class SharedMemoryGroup:
                     short.setdefault(peer, []).append(len(works))
                     works.append(SENT)
             finally:
-                for peer, places in short.items():
+                for peer, indices in short.items():
                     if not peer.is_full:
                         peer.flush()
                     if peer.is_full:
-                        for place in places:
-                            works[place] = Send(self, peer, None)
+                        for index in indices:
+                            works[index] = Send(self, peer, None)
 
     def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int, mark: int) -> Send:
         """At once, so that the peer copies it out while the next one is copied in. Raises
@@ -263,10 +263,10 @@ class SharedMemoryGroup:
             self._slab.sent.clear()
             self._deliver_matched()
             while not work.is_completed():
-                left = until - time.monotonic()
-                if left <= 0 or work.peer.ended is not None:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or work.peer.ended is not None:
                     self._give_up(work.peer, "send", timeout_s)
-                self._await_news(left)
+                self._await_news(left_s)
 
     def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
         """Wait for a message of the group beneath. Raises as Waitable.wait does."""
@@ -292,10 +292,10 @@ class SharedMemoryGroup:
                 self._deliver_matched()
             missing = receive.missing
             while missing and receive.error is None:
-                left = until - time.monotonic()
-                if left <= 0 or missing[0].ended is not None:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or missing[0].ended is not None:
                     self._give_up(missing[0], "recv", timeout_s)
-                self._await_news(left)
+                self._await_news(left_s)
             if receive.error is not None:
                 raise receive.error
 
@@ -406,17 +406,17 @@ class SharedMemoryGroup:
             peer = self._by_fd[fd]
             if event & select.EPOLLOUT:
                 peer.flush()
-            for kind, mark, tag, size, place in peer.read() if event & ~select.EPOLLOUT else ():
+            for kind, mark, tag, size, content in peer.read() if event & ~select.EPOLLOUT else ():
                 expected = peer.posted.get(tag)
                 if kind == READ:
-                    assert isinstance(place, int)  # only a message can have a payload
-                    self._slab.was_read(place, peer.rank)
+                    assert isinstance(content, int)  # only a message can have a payload
+                    self._slab.was_read(content, peer.rank)
                 elif expected:
-                    self._deliver(peer, expected.popleft(), mark, size, place)
+                    self._deliver(peer, expected.popleft(), mark, size, content)
                     if not expected:
                         del peer.posted[tag]
                 else:  # its bytes, for it is not to keep all that came with it
-                    payload = place if isinstance(place, int) else bytes(place)
+                    payload = content if isinstance(content, int) else bytes(content)
                     peer.arrived.setdefault(tag, deque()).append((mark, size, payload))
         if self._num_waiting:
             self._changed.notify_all()
@@ -434,28 +434,28 @@ class SharedMemoryGroup:
             peer, expected, arrival = self._matched.popleft()
             self._deliver(peer, expected, *arrival)
 
-    def _deliver(self, peer: Peer, expected: Expected, mark: int, size: int, place: bytes | memoryview | int) -> None:
-        """``place``: the payload, or where it lies in the sender's slab."""
+    def _deliver(self, peer: Peer, expected: Expected, mark: int, size: int, content: bytes | memoryview | int) -> None:
+        """``content``: the payload, or where it lies in the sender's slab."""
         receive, memory, start, stop = expected
         if mark != receive.mark:
             receive.fail(peer, CallMismatch(receive.mark, mark, stop - start, size, peer.rank))
         elif size != stop - start:
             receive.fail(peer, SizeMismatch(stop - start, size, peer.rank))
-        elif isinstance(place, int):
+        elif isinstance(content, int):
             try:
-                memory[start, stop, _BYTE].copy_(self._segment.bytes_of(peer.slab, place, size))
+                memory[start, stop, _BYTE].copy_(self._segment.bytes_of(peer.slab, content, size))
             except OSError as error:
                 why = f"cannot map the shared memory of a message of {size} bytes: {error}"
                 receive.fail(peer, RuntimeError(why))
         else:
-            memory.bytes[start:stop] = place
+            memory.bytes[start:stop] = content
         receive.missing.remove(peer)
-        if isinstance(place, int):
+        if isinstance(content, int):
             # Told with our next message, where that is soon enough: else it would wake up a peer
             # that has nothing to do. All peers together leave less unsaid than what makes the
             # sender wait.
             peer.unsaid_bytes += size
-            peer.outbox += head(READ, 0, 0, 0, place)
+            peer.outbox += head(READ, 0, 0, 0, content)
             if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
                 peer.unsaid_bytes = 0
                 if not peer.is_full:

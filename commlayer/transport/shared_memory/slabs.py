@@ -1,9 +1,11 @@
-"""The memory that the ranks of one node share: one nameless file, in which each rank has a slab of its own.
+"""The memory that the ranks of one node share: one nameless file, in which each rank has a slab of
+its own.
 
-The file is sparse: a slab may grow to ``_SLAB_BYTES`` without a word to anybody, and costs memory only where it was written.
-Rejected: a memory file for each rank. A slab that grows must be announced, and every rank holds a descriptor for each.
-CallMemory that was once written is kept until the group ends, as staging memory is: giving it back and taking it again costs
-more than the copies.
+The file is sparse: a slab may grow to ``_SLAB_BYTES`` without a word to anybody, and costs memory
+only where it was written. Rejected: a memory file for each rank. A slab that grows must be
+announced, and every rank holds a descriptor for each. CallMemory that was once written is kept
+until the group ends, as staging memory is: giving it back and taking it again costs more than the
+copies.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Block:
 
 
 class FirstFit:
-    """Which bytes of a slab are in use. The lowest hole is taken first, so that what caches hold is used again."""
+    """Which bytes of a slab are in use. The lowest hole is taken first, so that what caches hold is
+    used again."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -74,7 +77,8 @@ class FirstFit:
 
 
 class Segment:
-    """The shared file as one process sees it; slab k belongs to local rank k. Takes over the descriptor ``fd``."""
+    """The shared file as one process sees it; slab k belongs to local rank k. Takes over the
+    descriptor ``fd``."""
 
     def __init__(self, fd: int, num_slabs: int) -> None:
         self._fd = fd
@@ -93,12 +97,14 @@ class Segment:
         return self._fd
 
     def bytes_of(self, slab: int, start: int, size: int) -> torch.Tensor:
-        """Bytes of a slab as they lie in shared memory: 1-D uint8 [size]. Raises OSError where they cannot be mapped."""
+        """Bytes of a slab as they lie in shared memory: 1-D uint8 [size]. Raises OSError where they
+        cannot be mapped."""
         stop = start + size
         if stop > self._slabs[slab].numel():
             if stop > _SLAB_BYTES:
                 raise OSError(f"{stop} bytes in flight, and a rank's part of the shared memory ends at {_SLAB_BYTES}")
-            # The old map lives on where it is in use. Maps are twice as large each time, so there are few.
+            # The old map lives on where it is in use. Maps are twice as large each time, so there
+            # are few.
             length = max(_SMALLEST_MAP_BYTES, 1 << (stop - 1).bit_length())
             memory = _mapped(self._fd, length, slab * _SLAB_BYTES)
             with torch.inference_mode(
@@ -121,7 +127,8 @@ class Segment:
 def _mapped(fd: int, length: int, offset: int) -> Any:
     """A buffer over bytes of the file ``fd``, shared with who else maps them. Raises OSError.
 
-    Without a descriptor of its own: Python's mmap keeps a copy of ``fd`` for each map, unless told otherwise (from 3.13 on).
+    Without a descriptor of its own: Python's mmap keeps a copy of ``fd`` for each map, unless told
+    otherwise (from 3.13 on).
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, length, offset=offset, trackfd=False)
@@ -157,13 +164,15 @@ class Slab:
         """Bytes of memory that the slab takes."""
         self.unread_bytes = 0
         self.sent: dict[tuple[int, int], tuple[Block, torch.Tensor]] = {}
-        """Tensors that were sent since the last wait, by address and size; cleared by it. They cannot have changed: nobody can
-        know yet that they may be. Kept alive, so that another tensor cannot have got their address."""
+        """Tensors that were sent since the last wait, by address and size; cleared by it. They
+        cannot have changed: nobody can know yet that they may be. Kept alive, so that another
+        tensor cannot have got their address."""
 
     def find(self, tensor: torch.Tensor) -> Block | None:
-        """The block that holds ``tensor``'s bytes already, because it was sent to somebody else just now."""
-        found = self.sent.get((tensor.data_ptr(), tensor.numel()))
-        return found[0] if found is not None and found[0].readers else None  # read by all: overwritten, perhaps
+        """The block that holds ``tensor``'s bytes already, because it was sent to somebody else
+        just now."""
+        sent = self.sent.get((tensor.data_ptr(), tensor.numel()))
+        return sent[0] if sent is not None and sent[0].readers else None  # read by all: overwritten, perhaps
 
     def would_grow(self, size: int) -> bool:
         """Whether ``size`` more bytes might not fit into the memory that the slab takes."""
