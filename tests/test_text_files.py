@@ -6,6 +6,7 @@ ruff's rule of this kind (PLW1514) is a preview, and does not know which variabl
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,18 +17,20 @@ FOLDERS = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks", "
 PLACES = {"read_text": 0, "write_text": 1, "open": 3, "fdopen": 3, "NamedTemporaryFile": 2, "TemporaryFile": 2}
 """Functions that open text files, and the place of the encoding among their arguments."""
 BINARY_BY_DEFAULT = ("NamedTemporaryFile", "TemporaryFile")
+NAMED = re.compile(rf"\b({'|'.join(PLACES)})\b")
+"""A program without any of these names opens nothing, and need not be parsed."""
 OTHERS = ("os.open", "work.open")
 """Functions of such a name that open no text."""
 
 
 def unnamed_encodings(text: str) -> Iterator[str]:
     """The calls of a program that open a text file without saying in which encoding."""
-    for call in ast.walk(ast.parse(text)):
-        if not isinstance(call, ast.Call) or ast.unparse(call.func) in OTHERS:
+    for call in ast.walk(ast.parse(text)) if NAMED.search(text) else ():
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
             continue
         is_method = isinstance(call.func, ast.Attribute)
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
-        if name not in PLACES:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
+        if name not in PLACES or ast.unparse(call.func) in OTHERS:
             continue
         named = {each.arg: each.value for each in call.keywords}
         is_paths = name == "open" and is_method
