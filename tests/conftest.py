@@ -4,6 +4,7 @@ default, and in which order; with --every-variant all of them run, and none may 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import sys
@@ -42,6 +43,9 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         from commlayer.measure import calibrate
 
         _load_for_ranks()
+        import huge_pages
+
+        huge_pages.gather()
         for name in ("PROBE", "DEVICE_PROBE"):
             monkeypatch.setattr(calibrate, name, replace(getattr(calibrate, name), deadline_s=math.inf))
 
@@ -49,6 +53,8 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @functools.cache
 def _load_for_ranks() -> None:
     """Do once, before ranks are forked, what each of them would do when it makes its first group."""
+    import encodings.idna  # of each host's name
+
     import commlayer.backend.create  # and all that it imports
     import commlayer.measure.calibrate  # noqa: F401  which it is given
     from commlayer.backend import patches
@@ -84,6 +90,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     return _failed_where_skipped((yield), collector.config)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported from searches for cycles: each would look at half a million objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def _failed_where_skipped(report: Any, config: pytest.Config) -> Any:
