@@ -18,6 +18,7 @@ from commlayer.devices.accelerator import AcceleratorDevice
 __all__ = [
     "DTYPES",
     "HALF_AN_HOUR",
+    "ONE_OF_EACH_SIZE",
     "be_absent",
     "check_holds",
     "one_by_one",
@@ -47,6 +48,12 @@ DTYPES = [
     torch.complex128,
 ]
 """The dtypes that collectives must move which only move bytes."""
+ONE_OF_EACH_SIZE = [
+    *(torch.bool, torch.float8_e5m2, torch.bfloat16),
+    *(torch.float32, torch.int64, torch.complex128),
+]
+"""Some of these: items have 1, 2, 4, 8 and 16 bytes, and of a bool's bytes few are allowed. Plans see
+bytes alone: what depends on a dtype is decided before a plan is sought, in every layout alike."""
 HALF_AN_HOUR = 1800.0
 """A timeout in seconds that no test waits for: a job that ends before the time limit of its run ends for another reason."""
 

@@ -1,7 +1,9 @@
 """Bytes that commlayer moves equal what Gloo moves, bit for bit: verbs × dtypes × splits × world sizes × nodes × plans.
 
-One start of the processes covers all verbs, dtypes, splits and plans of a layout. Every rank compares its own outputs, and the
-statistics say that the forced plan really ran. (Reductions here are of integer values, which any order adds to the same.)
+One start of the processes covers all verbs, splits and plans of a layout; in some layouts all
+dtypes, in the others one of each size. Every rank compares its own outputs, and the statistics say
+that the forced plan really ran. (Reductions here are of integer values, which any order adds to the
+same.)
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import ONE_OF_EACH_SIZE
 
 import commlayer
 import commlayer.backend.create
@@ -35,6 +38,8 @@ GLOO_MOVES = [
 ]
 GLOO_REFUSES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
 """Gloo's own result for these is that of their bytes."""
+DTYPES = [*GLOO_MOVES, *GLOO_REFUSES]
+LAYOUTS_OF_EVERY_DTYPE = [(2, 2), (2, 3), (1, 2, 2, 1)]
 LAYOUTS = [
     *[
         (1,),
@@ -152,9 +157,9 @@ def scatter(side: Side, dtype: torch.dtype, root: int) -> torch.Tensor:
     return output
 
 
-def all_results(verbs: Verbs, *, is_gloo: bool) -> dict[str, torch.Tensor]:
+def all_results(verbs: Verbs, dtypes: Sequence[torch.dtype], *, is_gloo: bool) -> dict[str, torch.Tensor]:
     results: dict[str, torch.Tensor] = {}
-    for dtype in (*GLOO_MOVES, *GLOO_REFUSES):
+    for dtype in dtypes:
         results.update(moves_of(Side(verbs, is_gloo and dtype in GLOO_REFUSES), dtype))
     results.update(shapes_of(Side(verbs)))
     results.update(reductions(Side(verbs)))
@@ -186,17 +191,17 @@ Ran = dict[str, set[str]]
 """Plan asked for → collectives that it moved."""
 
 
-def compare(plans: Sequence[str]) -> tuple[int, list[str], Ran]:
+def compare(plans: Sequence[str], dtypes: Sequence[torch.dtype]) -> tuple[int, list[str], Ran]:
     """On a rank: how many results there are, which differ from Gloo's, and which plans ran."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    wanted = all_results(ProcessGroupVerbs(), is_gloo=True)
+    wanted = all_results(ProcessGroupVerbs(), dtypes, is_gloo=True)
     wrong: list[str] = []
     ran: Ran = {}
     for plan in plans:
         os.environ["COMMLAYER_PLAN"] = plan
         group = dist.new_group(backend="commlayer")
-        got = all_results(ProcessGroupVerbs(group), is_gloo=False)
+        got = all_results(ProcessGroupVerbs(group), dtypes, is_gloo=False)
         wrong += [f"{plan}: {name}" for name in different(got, wanted)]
         ran[plan] = {
             row["collective"]
@@ -212,8 +217,9 @@ def check(sizes: Sequence[int], *, cyclic: bool = False) -> None:
         if cyclic and not cluster.shaped:
             pytest.skip(rights().reason)  # ranks dealt out to nodes in turn need nodes that are namespaces
         plans = plans_for(sizes)
-        for num_results, wrong, ran in run_on_nodes(cluster, sizes, compare, list(plans), cyclic=cyclic):
-            assert num_results > 100
+        dtypes = DTYPES if sizes in LAYOUTS_OF_EVERY_DTYPE else ONE_OF_EACH_SIZE
+        for num_results, wrong, ran in run_on_nodes(cluster, sizes, compare, list(plans), dtypes, cyclic=cyclic):
+            assert num_results > 5 * len(dtypes) + 40
             assert wrong == []
             assert {plan: must - ran[plan] for plan, must in plans.items() if must - ran[plan]} == {}
 
@@ -232,9 +238,9 @@ def test_a_wrong_result_would_be_seen() -> None:
     def job() -> list[str]:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        honest = all_results(ProcessGroupVerbs(), is_gloo=True)
+        honest = all_results(ProcessGroupVerbs(), DTYPES, is_gloo=True)
         liar = FaultyVerbs(ProcessGroupVerbs(), wrong_bytes_at(rank=1, call="all_to_all"))
-        return different(all_results(liar, is_gloo=True), honest)
+        return different(all_results(liar, DTYPES, is_gloo=True), honest)
 
     with EmulatedCluster(2, 1) as cluster:
         honest, lied_to = cluster.run(job)
