@@ -29,9 +29,9 @@ from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRo
 
 __all__ = [
     "FAILED",
-    "KEEP",
     "MOVE",
     "NOT_YET",
+    "STAY",
     "LoadSum",
     "PlacementAnswer",
     "PlacementSearch",
@@ -42,7 +42,7 @@ __all__ = [
     "spills_by_llep",
 ]
 
-NOT_YET, KEEP, MOVE, FAILED = range(4)
+NOT_YET, STAY, MOVE, FAILED = range(4)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlacementAnswer:
     """The outcome of a search.
 
     Attributes:
-        kind: whether anything changes: KEEP, MOVE or FAILED.
+        kind: whether anything changes: STAY, MOVE or FAILED.
         words: why.
         message: what all ranks are told: for each layer whether it spills, then all slots; None:
             nothing changes.
@@ -186,7 +186,7 @@ class PlacementSearch:
         )
         slots = [each.slots.reshape(-1) for each in settled]
         message = np.concatenate([np.array(spills, dtype=np.int64), *slots])
-        return PlacementAnswer(MOVE if changes else KEEP, _in_words(decisions), message, promise)
+        return PlacementAnswer(MOVE if changes else STAY, _in_words(decisions), message, promise)
 
     def _prices_of(self, place: int) -> PlacementPrices:
         """The prices of one layer: those by which it spills, where it does."""

@@ -36,7 +36,7 @@ from commlayer.integrations.moe.balance import (
 from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices
 from commlayer.integrations.moe.routing import Routing, ValidTokens, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
-from commlayer.integrations.moe.scoring import choose, fixed_shape_logits, score, weigh
+from commlayer.integrations.moe.scoring import choose_experts, fixed_shape_logits, score, weigh
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 
 __all__ = ["Router", "RouterConfig", "Routing"]
@@ -133,7 +133,7 @@ class Router(torch.nn.Module):
         try:
             with torch.autocast(logits.device.type, enabled=False):
                 scores, probabilities = score(logits, config)
-                indices = choose(scores.detach(), self.expert_bias, config)
+                indices = choose_experts(scores.detach(), self.expert_bias, config)
                 weights = weigh(scores.gather(1, indices), config)
                 chosen = count_choices(indices, config.num_experts)
                 losses, scale = self._losses(logits, probabilities, chosen, is_refused)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from commlayer.integrations.moe.routing_config import RouterConfig
 
-__all__ = ["choose", "first_highest", "fixed_shape_logits", "limit_to_groups", "score", "weigh"]
+__all__ = ["choose_experts", "first_highest", "fixed_shape_logits", "limit_to_groups", "score", "weigh"]
 
 _TINY = 1e-20
 """Keeps a sum of scores from being 0, as in DeepSeek-V3 and Megatron-Core."""
@@ -61,7 +61,7 @@ def weigh(scores: torch.Tensor, config: RouterConfig) -> torch.Tensor:
     return scores * config.scaling_factor
 
 
-def choose(scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig) -> torch.Tensor:
+def choose_experts(scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig) -> torch.Tensor:
     """Choose the experts of each token by its ``scores`` [T, E], plus ``bias`` [E] where there is
     one: [T, K] int64."""
     if bias is not None:
