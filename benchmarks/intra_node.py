@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class Row:
         return f"{self.middle(way) / self.middle(other):.2f}"
 
 
-def planned(intra: str, world: int) -> PlannedGroup:
+def planned(intra: Literal["gloo", "shared"], world: int) -> PlannedGroup:
     store, rank = PrefixStore(intra, _get_default_store()), dist.get_rank()
     board = FailureBoard(FailureDetector(store, rank, range(world), 60.0), intra, rank, range(world))
     return PlannedGroup(

@@ -207,7 +207,7 @@ class ParallelAttention(nn.Module):
         if self.tp.size > 1:  # else it is the same memory
             shape = local.shape
             promise = recomputable_from(local, x, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)))
-        weights = self.k.weight, self.v.weight
+        weights: tuple[torch.Tensor, torch.Tensor] = self.k.weight, self.v.weight
         if self.k.dim is None:  # all ranks have them whole: this one uses a part
             kv = self.shares[self.tp.rank].kv
             own = slice(kv.start * self.head_dim, kv.stop * self.head_dim)

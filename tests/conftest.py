@@ -53,7 +53,7 @@ def whole_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @functools.cache
 def _load_for_ranks() -> None:
     """Do once, before ranks are forked, what each of them would do when it makes its first group."""
-    import encodings.idna  # of each host's name
+    import encodings.idna  # noqa: F401  of each host's name
 
     import commlayer.backend.create  # and all that it imports
     import commlayer.measure.calibrate  # noqa: F401  which it is given

@@ -14,7 +14,8 @@ from commlayer.profiles.errors import InternalError
 from commlayer.scheduler.call_moves import RankMoves
 from commlayer.scheduler.moves import Buffer, Moves, Region
 from commlayer.scheduler.plan import Plan
-from commlayer.transport.contract import Coder, Reducer
+from commlayer.transport.call_memory import Reducer
+from commlayer.transport.contract import Coder
 
 __all__ = ["run_in_memory"]
 

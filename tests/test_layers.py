@@ -56,7 +56,11 @@ def test_the_import_contracts_hold() -> None:
         ("integrations/moe/layer.py", "import commlayer.integrations.examples.train", "trainers import no leaf"),
         ("commlayer/failures/waits.py", "import commlayer.emulation", "rooms import what is below them"),
         ("commlayer/backend/order.py", "import commlayer.emulation", "rooms import what is below them"),
-        ("scheduler/price.py", "import commlayer.scheduler.mapping.job", "what runs and prices calls imports no planner"),
+        (
+            "scheduler/price.py",
+            "import commlayer.scheduler.mapping.job",
+            "what runs and prices calls imports no planner",
+        ),
         ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",

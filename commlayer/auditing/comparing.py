@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from commlayer.scheduler.wire import NATIVE, Scaling, Wire, WireFormat
-from commlayer.transport.call_memory import as_bytes
 
 __all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "memory_of", "sizes_of"]
 

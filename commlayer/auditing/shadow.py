@@ -49,7 +49,6 @@ from commlayer.profiles.printable import warn
 from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.group_moves import Nodes
 from commlayer.scheduler.plan import Plan
-from commlayer.transport.call_memory import as_bytes
 
 __all__ = ["Shadow"]
 

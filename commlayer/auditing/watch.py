@@ -160,7 +160,7 @@ class GroupWatch(Instrument):
         if now_s < self._next_s:
             return True
         # All groups of the job's ranks together ask the store no more often than it bears.
-        turn_s = max(_TURN_S, len(_watching) * len(detector.ranks) / _STORE_PER_S)
+        turn_s = max(_TURN_S, len(_watching) * len(self._planned.board.detector.ranks) / _STORE_PER_S)
         self._next_s, begin_s = now_s + turn_s / 2, time.thread_time()
         try:
             self.appointments.turn()

@@ -181,9 +181,9 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
     every, horizon, room = given.pop("every"), given.pop("horizon"), PlacementRoom(given.pop("spare"))
     model_name = given["model_name"]
     prices = _prices(**given)
-    if prices.num_ranks > loads.num_experts:
+    if prices.times.num_ranks > loads.num_experts:
         raise UsageError(
-            f"{path} has {loads.num_experts} experts for {prices.num_ranks} ranks: expected at least as many experts as ranks: "
+            f"{path} has {loads.num_experts} experts for {prices.times.num_ranks} ranks: expected at least as many experts as ranks: "
             "take a smaller group (--shape), or record a model with more experts"
         )
     if model_name is not None and (experts := resolve_model(model_name).experts) != loads.num_experts:
@@ -207,7 +207,7 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         print_json([_as_dict(each, replays[0]) for each in replays])
         return
     echo(
-        f"{counted(loads.num_steps, 'step')} on {prices.profile.name}, a decision every {every} of them; "
+        f"{counted(loads.num_steps, 'step')} on {prices.times.profile.name}, a decision every {every} of them; "
         "predicted, nothing was run\n"
     )
     columns = ["placement", ">mean step", ">/ static", ">busiest / mean", ">migrations", ">each takes"]

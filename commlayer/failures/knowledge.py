@@ -20,7 +20,8 @@ from commlayer.profiles.printable import say
 
 __all__ = ["Knowledge", "Observer"]
 
-_Key, _Record = TypeVar("_Key"), TypeVar("_Record")
+_Key = TypeVar("_Key")
+_Record = TypeVar("_Record")
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
 

@@ -32,6 +32,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -424,6 +425,10 @@ class Dialler:
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()
 
+    def _is_news(self, card: Card, known: set[str]) -> bool:
+        """Whether other addresses of ``card`` answer than those that were known to."""
+        return self.links.is_closed or self.answering.intersection(card.addresses) != known
+
     def _ask(self, peer: int, card: Card) -> None:
         """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is
         known what became of it."""
@@ -444,7 +449,7 @@ class Dialler:
             with knowledge.changed:
                 known = self.answering.intersection(card.addresses)
                 knowledge.changed.wait_for(
-                    lambda known=known: links.is_closed or self.answering.intersection(card.addresses) != known,
+                    partial(self._is_news, card, known),
                     min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S),
                 )
 

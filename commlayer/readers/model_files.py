@@ -98,7 +98,9 @@ def read_model(path: str | Path) -> ModelShape:
     try:
         data = read_file(file)
     except FileNotFoundError as error:
-        hint = "" if file.suffix == ".json" else closest(file.name, catalog.names())  # the name of a repository of models, say
+        hint = (
+            "" if file.suffix == ".json" else closest(file.name, catalog.names())
+        )  # the name of a repository of models, say
         raise UsageError(
             f"{shortened(typed)}: expected a model's JSON file, or a folder with a config.json, got no such file{hint}"
         ) from error

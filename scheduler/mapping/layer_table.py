@@ -301,7 +301,7 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
         gathered = Exchange("sequence", "tp", "all_gather", sequence)
         yield Op("before_attention", exchange=gathered, overlaps="projections", remade=selective)
     yield from _grouped_queries(model, cut) if model.latent is None else _latent(model, model.latent, cut)
-    rotated = model.head_dim * (model.heads + model.kv_heads)
+    rotated: float = model.head_dim * (model.heads + model.kv_heads)
     if model.latent is not None:
         rotated = model.latent.rope_dim * (model.heads + 1)
     rotated = 2 * rotated / parts

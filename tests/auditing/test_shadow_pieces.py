@@ -14,13 +14,13 @@ from plans_in_memory import run_in_memory
 from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
 from commlayer.auditing.retracing import suspects
 from commlayer.engine.encoded import RowCoder
-from commlayer.engine.reducers import reducer
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
 from commlayer.settings import Settings
+from commlayer.transport.call_memory import reducer
 from commlayer.wire.codecs import Codec
 
 NODES = ((0, 2), (1, 3))

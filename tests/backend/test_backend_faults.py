@@ -137,7 +137,7 @@ def die_in_mid_message(verb: str, victim: int, has_tested_torch: bool = True) ->
     """On every rank: call ``verb`` until the victim's death is an error. Without ``has_tested_torch`` as with a torch whose
     waits for messages cannot be ended."""
     if not has_tested_torch:
-        waits.TESTED_TORCH = ()
+        waits.TESTED_TORCH = ("0.0",)
         waits._aborts.cache_clear()
     rank = start("flat" if verb == "broadcast" else "pipelined:3", HALF_AN_HOUR)
     x, whole = torch.ones(LARGE // 6 * 6), torch.empty(LARGE // 6 * 6)

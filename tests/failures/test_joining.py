@@ -118,9 +118,10 @@ def test_whoever_fails_at_the_start_waits_for_nobody_that_has_heard(opened: list
     with ThreadPoolExecutor(2) as pool:
         opened += pool.map(lambda rank: FailureDetector(store, rank, (0, 1), 30.0), (0, 1))
     first, other = opened
-    assert first._dialler is not None
+    dialler = first._dialler
+    assert dialler is not None
     with first.knowledge.changed:
-        assert first.knowledge.changed.wait_for(lambda: 1 in first._dialler.links.heard, 30.0)
+        assert first.knowledge.changed.wait_for(lambda: 1 in dialler.links.heard, 30.0)
     assert not first._unaware()
     first.fail("left with ValueError")
     first.linger()
