@@ -105,10 +105,13 @@ def run_program(seed: int, rank: int, groups: dict[str, GroupCommunicator]) -> N
         assert torch.equal(result, op.expected), (seed, op.lane, op.verb, op.count)
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "num_programs"), [(2, 2, 500), (4, 1, 250), (1, 4, 250)])
-def test_a_thousand_random_programs_end_with_the_right_bits(
+@pytest.mark.parametrize(("nodes", "ranks", "num_programs"), [(2, 2, 200), (4, 1, 100), (1, 4, 100)])
+def test_random_programs_end_with_the_right_bits(
     emulated_cluster: ClusterFactory, nodes: int, ranks: int, num_programs: int
 ) -> None:
+    """In 200 programs each verb is called with each count on each lane, and beside each verb on each
+    lane, twice or more often. In 100 programs two of the 325 pairs are missing."""
+
     def job() -> tuple[int, float]:
         rank = start(COMMLAYER_LANE_SHARE="0.3")
         groups = {lane: GroupCommunicator(dist.new_group(backend="commlayer"), lane) for lane in LANE_NAMES}
