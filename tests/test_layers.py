@@ -179,8 +179,10 @@ FOLDER = re.compile(r"(?<![\w.])(profiles|scheduler|integrations)\b")
 
 def bare_imports(source: str) -> list[str]:
     """Imports of a floor by its folder's name instead of through commlayer."""
+    if not FOLDER.search(source):
+        return []
     found: list[str] = []
-    for node in ast.walk(ast.parse(source)) if FOLDER.search(source) else ():
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:

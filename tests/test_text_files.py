@@ -25,7 +25,9 @@ OTHERS = ("os.open", "work.open")
 
 def unnamed_encodings(text: str) -> Iterator[str]:
     """The calls of a program that open a text file without saying in which encoding."""
-    for call in ast.walk(ast.parse(text)) if NAMED.search(text) else ():
+    if not NAMED.search(text):
+        return
+    for call in ast.walk(ast.parse(text)):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
             continue
         is_method = isinstance(call.func, ast.Attribute)

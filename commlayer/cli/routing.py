@@ -183,8 +183,8 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
     prices = _prices(**given)
     if prices.times.num_ranks > loads.num_experts:
         raise UsageError(
-            f"{path} has {loads.num_experts} experts for {prices.times.num_ranks} ranks: expected at least as many experts as ranks: "
-            "take a smaller group (--shape), or record a model with more experts"
+            f"{path} has {loads.num_experts} experts for {prices.times.num_ranks} ranks: expected at least "
+            "as many experts as ranks: take a smaller group (--shape), or record a model with more experts"
         )
     if model_name is not None and (experts := resolve_model(model_name).experts) != loads.num_experts:
         echo(

@@ -44,10 +44,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
+def shell(
+    *arguments: object, program: tuple[str, ...] = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: it forks ranks, and its stdout must hold nothing but its result."""
-    command = [*PROGRAM, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(
+        [*program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -133,13 +141,10 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
     assert "predicted" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.usefixtures("_quick")
-def test_bench_without_namespaces_claims_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_without_namespaces_claims_no_speed(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
-    monkeypatch.setenv("COMMLAYER_EMULATION", "loopback")
     common = ("bench", "--emulate", "2x2", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
-    result = CliRunner().invoke(main, [*map(str, common)], prog_name="commlayer")
-    assert result.exit_code == 0, result.output
+    result = shell(*common, program=QUICK, COMMLAYER_EMULATION="loopback")
     assert "no links known to be shaped here" in result.stdout
     assert "ratio" not in result.stdout
     assert "inter" not in result.stdout.split("4 KiB a rank on 2x2")[1].splitlines()[0]
@@ -203,8 +208,7 @@ def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["--emulate", "emulate"])
-def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMLAYER_EMULATION", "loopback")
+def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str) -> None:
     profile = ("-b", "4KiB", "-e", "4KiB", "-n", "2", "--json")
     cluster = (
         "emulate",
@@ -219,11 +223,8 @@ def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str, monkeyp
         *PROGRAM,
         "profile",
     )
-    if by == "--emulate":
-        output = here("profile", "--emulate", "2x1", "--inter", "4gbit", *profile)
-    else:
-        output = shell(*cluster, *profile).stdout
-    measured = parse_profile(output.encode(), "stdout")
+    command = ("profile", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
+    measured = parse_profile(shell(*command, *profile, COMMLAYER_EMULATION="loopback").stdout.encode(), "stdout")
     assert measured.kind == "emulated"
     assert "on loopback, unshaped" in measured.source
     assert "its times mean nothing" in measured.source

@@ -10,8 +10,8 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import combinations
@@ -259,7 +259,7 @@ def _forget_metrics() -> None:
 def run_case(case: Case, *, planned: bool) -> Trained:
     """Train from the same weights on the same tokens as ever."""
     reset_stats()
-    if case.deep_ep and planned:
+    if case.deep_ep:
         give_deep_ep(case.kind)
     _forget_metrics()
     with warnings_kept() as given, sorted_wrongly() if case.wrong and planned else contextlib.nullcontext():
@@ -291,34 +291,11 @@ def losses_of(case: Case, backend: str, environment: dict[str, str]) -> Iterator
 def job(cases: tuple[Case, ...], environment: dict[str, str]) -> list[tuple[Trained, Trained]]:
     """The job of one rank: what each case finds with Megatron's dispatcher on Gloo, and with ours."""
     begin("commlayer", environment)
-    found: dict[str, tuple[Trained, Trained]] = {}
+    found: dict[str, list[Trained]] = {case.name: [] for case in cases}
     for layout in dict.fromkeys(case.layout for case in cases):
-        alike = [case for case in cases if case.layout == layout]
-        with groups_on("gloo", layout):
-            stock = stock_runs(alike)
-        with groups_on("commlayer", layout):
-            found |= {case.name: (stock[case.name], run_case(case, planned=True)) for case in alike}
-    return [found[case.name] for case in cases]
-
-
-def stock_runs(cases: Sequence[Case]) -> dict[str, Trained]:
-    """What each case finds with Megatron's dispatcher, by name. Cases that differ in our dispatcher alone are trained once, for
-    the most steps of them."""
-    longest: list[Case] = []
-    for case in sorted(map(without_ours, cases), key=lambda case: -case.steps):
-        if not any(replace(case, steps=other.steps) == other for other in longest):
-            longest.append(case)
-    trained = [(case, run_case(case, planned=False)) for case in longest]
-    return {
-        case.name: replace(run, losses=run.losses[: case.steps])
-        for case in cases
-        for other, run in trained
-        if replace(without_ours(case), steps=other.steps) == other
-    }
-
-
-def without_ours(case: Case) -> Case:
-    """The case without what only our dispatcher looks at."""
-    return replace(
-        case, name="", kind="", chunks="auto", wire=None, tolerance=0.0, by_spec=False, wrong=False, deep_ep=False
-    )
+        for backend in ("gloo", "commlayer"):
+            with groups_on(backend, layout):
+                for case in cases:
+                    if case.layout == layout:
+                        found[case.name].append(run_case(case, planned=backend == "commlayer"))
+    return [(stock, planned) for stock, planned in found.values()]
