@@ -24,7 +24,7 @@ _AHEAD_TURNS, LEAST_AHEAD = 1.5, 4
 """How far ahead an appointment is: as many calls as the group makes in so many turns, for every
 rank must have heard of it."""
 _MOST_MISSED = 3
-"""So often in turn an appointment that was called off is made again, each time twice as far ahead,
+"""The number of times in turn that an appointment which was called off is made again, each time twice as far ahead,
 before there is a pause."""
 
 

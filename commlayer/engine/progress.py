@@ -329,7 +329,7 @@ class ProgressQueue:
             self._give_up(error)
 
     def _next(self) -> tuple[QueuedWork, QueuedCall, tuple[Any, ...]] | None:
-        """What is to be run next; None: nothing, and whoever queues something now asks for a
+        """Return the work to be run next; None: nothing, and whoever queues something now asks for a
         thread."""
         with self._counting:
             item = None if self._tasks.empty() else self._tasks.get()

@@ -1,4 +1,4 @@
-"""What the calls of a layer take: each by the plan that the run time would choose, or by a
+"""Prices of the calls of a layer: each by the plan that the run time would choose, or by a
 dispatcher's kernels.
 
 Kernels hold multiprocessors while they send (mapping/dispatch_kernels.py), which what is computed

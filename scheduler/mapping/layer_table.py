@@ -1,4 +1,4 @@
-"""What a transformer layer consists of: one table of operations, in the order of its forward pass.
+"""A transformer layer as one table of operations, in the order of its forward pass.
 
 Each row (:class:`Op`) says what an operation of one rank has, computes, moves and keeps, for each
 token, row or position: sizes that depend on the model and on how it is cut over ranks

@@ -519,7 +519,7 @@ def _moved(us: float) -> Compute:
 
 
 def _computed(work: LayerWork, segment: str, us: float) -> Compute:
-    """What is computed in a segment."""
+    """The computation in a segment."""
     kind = work.order.kinds[segment]
     return Compute(us, kind, is_streaming=kind == "memory")
 
