@@ -24,7 +24,7 @@ from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from commlayer.agree.appointments import Appointment, Appointments
-from commlayer.failures import frames, links
+from commlayer.failures import frames, rank_links
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Gone, Left
 from commlayer.measure.calibrate import cache_folder
@@ -105,7 +105,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
         each.close("the test is over")
 
 
-def links_of(detector: FailureDetector) -> links.Links:
+def links_of(detector: FailureDetector) -> rank_links.Links:
     assert detector._dialler is not None
     return detector._dialler.links
 
@@ -138,12 +138,12 @@ def test_a_visitor_without_the_secret_is_not_believed(pair: list[FailureDetector
 
 def test_silent_visitors_keep_nobody_out(pair: list[FailureDetector]) -> None:
     first = pair[0]
-    assert links._MOST_STRANGERS == 64
-    visitors = [visit(first) for _ in range(links._MOST_STRANGERS + 1)]
+    assert rank_links._MOST_STRANGERS == 64
+    visitors = [visit(first) for _ in range(rank_links._MOST_STRANGERS + 1)]
     assert is_shown_out(visitors[0])
     with visit(first) as late:
         late.sendall(frames.framed(frames.Hello(1, links_of(first).secret, b"mine", 1)))
-        assert links.received(late) == frames.Welcome(b"mine")
+        assert rank_links.received(late) == frames.Welcome(b"mine")
     for visitor in visitors:
         visitor.close()
 
@@ -164,7 +164,7 @@ def test_who_can_reach_the_store_can_read_the_secrets_and_is_believed(monkeypatc
     assert card.secret == links_of(first).secret
     with visit(first) as visitor:
         visitor.sendall(frames.framed(frames.Hello(1, card.secret, b"mine", 1)))
-        assert links.received(visitor) == frames.Welcome(b"mine")
+        assert rank_links.received(visitor) == frames.Welcome(b"mine")
         visitor.sendall(frames.framed(Left(1, "says the stranger", is_failure=True)))
         with first.knowledge.changed:
             assert first.knowledge.changed.wait_for(lambda: first.knowledge.left, 20.0)

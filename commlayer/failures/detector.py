@@ -26,7 +26,7 @@ on.
 
 Here is how a detector begins and ends: how it joins its job, and leaves it. What goes over
 connections is in :mod:`commlayer.failures.frames`, the connections are in
-:mod:`commlayer.failures.links`, and what is known in :mod:`commlayer.failures.knowledge`.
+:mod:`commlayer.failures.rank_links`, and what is known in :mod:`commlayer.failures.knowledge`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.frames import MAX_FRAME_BYTES, Card
 from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
-from commlayer.failures.links import Dialler
 from commlayer.failures.news import FailureNews
+from commlayer.failures.rank_links import Dialler
 from commlayer.failures.store_answers import Deadline, asked_store, store_host
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words

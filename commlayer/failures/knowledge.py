@@ -2,7 +2,7 @@
 knows of all others.
 
 It is made of records (:mod:`commlayer.failures.failure_records`), of which the first one about a
-rank counts, and knows nothing of connections: :mod:`commlayer.failures.links` brings records and
+rank counts, and knows nothing of connections: :mod:`commlayer.failures.rank_links` brings records and
 passes them on.
 """
 

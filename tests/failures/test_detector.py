@@ -30,7 +30,7 @@ from commlayer.failures.board import FailedConnection, FailedStep, Failure, Fail
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Absent, Asked, Gone, Left, Report
 from commlayer.failures.frames import framed, frames
-from commlayer.failures.links import Links
+from commlayer.failures.rank_links import Links
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -440,7 +440,7 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To close a socket in which something is unread throws away what is still on its way to the other end."""
-    monkeypatch.setattr("commlayer.failures.links._FLUSH_S", 20.0)
+    monkeypatch.setattr("commlayer.failures.rank_links._FLUSH_S", 20.0)
     leaves, hears = detectors
     with hears.knowledge.changed:
         its = links_of(hears)

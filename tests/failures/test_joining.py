@@ -83,7 +83,7 @@ def test_a_refusal_alone_is_no_death(opened: list[FailureDetector], monkeypatch:
     with socket.create_server((ELSEWHERE, 0)) as listener:
         port = listener.getsockname()[1]
     say_where(store, 1, port)
-    monkeypatch.setattr("commlayer.failures.links._MOST_DIALS", 2)
+    monkeypatch.setattr("commlayer.failures.rank_links._MOST_DIALS", 2)
     threads = [thread.name for thread in threading.enumerate()]
     opened.append(FailureDetector(store, 0, (0, 1), 30.0))
     for thread in threading.enumerate():

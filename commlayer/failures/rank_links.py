@@ -42,7 +42,7 @@ from commlayer.failures.knowledge import Knowledge
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import say
 
-__all__ = ["Dialler", "Link", "Links", "received"]
+__all__ = ["Dialler", "Links", "received"]
 
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
@@ -181,7 +181,10 @@ class Links:
                 return
             for key, event in [] if self.is_closed else events:
                 try:
-                    self._serve_link(key.data, event) if isinstance(key.data, Link) else key.data()
+                    if isinstance(key.data, Link):
+                        self._serve_link(key.data, event)
+                    else:
+                        key.data()
                 except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
                     if not self.is_closed:
                         say(traceback.format_exc(), keep="\n")
