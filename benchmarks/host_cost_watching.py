@@ -43,7 +43,7 @@ __all__ = ["WAYS", "print_parts", "print_watching"]
 WAYS = ("nothing", "ring", "audit", "drift", "replan", "trace", "shadow")
 """Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with
 =on; and records with their steps, as with COMMLAYER_TRACE; and one call in a hundred compared, as with
-COMMLAYER_SHADOW=100: everything."""
+COMMLAYER_SHADOW=100: everything. What a call tells the ring is made also where the ring is silent."""
 _SWEEP = SweepOptions(min_bytes=1024, max_bytes=1 << 20, factor=8.0, interference_rounds=0, group_max_bytes=1 << 20)
 _Found = dict[str, dict[str, list[tuple[float, float]]]]
 

@@ -6,9 +6,9 @@ what stays and what moves.
 
 ``ulysses`` (DeepSpeed-Ulysses; sequence-parallel attention in MegaScale-MoE): every rank has all
     weights and projects its own tokens. One all_to_all takes queries, keys and values from tokens
-    to heads; another takes the outputs back. ``tensor`` (Megatron): every rank has the weights of
-    its heads. Tokens are gathered before, and the outputs of all ranks are summed and scattered
-    after.
+    to heads; another takes the outputs back.
+``tensor`` (Megatron): every rank has the weights of its heads. Tokens are gathered before, and the
+    outputs of all ranks are summed and scattered after.
 
 MegaScale-MoE's equations 1 and 2 compare what they move; see docs/layers.md.
 """

@@ -74,11 +74,12 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
     """
     sharded = _from("deepspeed.moe.sharded_moe").MOELayer
     layers = [module for module in model.modules() if isinstance(module, sharded)]
-    # A stage of DeepSpeed's pipeline, or an engine of one, may have none.
-    pipe = _from("deepspeed.pipe").PipelineModule
-    if not layers and any(isinstance(module, pipe) for module in model.modules()):
-        return  # others have them, and make their groups' Communicators without this rank
     if not layers:
+        # A stage of DeepSpeed's pipeline, or an engine of one, may have none: others have them, and
+        # make their groups' Communicators without this rank.
+        pipe = _from("deepspeed.pipe").PipelineModule
+        if any(isinstance(module, pipe) for module in model.modules()):
+            return
         raise UsageError(f"{who()}{type(model).__name__} has no MoE layer of DeepSpeed's: nothing is to be planned")
     made: dict[tuple[int, int], _Mover] = {}
     for layer in layers:

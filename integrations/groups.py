@@ -95,8 +95,7 @@ def expert_communicator(group: dist.ProcessGroup, whose: str, advice: str) -> Gr
     for a group of several ranks that is another backend's; ``whose`` it is and ``advice`` are for
     the message.
     """
-    backend = dist.get_backend(group)
-    if group.size() > 1 and backend not in GroupCommunicator.backends:
+    if group.size() > 1 and (backend := dist.get_backend(group)) not in GroupCommunicator.backends:
         raise GroupError(f"rank {dist.get_rank()}: {whose} has backend {backend}: {advice}")
     return GroupCommunicator(group, "ep")
 

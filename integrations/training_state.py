@@ -129,7 +129,7 @@ class TrainingState:
         failure: Exception | None = None
         try:
             task()
-        except Exception as error:  # noqa: BLE001  answers to the others, and raised
+        except Exception as error:  # noqa: BLE001  told to the others, and raised
             failure = error
         if self._mesh is not None and self._mesh.size("world") > 1:
             answer = _CanLoad(None if failure is None else Reason.of(failure))

@@ -122,7 +122,9 @@ class MoELayer(nn.Module):
         balance: GroupCommunicator | None = None,
         seed: int = 0,
     ) -> None:
-        options = {name: option for name, option in locals().items() if name not in ("self", "__class__")}
+        options = dict(locals())  # copied first: a comprehension would be one more local on Python 3.12
+        for name in ("self", "__class__"):
+            options.pop(name, None)
         check_layer_options(**options)
         super().__init__()
         self.hidden = hidden

@@ -157,7 +157,7 @@ class LayerCalls:
         nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
         levels = DispatchLevels.of(self.job, setup, self.software, nodes)
         if levels is not None:
-            with contextlib.suppress(PlanError):  # as in _chosen
+            with contextlib.suppress(PlanError):  # as in LayerBuilder
                 spans: dict[Span, float] = {}
                 for each in levels.replaced(exchanges):
                     spans[each.over] = spans.get(each.over, 0.0) + self.call(setup, each).us

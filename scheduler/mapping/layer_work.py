@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from commlayer.profiles.errors import InternalError
 from commlayer.scheduler.mapping.compute import TILE, CoreTiles, GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import Core, Cut, Op, Per, Product, layer_table
@@ -65,6 +66,8 @@ class Times:
 
 
 _NO_TIMES = Times()
+_HIDING = ("projections", "core", "shared")
+"""The segments beside whose work an exchange can travel."""
 
 
 class SegmentOrder:
@@ -73,9 +76,17 @@ class SegmentOrder:
     ``kinds``: the part of a step's time as which each counts. ``gathers``: by segment, the exchange
     that travels beside its work. ``routed``: those of the routed experts, and of the ways of tokens
     to them and home; ``around``: the others.
+
+    Raises InternalError for rows whose exchanges no program of a layer would send.
     """
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
+        for op in ops:
+            if op.overlaps not in ("", *_HIDING) or (op.is_routed and op.exchange is not None):
+                raise InternalError(
+                    f"the exchange {op.name} of a layer would not be sent: expected one beside "
+                    f"{', '.join(_HIDING)} or nothing, and none of routed experts"
+                )
         self.ops = ops
         self.kinds = {op.name: op.kind for op in reversed(ops)}
         self.names = tuple(dict.fromkeys(op.name for op in ops))
@@ -287,7 +298,7 @@ def _product(
     uneven: bool = False,
     casts: tuple[int, int] = (1, 1),
 ) -> Times:
-    # the input forward and the output's gradient backward; weights are cast once a step (Estimator)
+    # the input forward and the output's gradient backward; weights are cast once a step (StepParts)
     cast = [
         compute.cast_us(rows * width, precision, kernels) if kernels else 0.0
         for width, kernels in zip((inner, columns), casts, strict=True)

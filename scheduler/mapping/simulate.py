@@ -72,7 +72,7 @@ class Estimator:
 
     Raises:
         UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a
-        measured cluster.
+            measured cluster.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class Estimator:
 
         Raises:
             UsageError, GroupError: degrees that do not go with the model or the batch; names what
-            would. PlanError: the cluster's profile lacks a curve that a call needs.
+                would.
+            PlanError: the cluster's profile lacks a curve that a call needs.
 
         A pipeline layout ``auto`` becomes the one that is chosen (:meth:`laid_out`), which the
         estimate's ``setup`` has.

@@ -129,7 +129,7 @@ class StepBounds:
         return self.parts.once(key, lambda: self.parts.work(setup, is_moe).step_us(setup.recompute))
 
     def least_pipeline_us(self, setup: Setup, level: int) -> float:
-        """Bound the time of all micro-batches, as :meth:`bound_us` says."""
+        """Bound the time of all micro-batches, as :meth:`us` says."""
         if setup.pipeline_layout == AUTO_LAYOUT:
             return self.least_of_layouts_us(setup, level)
         stages = self.parts.stages(setup)
@@ -182,7 +182,7 @@ class StepBounds:
         )
 
     def least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        """Bound the time of one layer, forward and backward, as :meth:`bound_us` says."""
+        """Bound the time of one layer, forward and backward, as :meth:`us` says."""
         if level >= 2:
             forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us

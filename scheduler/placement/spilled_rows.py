@@ -65,7 +65,7 @@ def _take(
         part = near[node] / wanted[node] if wanted[node] else 0.0
         inside[target] += (moved - own) * part
         across[target] += (moved - own) * (1 - part)
-    # What is rest at home: less of its node by what helpers there took, less of others by what helpers took elsewhere.
+    # What is left at home: less of its node by what helpers there took, less of others by what helpers took elsewhere.
     at_home = near.get(home, 0.0) + sum(min(moved, of_rank) for target, moved in helpers if node_of[target] == home)
     inside[source] -= min(at_home, of_rank * (each - 1))
     elsewhere = sum(moved for _, moved in helpers) - at_home

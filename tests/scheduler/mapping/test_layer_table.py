@@ -87,10 +87,23 @@ def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.Mo
         assert "index_gradient" in back[0]
         assert "index_again" not in back[0]
         assert "index_again" in back[1]
-        forward, _ = estimator.programs(setup, True)
+        forward, backward = estimator.programs(setup, True)
         names = [item.name if isinstance(item, Compute) else item.call.name for item in forward]
         assert names.index("dense") < names.index("index") < names.index("attention")
         assert sum(isinstance(item, Issue) and item.call.name == "index" for item in forward) == 1
+        assert sum(isinstance(item, Issue) and item.call.name == "index_gradient" for item in backward) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Op("index", exchange=Exchange("index", "tp", "all_gather", 128), overlaps="router"),
+        Op("index", exchange=Exchange("index", "tp", "all_gather", 128), is_routed=True),
+    ],
+)
+def test_rows_whose_exchange_no_program_would_send_are_refused(row: Op) -> None:
+    with pytest.raises(InternalError, match="the exchange index of a layer would not be sent"):
+        layer_work.SegmentOrder((row,))
 
 
 def test_calls_without_a_place_in_a_layer_are_refused() -> None:
