@@ -335,7 +335,12 @@ def test_nothing_but_the_emulator_reads_pickles() -> None:
     found = {str(path.relative_to(ROOT)) for path in modules if running(path.read_text(encoding="utf-8"))}
     writes = "commlayer/diagnosis/flight_recorder.py"  # for torch's own analyzer, which reads nothing else
     assert "pickle.load" not in (ROOT / writes).read_text(encoding="utf-8")
-    assert found == {"commlayer/emulation/rank_process.py", "commlayer/emulation/forked_ranks.py", writes}
+    reads = (
+        "commlayer/diagnosis/recorder_dumps.py"  # dumps of torch's, as data: test_recorder_dumps.py tries hostile ones
+    )
+    text = (ROOT / reads).read_text(encoding="utf-8")
+    assert {word for word in ("pickle.load(", "pickle.loads(", "pickle.Unpickler(") if word in text} == set()
+    assert found == {"commlayer/emulation/rank_process.py", "commlayer/emulation/forked_ranks.py", writes, reads}
 
 
 @pytest.mark.parametrize(

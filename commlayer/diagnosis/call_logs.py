@@ -13,6 +13,7 @@ from commlayer.profiles.printable import printable, shortened
 __all__ = [
     "LOG_FORMAT",
     "MAKING",
+    "NO_THREAD",
     "CallLog",
     "GroupLog",
     "MessageCount",
@@ -26,6 +27,8 @@ __all__ = [
 LOG_FORMAT = 1
 MAKING = ("init_process_group", "new_group")
 """The kinds of calls that make a group."""
+NO_THREAD = -1
+"""In place of a call's thread, where none waits in it."""
 _STATES = ("issued", "started", "done")
 _MOST_TEXT = 1000
 

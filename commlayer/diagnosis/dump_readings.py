@@ -19,6 +19,7 @@ Rejected: judging each group by itself, as torch's analyzer does: a circle over 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import msgspec
 
 from commlayer.diagnosis.call_logs import (
+    NO_THREAD,
     CallLog,
     GroupLog,
     MessageCount,
@@ -214,7 +216,7 @@ def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
     in_flight = {} if is_on_host else {id(record): index for index, record in enumerate(_in_flight(begun), 1)}
     calls, waits = [], []
     for record in records:
-        thread = _thread(record.entry) if is_on_host else in_flight.get(id(record), -1)
+        thread = _thread(record.entry) if is_on_host else in_flight.get(id(record), NO_THREAD)
         call = _call(record, order[record.group], thread, is_on_host=is_on_host)
         calls.append(call)
         if id(record) in in_flight:
@@ -275,7 +277,7 @@ def _in_flight(begun: Sequence[_Record]) -> list[_Record]:
 
 
 def _thread(entry: Entry) -> int:
-    return int(entry.thread_id) if entry.thread_id.isdigit() else 0
+    return int(entry.thread_id) if re.fullmatch(r"[0-9]{1,20}", entry.thread_id) else 0
 
 
 def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> CallLog:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
+from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog, Site
 from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
 from commlayer.profiles.counted import counted, listed
@@ -244,8 +244,8 @@ def _threads(graph: Graph, key: str, number: int) -> str:
     ranks = []
     for rank, view in graph.views.items():
         near = range(number - _MOST_SHIFT, number + _MOST_SHIFT + 1)
-        threads = {view.collectives[key, each].thread for each in near if (key, each) in view.collectives}
-        if len(threads) > 1:
+        calls = [view.collectives[key, each] for each in near if (key, each) in view.collectives]
+        if len({call.thread for call in calls if call.thread != NO_THREAD}) > 1:
             ranks.append(rank)
     if not ranks:
         return ""

@@ -14,9 +14,11 @@ import itertools
 import os
 import pickle
 import re
+import resource
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,10 +38,14 @@ _MOST_ENDED = 16
 _LEAST_PARALLEL = 16
 """The number of dumps from which on several processes read them."""
 _HOST_BACKENDS = ("gloo", "mpi", "ucc", "fake", "commlayer")
-_RANK = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
-_LAST_DIGITS = re.compile(r"(\d+)\D*$")
-_MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-_Sizes = Annotated[list[Annotated[list[int], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=1 << 16)]
+_RANK = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE | re.ASCII)
+_LAST_DIGITS = re.compile(r"(\d+)\D*$", re.ASCII)
+_MESSAGE = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})", re.ASCII)
+_MOST_MEMORY = 4 << 30
+"""Bytes that reading a dump may take: a small pickle can ask for any amount."""
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Size = Annotated[list[_Count], msgspec.Meta(max_length=64)]
+_Sizes = Annotated[list[_Size], msgspec.Meta(max_length=1 << 16)]
 
 
 class Frame(msgspec.Struct):
@@ -47,7 +53,7 @@ class Frame(msgspec.Struct):
 
     name: str = ""
     filename: str = ""
-    line: int = 0
+    line: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = 0
 
 
 class MessageEnd(msgspec.Struct):
@@ -66,20 +72,20 @@ class Entry(msgspec.Struct):
 
     process_group: tuple[str, str]
     profiling_name: str
-    collective_seq_id: int
+    collective_seq_id: _Count
     state: str
-    pg_id: int = 0
-    record_id: int = 0
-    p2p_seq_id: int = 0
+    pg_id: _Count = 0
+    record_id: _Count = 0
+    p2p_seq_id: _Count = 0
     is_p2p: bool = False
     retired: bool = False
     input_sizes: _Sizes = []
     output_sizes: _Sizes = []
     input_dtypes: list[str] = []
     output_dtypes: list[str] = []
-    time_created_ns: int = 0
-    time_discovered_started_ns: int | None = None
-    timeout_ms: int = 0
+    time_created_ns: _Count = 0
+    time_discovered_started_ns: _Count | None = None
+    timeout_ms: _Count = 0
     frames: Annotated[list[Frame], msgspec.Meta(max_length=1024)] = []
     thread_id: str = "0"
     message: MessageEnd | None = None
@@ -131,14 +137,32 @@ class Dump:
 
 
 def find_dumps(paths: Iterable[Path]) -> list[Path]:
-    """List the files that look like dumps, among ``paths`` and in folders among them, at any depth. Raises OSError."""
+    """List the files that look like dumps, among ``paths`` and in folders among them, at any depth.
+
+    Of folders, files that cannot be opened are passed over. Raises UsageError for a path that cannot
+    be read.
+    """
     files: list[Path] = []
     for path in paths:
-        files += sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    return [path for path in files if _looks_like_dump(path)]
+        if path.is_dir():
+            files += [each for each in sorted(path.rglob("*")) if _looks_like_dump(each)]
+            continue
+        try:
+            is_dump = path.is_file() and _begins_as_dump(path)
+        except OSError as error:
+            raise UsageError(f"{shortened(str(path))}: cannot read: {error.strerror or error}") from error
+        files += [path] * is_dump
+    return files
 
 
 def _looks_like_dump(path: Path) -> bool:
+    try:
+        return path.is_file() and _begins_as_dump(path)
+    except OSError:
+        return False
+
+
+def _begins_as_dump(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(4096)
     return head[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head))
@@ -201,17 +225,21 @@ class _DataOnly(pickle.Unpickler):
 def _read_or_error(path: Path) -> Dump | str:
     """The dump in a file, or what is wrong with it."""
     where = shortened(str(path))
-    rank = _RANK.findall(path.name) or _LAST_DIGITS.findall(path.stem)
-    if not rank:
+    suffix = path.suffix[1:]
+    rank = _RANK.findall(path.name) or _LAST_DIGITS.findall(suffix if suffix.isdigit() else path.stem)
+    if not rank or len(rank[-1]) > 9:
         return f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it"
     collects = gc.isenabled()
     gc.disable()  # a dump is a hundred thousand objects, none of which is garbage before it is read
     try:
-        data = read_file(path, _MOST_BYTES)
-        if data[:1] == b"{":
-            content = msgspec.json.decode(data, type=_Content, strict=False)
-        else:
-            content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
+        with _bounded_memory():
+            data = read_file(path, _MOST_BYTES)
+            if data[:1] == b"{":
+                content = msgspec.json.decode(data, type=_Content, strict=False)
+            else:
+                content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
+            entries = _kept(content.entries)
+        written_ns = path.stat().st_mtime_ns
     except OSError as error:
         return f"{where}: cannot read the dump of a rank: {error.strerror or error}"
     except Exception as error:  # noqa: BLE001  # what a damaged pickle raises is not listed anywhere
@@ -231,12 +259,25 @@ def _read_or_error(path: Path) -> Dump | str:
     return Dump(
         path=path,
         rank=int(rank[-1]),
-        written_ns=path.stat().st_mtime_ns,
-        entries=_kept(content.entries),
+        written_ns=written_ns,
+        entries=entries,
         group_ranks={name: ranks for name, ranks in group_ranks.items() if ranks},
         backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
     )
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Inside, this process may take ``_MOST_MEMORY`` more address space; MemoryError is raised beyond."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + _MOST_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The parent's handle of one rank: fork it, read what it says, kill it, collect it.
 
-What a rank says is a pickle, which nowhere else is read: here the sender is a process that this one
+What a rank says is a pickle, which nowhere else is loaded as such: here the sender is a process that this one
 has forked, of the same user, over a socket pair that nobody else holds. It could run nothing that
 it cannot run by itself.
 """

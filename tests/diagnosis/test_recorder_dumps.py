@@ -81,6 +81,7 @@ def test_seeded_faults_are_named(fault: str, seed: int, has_timing: bool, tmp_pa
         assert culprits <= set(first.odd) or len(groups[first.group.removeprefix("the ")]) == 2, text
     assert "the world" in text or "group the r" in text or "group the g" in text, "groups go by their descriptions"
     assert diagnosis.without == absent
+    assert "several threads" not in text, "calls on a device have no thread"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -177,6 +178,26 @@ def test_a_dump_is_data_and_nothing_in_it_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "written").exists()
 
 
+def _entry(**fields: Any) -> dict[str, Any]:
+    """An entry of a dump, with ``fields`` changed."""
+    start = {
+        "process_group": ("0", "dp"),
+        "profiling_name": "nccl:all_reduce",
+        "collective_seq_id": 1,
+        "state": "started",
+    }
+    return {**start, **fields}
+
+
+def test_odd_words_in_a_dump_do_no_harm(tmp_path: Path) -> None:
+    odd = _entry(thread_id="²", profiling_name="nccl:send " + "9" * 5000 + "->1", is_p2p=True)
+    (tmp_path / "rank_0").write_bytes(pickle.dumps({"version": "2.10", "entries": [odd, _entry(thread_id="9" * 5000)]}))
+    (tmp_path / "other").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "fifo")
+    logs, _ = diagnose_dumps(read_dumps(find_dumps([tmp_path])))
+    assert [len(log.calls) for log in logs] == [1]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -186,6 +207,10 @@ def test_a_dump_is_data_and_nothing_in_it_is_executed(tmp_path: Path) -> None:
         ("rank_1", b'{"version": "2.10", "entries": [{', "got a damaged or foreign file"),
         ("trace", pickle.dumps({"version": "2.10"}), "expected a name with the rank"),
         ("rank_1", pickle.dumps([[]] * 10), "got a damaged or foreign file"),
+        ("rank_1", b"\x80\x02]r\xff\xff\xff\x7f.", "got a damaged or foreign file"),  # asks for 64 GiB of memory
+        ("rank_1", b'{"version": "2.10", "entries": [], "pg_config": 3}', "got a damaged or foreign file"),
+        ("rank_1", pickle.dumps({"version": "2.10", "entries": [_entry(timeout_ms=10**400)]}), "timeout_ms"),
+        ("rank_1", pickle.dumps({"version": "2.10", "entries": [_entry(frames=[{"line": 1 << 70}])]}), "line"),
     ],
 )
 def test_files_that_are_no_dumps_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
