@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from sys import float_info
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -147,7 +148,7 @@ class Settings:
             if (value := getattr(self, name)) is None:
                 continue
             try:
-                object.__setattr__(self, name, msgspec.convert(value, kind, strict=False))
+                object.__setattr__(self, name, msgspec.convert(_number(value, kind), kind, strict=False))
             except msgspec.ValidationError:
                 message = f"{_variable(name)} must be {expected}, got {value!r}"
                 raise SettingsError(message) from None
@@ -208,6 +209,18 @@ class Settings:
 
 def _variable(name: str) -> str:
     return _PREFIX + _NAMES.get(name, name.upper())
+
+
+def _number(value: object, kind: Any) -> object:
+    """The number in a text where ``kind`` is one's, such as ``.05`` or ``008``, which msgspec does
+    not read; other values as they are."""
+    if not isinstance(value, str) or not {int, float}.intersection(get_args(kind)):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return value if not isfinite(number) else int(number) if number.is_integer() else number
 
 
 def _kind(hint: Any) -> tuple[Any, str] | None:
