@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -22,6 +22,7 @@ from commlayer.cli.commands import CommandGroup
 from commlayer.cli.failure import failure_of, fitting, wants_traceback
 from commlayer.cli.standard_streams import make_usable
 from commlayer.cli.tables import echo
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable
 
 if TYPE_CHECKING:
@@ -79,6 +80,20 @@ def _plug_ins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=_PLUG_INS) if point.name not in _OURS}
 
 
+def _load(point: EntryPoint) -> click.Command:
+    """Load another package's command. Raises UsageError, which names the package."""
+    of_package = point.dist.name if point.dist is not None else point.module
+    try:
+        command = point.load()
+    except Exception as error:
+        raise UsageError(f"{point.name}: {of_package} does not load: {error}. Update or uninstall it") from error
+    if not isinstance(command, click.Command):
+        raise UsageError(
+            f"{point.name}: expected a click command of {of_package}, got {type(command).__name__}: update or uninstall it"
+        )
+    return command
+
+
 class LazyGroup(CommandGroup):
     """A group of commands that knows their names and one-line help without importing them; it turns
     errors into exit statuses.
@@ -93,7 +108,7 @@ class LazyGroup(CommandGroup):
             commands = (each for each in module.values() if isinstance(each, click.Command))
             return next(each for each in commands if each.name == cmd_name)
         point = _plug_ins().get(cmd_name)
-        return None if point is None else cast(click.Command, point.load())
+        return None if point is None else _load(point)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -141,7 +156,7 @@ class LazyGroup(CommandGroup):
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # click ends quietly: whoever read has seen enough
             name = ctx.invoked_subcommand
-            command = self.get_command(ctx, name) if name else None
+            command = self.get_command(ctx, name) if name in _OURS else None
             failure = failure_of(error, command)
             if wants_traceback(ctx):
                 echo("".join(format_exception(error)).rstrip(), err=True)
