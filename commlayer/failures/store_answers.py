@@ -14,6 +14,8 @@ from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, Peer
 __all__ = ["Deadline", "asked_store", "is_agents_store", "store_gone", "store_host", "store_silent"]
 
 _Answer = TypeVar("_Answer")
+_LEAST_S = 0.5
+"""How long an answer is waited for at least: a store that connected at the last moment is not silent yet."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -54,7 +56,7 @@ def asked_store(
     are.
     """
     try:
-        return within(deadline.left_s(), ask) if wait is None else wait(ask)
+        return within(max(deadline.left_s(), _LEAST_S), ask) if wait is None else wait(ask)
     except ClusterError:
         raise
     except TimeoutError as error:
