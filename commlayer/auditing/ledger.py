@@ -148,9 +148,10 @@ class Ledger(Instrument):
         key = id(plan), num_bytes
         kind = self._of_plans.get(key)
         if kind is None:
-            if self._choices is None:
+            choices = self._choices  # read once: the group may end on another thread
+            if choices is None or self._last is not None:
                 return
-            promised_us = self._choices.promised_us(plan) or 0.0
+            promised_us = choices.promised_us(plan) or 0.0
             kind = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
         if kind.promised_us:
             self._note(kind, num_bytes, spent_ns, sent)
@@ -160,9 +161,10 @@ class Ledger(Instrument):
         key = collective, num_bytes
         kind = self._of_flat.get(key)
         if kind is None:
-            if self._choices is None:
+            choices = self._choices
+            if choices is None or self._last is not None:
                 return
-            promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
+            promised_us = choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
             kind = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
         if kind.promised_us:
             self._note(kind, num_bytes, spent_ns, sent)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from commlayer.auditing.audited_plans import AuditedChoices, AuditedPlans
+from commlayer.profiles.errors import InternalError
 from commlayer.profiles.pairs import pair_rounds
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.experience.experience import CONFIRM, MEASURE, TRY, LinksSeen
@@ -54,6 +55,8 @@ class LinkChecks:
             self._try_plans(value)
         elif purpose in (MEASURE, CONFIRM):
             self.measure(value, is_second=purpose == CONFIRM)
+        else:
+            raise InternalError(f"nobody knows what an appointment to {purpose!r} is for")
 
     def measure(self, slowdown: float, *, is_second: bool = False) -> None:
         """Time the links, with all ranks, and plan by what they can do now. ``is_second``: to

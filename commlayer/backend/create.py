@@ -225,7 +225,7 @@ def _attach(
 
 
 def _time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
-    from commlayer.measure import link_times  # not for those who only import the backend
+    from commlayer.measure import link_times  # a room above this one: who makes groups loads no measuring by itself
 
     return link_times.time_links(planned, num_bytes)
 

@@ -38,8 +38,12 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
     them.
 
         dist.new_group(ranks, pg_options=GroupOptions(lane="dp", wire="bf16"))
-        init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "ep"), backend_override={"ep":
-        GroupOptions(lane="ep")})
+        init_device_mesh(
+            "cpu",
+            (2, 4),
+            mesh_dim_names=("dp", "ep"),
+            backend_override={"ep": GroupOptions(lane="ep")},
+        )
 
     All ranks of the group give the same. What is left None is as the job's settings say.
 

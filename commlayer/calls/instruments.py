@@ -39,7 +39,8 @@ __all__ = [
 OWN = ("commlayer.auditing.group_instruments", "commlayer.measure.trials")
 """Our own instruments, and the trials of plans: modules with a function ``attach(group)``, which is
 called for every group that is made. They are named here, and imported when the first group is made,
-because nothing that runs calls may depend on them."""
+because nothing that runs calls may depend on them. The trials give ``Calls`` what it asks of plans
+that contend, so that no group runs calls without them."""
 
 INQUIRIES = "commlayer.diagnosis.inquiry"
 """The module that asks ranks what they wait for, named and imported in the same way."""

@@ -1,1 +1,1 @@
-"""Models and clusters that users describe in files: a Hugging Face config.json, a cluster in JSON."""
+"""Files that others give: models and clusters that users describe, recorded routing, what a job's ranks have written."""

@@ -91,6 +91,11 @@ class JobFiles(Generic[_File]):
                 continue
             if file.job or known is None:
                 whose = file.job, self.world_size(file)
+                if known is not None and known[0] == whose[0] and whose != known:
+                    raise UsageError(
+                        f"{path}: field world_size: expected {known[1]}, as the other files of job {known[0]} say, got "
+                        f"{whose[1]}: give every job a folder of its own"
+                    )
                 if known is not None and known[0] and whose != known:
                     choice = f"choose one with --job {known[0]}, or " if self.has_choice else ""
                     raise UsageError(

@@ -46,10 +46,9 @@ class CallMemory(dict[tuple[int, int, torch.dtype], torch.Tensor]):
     of its size.
 
     ``tensor``: 1-D uint8 [bytes]; on the CPU ``bytes`` is the same as a memoryview. It is made from
-    an address, and holds no
-    memory: a slice of it must not outlive this object, which holds the tensor. (Rejected:
-    ``tensor.numpy()``. It makes the storage one that can never be resized again, and most tensors
-    are a caller's.)
+    an address, and holds no memory: a slice of it must not outlive this object, which holds the
+    tensor. (Rejected: ``tensor.numpy()``. It makes the storage one that can never be resized again,
+    and most tensors are a caller's.)
 
     A part is made when it is first asked for, and kept: a slice of a tensor costs ten times what a
     slice of a memoryview does, and more than the copy of a small message. A buffer that is kept

@@ -3,9 +3,8 @@ its own.
 
 The file is sparse: a slab may grow to ``_SLAB_BYTES`` without a word to anybody, and costs memory
 only where it was written. Rejected: a memory file for each rank. A slab that grows must be
-announced, and every rank holds a descriptor for each. CallMemory that was once written is kept
-until the group ends, as staging memory is: giving it back and taking it again costs more than the
-copies.
+announced, and every rank holds a descriptor for each. Memory that was once written is kept until
+the group ends, as staging memory is: giving it back and taking it again costs more than the copies.
 """
 
 from __future__ import annotations
