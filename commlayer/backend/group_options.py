@@ -2,9 +2,8 @@
 ``new_group``.
 
 What the settings say for all groups of a job, these say for one. Ranks that were given different
-ones hear of it when the group
-is made: their words travel with the addresses of its second mesh, so that groups without options
-ask nobody anything more.
+ones hear of it when the group is made: their words travel with the addresses of its second mesh, so
+that groups without options ask nobody anything more.
 """
 
 from __future__ import annotations

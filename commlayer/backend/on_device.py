@@ -3,10 +3,9 @@ them.
 
 A call is launched where it is made, and the host waits for nothing. What a plan cannot do as it is
 (an operation that it does not know, a tensor that is not in one piece, a coalesced block) goes to
-the inner backend, which on CUDA is NCCL. Of a planned call
-events say when it ran, where an instrument wants to know: that is read when a later call is made,
-or somebody asks. Of a call that goes to the inner backend as it is, nothing more is known here than
-that it was launched.
+the inner backend, which on CUDA is NCCL. Of a planned call events say when it ran, where an
+instrument wants to know: that is read when a later call is made, or somebody asks. Of a call that
+goes to the inner backend as it is, nothing more is known here than that it was launched.
 """
 
 from __future__ import annotations

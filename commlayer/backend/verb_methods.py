@@ -6,8 +6,8 @@ which is about 3 µs. After a thread switch, and Gloo makes two in every call, P
 caches, and every attribute costs three times what a loop would measure. So the forms that programs
 call most have a direct path: plain tensors go to Gloo in the method itself, where
 :class:`commlayer.backend.order.Order` says that nothing is in the way. Its conditions are written
-out in each
-form for that reason: a function that asks them is one more entry of Python in every call.
+out in each form for that reason: a function that asks them is one more entry of Python in every
+call.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Verb:
     changes: int = 0
     """The changes of each output of which a call on the CPU tells autograd (``Tensor._version``): a
     number, or :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was
-    saved for it and has changed since. Bodies
-    tell of none: how a call runs must not be seen there."""
+    saved for it and has changed since. Bodies tell of none: how a call runs must not be seen
+    there."""
     launch: Callable[..., Work] | None = None
     """Launches it for tensors on a device: ``launch(calls, *tensors, opts)``; None: the inner
     backend's own call there."""

@@ -68,8 +68,7 @@ class AcceleratorStream:
 
     def call_host(self, work: Callable[[], object]) -> None:
         """Have a thread of the host call ``work`` when the stream has come so far; for streams that
-        can, which CUDA's are not
-        asked for: futures know of these."""
+        can, which CUDA's are not asked for: futures know of these."""
         self.stream.launch("a future", work)
 
     def keep(self, tensor: torch.Tensor) -> None:

@@ -2,10 +2,9 @@
 on streams.
 
 The other executor is :class:`commlayer.engine.planned.PlannedGroup`, for CPU tensors. A call talks
-to nobody
-before it is launched: what decides is the same on all ranks. Its communicators, one for what goes
-between nodes and one for what stays inside, are made at the first planned call, which all members
-make together.
+to nobody before it is launched: what decides is the same on all ranks. Its communicators, one for
+what goes between nodes and one for what stays inside, are made at the first planned call, which all
+members make together.
 """
 
 from __future__ import annotations

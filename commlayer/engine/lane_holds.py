@@ -11,8 +11,8 @@ Rejected: counters in memory that a node's ranks share, which make all of them w
 issued early.
 
 A higher call may wait for a rank that is late, with nothing on the link. So it holds others for a
-few times as long as its bytes
-take, and no longer: the link is not to be idle for the sake of one that is.
+few times as long as its bytes take, and no longer: the link is not to be idle for the sake of one
+that is.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the
 backend's own calls use, under tags of their own. What they need beside that, the memory that a
-node's ranks share, is made at the first planned call,
-which all members make together: most groups of a trainer never need it.
+node's ranks share, is made at the first planned call, which all members make together: most groups
+of a trainer never need it.
 """
 
 from __future__ import annotations
@@ -370,8 +370,8 @@ class PlannedGroup(Executor):
 
     def try_connections(self, connections: int, patience_s: float) -> tuple[list[dist.ProcessGroup], str]:
         """Make what lacks for so many connections with every member, for :meth:`take_connections`;
-        and say why it cannot be made
-        here, if it cannot: then nothing breaks, and others may have made theirs. Collective."""
+        and say why it cannot be made here, if it cannot: then nothing breaks, and others may have
+        made theirs. Collective."""
         errors: list[Exception] = []
 
         def made(purpose: str) -> dist.ProcessGroup | None:

@@ -2,9 +2,8 @@
 with something queued.
 
 A group has one thread while it has something to run, so that its calls keep their order, and then
-gives it back. One thread for
-all groups would not do: a call waits for its peers, and they may be waiting in another group for a
-call that this rank has queued behind it.
+gives it back. One thread for all groups would not do: a call waits for its peers, and they may be
+waiting in another group for a call that this rank has queued behind it.
 """
 
 from __future__ import annotations

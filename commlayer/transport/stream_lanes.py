@@ -59,8 +59,8 @@ _MAX_KEPT = 1024
 
 class DeviceLanes:
     """Which lanes have calls under way on a device, noted in its own memory. Its making waits for
-    the device, and holds a stream
-    once as each lane will, for no time: the first hold of a kind may have to be compiled.
+    the device, and holds a stream once as each lane will, for no time: the first hold of a kind may
+    have to be compiled.
 
     Notes lie by level, so that those of all levels above one are one piece of memory.
     """

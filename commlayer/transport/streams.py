@@ -1,10 +1,9 @@
 """Plans on a device: a stream for each resource and lane, events between them, no wait of the host.
 
 The same on every device (:mod:`commlayer.devices.device_contract`): what CUDA runs is what the
-simulated device proves. Steps are
-launched in plan order, which is the same on all ranks, and so is the order in which communicators
-get messages: those of two ranks cannot wait for each other crosswise. A step waits for an event of
-an earlier one only where that runs on another stream.
+simulated device proves. Steps are launched in plan order, which is the same on all ranks, and so is
+the order in which communicators get messages: those of two ranks cannot wait for each other
+crosswise. A step waits for an event of an earlier one only where that runs on another stream.
 
 An all_gather whose slices are equal is the communicator's own, in place, one per block (NVLS and
 the copy engines serve NCCL's); unequal slices and all else are grouped messages, so that no bytes

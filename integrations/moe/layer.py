@@ -57,8 +57,7 @@ class MoELayer(nn.Module):
     """A mixture-of-experts layer, ``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a
     mesh; plus the shared experts.
 
-    Weights are the same
-    under every mapping for one seed.
+    Weights are the same under every mapping for one seed.
 
     Args:
         hidden, width: of a token, and of an expert's inner layer.
