@@ -123,6 +123,8 @@ def test_the_check_of_the_error_tree_can_fail() -> None:
 Meanings = dict[str, dict[int, set[str]]]
 
 EACH_HAS_ITS_OWN = {
+    "attach": "of a module of instruments: what gives them to a new group",
+    "attach_of_calls": "the same, to a group's calls on a device",
     "load": "of a catalogue: the entry of that name",
     "main": "of a program: what `python -m` and a console script run",
     "names": "of a catalogue: those of its entries",

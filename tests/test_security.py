@@ -58,6 +58,7 @@ CLAIMS = {
     "A file is written under": "profiles/test_files.py::test_a_draft_is_a_file_that_nobody_else_has_made",
     "In the cache a symbolic link": f"{HERE}::test_in_the_cache_a_link_is_replaced",
     "Nothing that commlayer reads": f"{HERE}::test_nothing_but_the_emulator_reads_pickles",
+    "`commlayer diagnose` reads pickled": "diagnosis/test_recorder_dumps.py::test_a_dump_is_data_and_nothing_in_it_is_executed",
     "Where ranks tell each other": "agree/test_hostile_peer.py::",
     "What the store says of an appointment": f"{HERE}::test_a_false_appointment_is_refused",
     "A profile, a cluster and": f"{HERE}::test_descriptions_are_bounded_and_regular",

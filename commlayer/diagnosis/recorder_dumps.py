@@ -1,7 +1,8 @@
 """Dumps of torch's Flight Recorder, of any backend: found among files, and read as data.
 
-Pickled or in JSON, of versions from 2.0 on. A large job's dumps are read by several processes, each of which keeps of a dump what
-a diagnosis needs: the calls that have not ended, and the last ones of each group that have.
+They are JSON, or a pickle that may name nothing to import or to call, of versions from 2.0 on. A
+large job's dumps are read by several processes, each of which keeps of a dump what a diagnosis
+needs: the calls that have not ended, and the last ones of each group that have.
 
 Rejected: torch's own reader, which needs torch, and unpickles by importing and calling what the file names.
 """
@@ -30,7 +31,7 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import each_sound
 
-__all__ = ["Dump", "Entry", "Frame", "MessageEnd", "find_dumps", "read_dumps"]
+__all__ = ["CallFrame", "Dump", "Entry", "MessageEnd", "find_dumps", "read_dumps"]
 
 _MOST_BYTES = 1 << 28
 _MOST_ENDED = 16
@@ -48,7 +49,7 @@ _Size = Annotated[list[_Count], msgspec.Meta(max_length=64)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=1 << 16)]
 
 
-class Frame(msgspec.Struct):
+class CallFrame(msgspec.Struct):
     """A place in a program, innermost first in an entry."""
 
     name: str = ""
@@ -86,7 +87,7 @@ class Entry(msgspec.Struct):
     time_created_ns: _Count = 0
     time_discovered_started_ns: _Count | None = None
     timeout_ms: _Count = 0
-    frames: Annotated[list[Frame], msgspec.Meta(max_length=1024)] = []
+    frames: Annotated[list[CallFrame], msgspec.Meta(max_length=1024)] = []
     thread_id: str = "0"
     message: MessageEnd | None = None
     """Set by :func:`read_dumps`."""
@@ -316,7 +317,7 @@ def _kept(entries: Sequence[Entry]) -> list[Entry]:
     return list(kept.values())
 
 
-def _innermost(frames: list[Frame]) -> list[Frame]:
+def _innermost(frames: list[CallFrame]) -> list[CallFrame]:
     """The innermost place that is not torch's, alone; the innermost of all where each is."""
     for frame in frames:
         if frame.filename and "/torch/" not in frame.filename and frame.filename[:1] != "<":

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.layer_table import Cut, attention_kinds, layer_table
+from commlayer.scheduler.mapping.layer_table import LayerCut, attention_kinds, layer_table
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, mean_positions
 from commlayer.scheduler.mapping.parameters import count
 
@@ -61,7 +61,7 @@ def forward(model: ModelShape, sequence: int) -> Flops:
     extra = model.mtp_layers
     kinds, positions = layer_kinds(model), mean_positions(model, sequence)
     projections = core = 0.0
-    for ops, layers in attention_kinds(model, Cut()):
+    for ops, layers in attention_kinds(model, LayerCut()):
         number = layers + extra  # a model with modules for more tokens has one kind
         for op in ops:
             matrices = sum(each.elements - each.vectors for each in op.weights if each.part != "norms")
@@ -71,7 +71,7 @@ def forward(model: ModelShape, sequence: int) -> Flops:
     sparse = sum(kinds) + extra * kinds[-1]
     parts = {"router": 0.0, "experts": 0.0, "shared": 0.0, "dense_ffn": 0.0}
     for is_moe, number in ((True, sparse), (False, len(kinds) + extra - sparse)):
-        for each in (weight for op in layer_table(model, Cut(), is_moe) for weight in op.weights):
+        for each in (weight for op in layer_table(model, LayerCut(), is_moe) for weight in op.weights):
             if each.part in parts:
                 share = model.top_k / model.experts if each.part == "experts" else 1.0
                 parts[each.part] += 2.0 * number * (each.elements - each.vectors) * share

@@ -1,8 +1,8 @@
 """A transformer layer as one table of operations, in the order of its forward pass.
 
-Each row (:class:`Op`) says what an operation of one rank has, computes, moves and keeps, for each
+Each row (:class:`LayerOp`) says what an operation of one rank has, computes, moves and keeps, for each
 token, row or position: sizes that depend on the model and on how it is cut over ranks
-(:class:`Cut`), not on a micro-batch. Everything else is a fold over the rows: parameters
+(:class:`LayerCut`), not on a micro-batch. Everything else is a fold over the rows: parameters
 (mapping/parameters.py), the time of computation and of what is computed again
 (mapping/layer_work.py), memory and what leaves it for the host's (mapping/memory.py). A new kind of
 attention is a function here that returns its rows.
@@ -33,10 +33,10 @@ from commlayer.scheduler.mapping.model import (
 __all__ = [
     "WHOLE",
     "Core",
-    "Cut",
     "Format",
-    "Moves",
-    "Op",
+    "LayerCut",
+    "LayerOp",
+    "MemoryKernel",
     "Per",
     "Product",
     "Saved",
@@ -77,7 +77,7 @@ _FLASH_BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward: scores are made again (Dao 2022)."""
 
 
-class Cut(NamedTuple):
+class LayerCut(NamedTuple):
     """How a layer is cut over ranks; and, from ``cp`` on, what parameters do not depend on: what a
     rank fuses and keeps of it.
 
@@ -130,7 +130,7 @@ class Product(NamedTuple):
     casts: tuple[int, int] | None = None
 
 
-class Moves(NamedTuple):
+class MemoryKernel(NamedTuple):
     """A kernel that the memory's rate bounds: elements that it reads and writes, forward and
     backward."""
 
@@ -179,7 +179,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class LayerOp:
     """One operation of a layer, on one rank.
 
     Attributes:
@@ -205,7 +205,7 @@ class Op:
     core: Core | None = None
     exchange: Exchange | None = None
     overlaps: str = ""
-    moves: tuple[Moves, ...] = ()
+    moves: tuple[MemoryKernel, ...] = ()
     saved: tuple[Saved, ...] = ()
     remade: frozenset[str] = frozenset()
     norm: float = 0.0
@@ -222,21 +222,21 @@ class Op:
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_table(model: ModelShape, cut: Cut, is_moe: bool) -> tuple[Op, ...]:
+def layer_table(model: ModelShape, cut: LayerCut, is_moe: bool) -> tuple[LayerOp, ...]:
     """The operations of a layer with experts, or with a dense FFN, in the order of its forward
     pass."""
     return tuple(_rows(model, cut, is_moe))
 
 
-def _rows(model: ModelShape, cut: Cut, is_moe: bool) -> Iterator[Op]:
+def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
     hidden, sequence = model.hidden, cut.tp * model.hidden
     norm = Weight("norms", WHOLE, hidden)
     normed = _ways("selective layernorm")
     gathers = cut.splits_attention and cut.keeps_sequences
-    yield Op(
+    yield LayerOp(
         "norm",
         weights=(norm,),
-        moves=(Moves("token", 2 * hidden, 4 * hidden),),
+        moves=(MemoryKernel("token", 2 * hidden, 4 * hidden),),
         saved=(
             # but for latent attention the norm is one kernel with the projections, and its input leaves with theirs
             Saved(hidden, offload="qkv_linear" if model.latent is None else "attn_norm"),
@@ -247,10 +247,10 @@ def _rows(model: ModelShape, cut: Cut, is_moe: bool) -> Iterator[Op]:
         norm=2 * hidden,
     )
     yield from _attention(model, cut)
-    yield Op(
+    yield LayerOp(
         "middle",  # the residual sum with the norm before the FFN, and the layer's last residual sum
         weights=(norm,),
-        moves=(Moves("token", 5 * hidden, 6 * hidden), Moves("token", 3 * hidden, 2 * hidden)),
+        moves=(MemoryKernel("token", 5 * hidden, 6 * hidden), MemoryKernel("token", 3 * hidden, 2 * hidden)),
         saved=(
             Saved(hidden, offload="mlp_norm" if is_moe else ""),
             Saved(hidden, normed),
@@ -268,7 +268,7 @@ def _rows(model: ModelShape, cut: Cut, is_moe: bool) -> Iterator[Op]:
     yield from (after,) if model.shared_width else ()
 
 
-def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
+def _attention(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     """The rows of each kind of attention that the model has, by its part of the layers."""
     kinds = attention_kinds(model, cut)
     for ops, layers in kinds:
@@ -280,7 +280,7 @@ def _attention(model: ModelShape, cut: Cut) -> Iterator[Op]:
             yield replace(op, weights=tuple(weights), part=layers / model.layers)
 
 
-def attention_kinds(model: ModelShape, cut: Cut) -> list[tuple[tuple[Op, ...], int]]:
+def attention_kinds(model: ModelShape, cut: LayerCut) -> list[tuple[tuple[LayerOp, ...], int]]:
     """The rows of each kind of attention that the model has, and in how many of its layers it
     is."""
     kinds = [(tuple(_softmax(model, cut)), model.softmax_layers)]
@@ -289,7 +289,7 @@ def attention_kinds(model: ModelShape, cut: Cut) -> list[tuple[tuple[Op, ...], i
     return [(ops, layers) for ops, layers in kinds if layers]
 
 
-def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
+def _softmax(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     """Attention with scores, of grouped queries or latent. A window changes nothing that is kept:
     scores never are."""
     hidden, tp = model.hidden, cut.tp
@@ -299,24 +299,24 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
     selective = _ways("selective")
     if cut.splits_attention:
         gathered = Exchange("sequence", "tp", "all_gather", sequence)
-        yield Op("before_attention", exchange=gathered, overlaps="projections", remade=selective)
+        yield LayerOp("before_attention", exchange=gathered, overlaps="projections", remade=selective)
     yield from _grouped_queries(model, cut) if model.latent is None else _latent(model, model.latent, cut)
     rotated: float = model.head_dim * (model.heads + model.kv_heads)
     if model.latent is not None:
         rotated = model.latent.rope_dim * (model.heads + 1)
     rotated = 2 * rotated / parts
     expanded = _ways("mla_up_proj" if model.latent else "")
-    yield Op("rotation", moves=(Moves("attention", rotated, rotated),), remade=expanded)
+    yield LayerOp("rotation", moves=(MemoryKernel("attention", rotated, rotated),), remade=expanded)
     if not cut.splits_attention:
         to_heads = model.heads * query + sum(needed) * key_value
-        yield Op("before_attention", exchange=Exchange("heads", "tp", "all_to_all_v", to_heads))
+        yield LayerOp("before_attention", exchange=Exchange("heads", "tp", "all_to_all_v", to_heads))
     context = tp * max(needed) * key_value
-    yield Op("context", exchange=Exchange("context", "cp", "all_gather", context), overlaps="core")
+    yield LayerOp("context", exchange=Exchange("context", "cp", "all_gather", context), overlaps="core")
     queries = model.heads * (1 + model.gated_attention) * query
     # tp ranks hold at least one head each
     kept = queries + (model.heads if model.latent else max(model.kv_heads, tp)) * key_value
     heads = model.heads / tp
-    yield Op(
+    yield LayerOp(
         "core",
         core=Core(
             2.0 * key_value * heads,
@@ -333,8 +333,8 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
     )
     if not cut.splits_attention:
         to_rows = Exchange("rows", "tp", "all_to_all_v", model.heads * value)
-        yield Op("after_attention", exchange=to_rows, remade=selective)
-    yield Op(
+        yield LayerOp("after_attention", exchange=to_rows, remade=selective)
+    yield LayerOp(
         "out",
         weights=(
             Weight("sharded", axis, model.heads * value * hidden // parts),
@@ -344,24 +344,24 @@ def _softmax(model: ModelShape, cut: Cut) -> Iterator[Op]:
         saved=_into_out(model.heads * value, cut),
     )
     if cut.splits_attention:
-        yield Op("after_attention", exchange=Exchange("attention_sum", "tp", "reduce_scatter", sequence))
+        yield LayerOp("after_attention", exchange=Exchange("attention_sum", "tp", "reduce_scatter", sequence))
 
 
-def _into_out(output: int, cut: Cut) -> tuple[Saved, ...]:
+def _into_out(output: int, cut: LayerCut) -> tuple[Saved, ...]:
     """What the projection behind attention keeps beside attention itself: rows, after Ulysses'
     exchange, and a cast copy."""
     rows = () if cut.splits_attention else (Saved(output, _ways("selective"), "attn_proj", "output"),)
     return (*rows, Saved(output, _ways("selective"), "attn_proj", "output_cast"))
 
 
-def _grouped_queries(model: ModelShape, cut: Cut) -> Iterator[Op]:
+def _grouped_queries(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     hidden, size, bias = model.hidden, model.head_dim, int(model.qkv_bias)
     queries = model.heads * (1 + model.gated_attention)
     keys = max(model.kv_heads / parts, 1.0)  # fewer key-value heads than ranks: each has one
     is_whole = model.kv_heads % parts != 0 and cut.keeps_whole_kv
     of_keys, kv_heads = (WHOLE, model.kv_heads) if is_whole else (axis, -(-model.kv_heads // parts))
-    yield Op(
+    yield LayerOp(
         "projections",
         weights=(
             Weight("sharded", axis, queries * size * (hidden + bias) // parts, queries * size * bias // parts),
@@ -371,7 +371,7 @@ def _grouped_queries(model: ModelShape, cut: Cut) -> Iterator[Op]:
     )
 
 
-def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op]:
+def _latent(model: ModelShape, latent: LatentAttention, cut: LayerCut) -> Iterator[LayerOp]:
     """Projections down, one product for both, and up. Layers of the latter have the norms in them
     (Transformer Engine's), and ``mla_up_proj`` makes these again too (DeepSeek-V3, section
     3.2.3)."""
@@ -380,13 +380,13 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op
     key, inner = latent.nope_dim + latent.rope_dim, latent.q_rank or model.hidden
     query_down = Weight("copied", WHOLE, hidden * latent.q_rank), Weight("norms", WHOLE, latent.q_rank)
     selective = _ways("selective")
-    yield Op(
+    yield LayerOp(
         "projections",
         weights=(*(query_down if latent.q_rank else ()), Weight("sharded", axis, inner * heads * key // parts)),
         products=(Product("attention", inner, heads * key / parts),),
         remade=_ways("mla_up_proj"),
     )
-    yield Op(
+    yield LayerOp(
         "projections",
         weights=(
             Weight("copied", WHOLE, hidden * (latent.kv_rank + latent.rope_dim)),
@@ -399,7 +399,7 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op
         ),
     )
     expanded = heads * (latent.nope_dim + latent.value_dim)
-    yield Op(
+    yield LayerOp(
         "projections",
         weights=(Weight("sharded", axis, latent.kv_rank * expanded // parts),),
         products=(Product("attention", latent.kv_rank, expanded / parts),),
@@ -407,18 +407,18 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: Cut) -> Iterator[Op
     )
 
 
-def _linear(linear: LinearAttention, hidden: int, cut: Cut) -> Iterator[Op]:
+def _linear(linear: LinearAttention, hidden: int, cut: LayerCut) -> Iterator[LayerOp]:
     """Attention with a state in place of scores, split over tp by heads."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-    yield Op(
+    yield LayerOp(
         "projections",  # of queries, keys, values and the gate
         weights=(Weight("sharded", axis, hidden * (2 * keys + 2 * values) // parts),),
         products=(Product("attention", hidden, 2 * keys / parts + 2 * values / parts),),
     )
     gated = (2 * keys + 3 * values) / parts  # what goes into the core, its output, and the gate's product with that
-    yield Op("rotation", moves=(Moves("attention", gated, 2 * gated),))
-    yield Op(
+    yield LayerOp("rotation", moves=(MemoryKernel("attention", gated, 2 * gated),))
+    yield LayerOp(
         "core",
         core=Core(0.0, linear_flops(linear) / cut.tp, 2.0),
         saved=(
@@ -427,7 +427,7 @@ def _linear(linear: LinearAttention, hidden: int, cut: Cut) -> Iterator[Op]:
         ),
         remade=_ways("core_attn"),
     )
-    yield Op(
+    yield LayerOp(
         "out",
         weights=(Weight("sharded", axis, values * hidden // parts), *_state_weights(linear, hidden, parts, axis)),
         products=(Product("attention", values / parts, hidden),),
@@ -447,26 +447,26 @@ def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) 
     ]
 
 
-def _router(model: ModelShape) -> Iterator[Op]:
-    yield Op(
+def _router(model: ModelShape) -> Iterator[LayerOp]:
+    yield LayerOp(
         "router",
         weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors, model.moe_vectors),),
         products=(Product("token", model.hidden, model.experts),),
         remade=_ways("moe"),
     )
-    yield Op("balance")  # its losses look at the tokens of all ranks, where software does that
-    yield Op("counts", remade=_ways("moe"))
+    yield LayerOp("balance")  # its losses look at the tokens of all ranks, where software does that
+    yield LayerOp("counts", remade=_ways("moe"))
 
 
-def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
+def _experts(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     """The routed experts, and the ways of tokens to them and home. What ``permute`` and
     ``unpermute`` move depends on how tokens come (mapping/layer_work.py)."""
     hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
     moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
     again = moe | {"selective"}
-    yield Op("permute", remade=again)
-    yield Op("dispatch", remade=again)
-    yield Op("gather_experts", remade=again)
+    yield LayerOp("permute", remade=again)
+    yield LayerOp("dispatch", remade=again)
+    yield LayerOp("gather_experts", remade=again)
     weights = [Weight("experts", "edp", held * -(-model.width // cut.etp) * hidden)] * matrices
     if model.expert_vectors:
         vectors = -(-held * model.expert_vectors // cut.etp)
@@ -475,7 +475,7 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
     # Where they are fused, all groups' rows are cast by one kernel, and the first products hand on what the last ones
     # read, as these do backward (Transformer Engine, ops/fused/grouped_mlp.py).
     casts = ((1, 0), (0, 1)) if cut.fuses_activation else (None, None)
-    yield Op(
+    yield LayerOp(
         "experts",
         weights=tuple(weights),
         products=(
@@ -485,10 +485,10 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
         saved=(Saved(hidden, again, "expert_fc1", "routed", "row"),),
         remade=moe,
     )
-    moves = [Moves("row", matrices * width, (2 * matrices - 1) * width)] if not cut.fuses_activation else []
+    moves = [MemoryKernel("row", matrices * width, (2 * matrices - 1) * width)] if not cut.fuses_activation else []
     if model.clamps and not cut.fuses_experts:
-        moves.append(Moves("row", *(number * width for number in _CLAMPED)))
-    yield Op(
+        moves.append(MemoryKernel("row", *(number * width for number in _CLAMPED)))
+    yield LayerOp(
         "expert_memory",
         moves=tuple(moves),
         saved=(
@@ -498,13 +498,15 @@ def _experts(model: ModelShape, cut: Cut) -> Iterator[Op]:
         remade=again | {"moe_act"},
     )
     if model.expert_vectors and not cut.fuses_experts:
-        yield Op("expert_biases", moves=(Moves("row", *(number * hidden for number in _BIASED)),), remade=moe)
-    yield Op("scatter_experts", remade=moe)
-    yield Op("combine", remade=moe)
-    yield Op("unpermute", remade=moe)
+        yield LayerOp(
+            "expert_biases", moves=(MemoryKernel("row", *(number * hidden for number in _BIASED)),), remade=moe
+        )
+    yield LayerOp("scatter_experts", remade=moe)
+    yield LayerOp("combine", remade=moe)
+    yield LayerOp("unpermute", remade=moe)
 
 
-def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> tuple[Op, Op, Op]:
+def _ffn(model: ModelShape, cut: LayerCut, part: str, width: int) -> tuple[LayerOp, LayerOp, LayerOp]:
     """The FFN that every token goes through, alone in its layer or beside the routed experts. Where
     tp splits it, the sequence is gathered before it, and the sums are scattered."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_ffn else (1, WHOLE)
@@ -520,20 +522,20 @@ def _ffn(model: ModelShape, cut: Cut, part: str, width: int) -> tuple[Op, Op, Op
         Saved(width, remade | {"selective"}, format="operand"),
         Saved(sequence, _ways("selective moe mlp shared_experts")),
     ]
-    shared = Op(
+    shared = LayerOp(
         "shared",
         weights=(Weight(part, axis, -(-width // parts) * hidden),) * matrices,
         products=(Product("ffn", hidden, inner / parts), Product("ffn", width / parts, hidden)),
-        moves=(Moves("ffn", matrices * width / parts, (2 * matrices - 1) * width / parts),),
+        moves=(MemoryKernel("ffn", matrices * width / parts, (2 * matrices - 1) * width / parts),),
         saved=tuple(saved),
         remade=remade,
     )
     gather = Exchange("ffn_sequence", "tp", "all_gather", gathered)
     scatter = Exchange("ffn_sum", "tp", "reduce_scatter", gathered)
     return (
-        Op("before_ffn", exchange=gather, overlaps="shared", remade=remade),
+        LayerOp("before_ffn", exchange=gather, overlaps="shared", remade=remade),
         shared,
-        Op("after_ffn", exchange=scatter, remade=remade),
+        LayerOp("after_ffn", exchange=scatter, remade=remade),
     )
 
 

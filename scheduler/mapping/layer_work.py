@@ -17,7 +17,7 @@ from typing import NamedTuple
 from commlayer.profiles.errors import InternalError
 from commlayer.scheduler.mapping.compute import TILE, CoreTiles, GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import Core, Cut, Op, Per, Product, layer_table
+from commlayer.scheduler.mapping.layer_table import Core, LayerCut, LayerOp, Per, Product, layer_table
 from commlayer.scheduler.mapping.model import ModelShape, mean_positions, mean_tiles
 from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.recomputation import ways_of
@@ -80,7 +80,7 @@ class SegmentOrder:
     Raises InternalError for rows whose exchanges no program of a layer would send.
     """
 
-    def __init__(self, ops: tuple[Op, ...]) -> None:
+    def __init__(self, ops: tuple[LayerOp, ...]) -> None:
         for op in ops:
             if op.overlaps not in ("", *_HIDING) or (op.is_routed and op.exchange is not None):
                 raise InternalError(
@@ -100,7 +100,7 @@ class SegmentOrder:
 
 
 @lru_cache(maxsize=1 << 14)
-def _order_of(model: ModelShape, cut: Cut, is_moe: bool) -> SegmentOrder:
+def _order_of(model: ModelShape, cut: LayerCut, is_moe: bool) -> SegmentOrder:
     return SegmentOrder(layer_table(model, cut, is_moe))
 
 
@@ -201,7 +201,7 @@ class _MicroBatch(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def _layer_work(batch: _MicroBatch, cut: Cut, is_moe: bool, compute: AnyCompute) -> LayerWork:
+def _layer_work(batch: _MicroBatch, cut: LayerCut, is_moe: bool, compute: AnyCompute) -> LayerWork:
     timing = _Timing(batch, cut, compute)
     order = _order_of(batch.model, cut, is_moe)
     tokens_bytes = timing.rows["token"] * _BYTES
@@ -212,7 +212,7 @@ def _layer_work(batch: _MicroBatch, cut: Cut, is_moe: bool, compute: AnyCompute)
 class _Timing:
     """Times the operations of a layer for one micro-batch."""
 
-    def __init__(self, batch: _MicroBatch, cut: Cut, compute: AnyCompute) -> None:
+    def __init__(self, batch: _MicroBatch, cut: LayerCut, compute: AnyCompute) -> None:
         self.batch, self.cut, self.compute = batch, cut, compute
         self.group_tokens = batch.sequences * batch.sequence / cut.cp
         own = self.group_tokens / cut.tp
@@ -223,7 +223,7 @@ class _Timing:
             "row": batch.rows,
         }
 
-    def op(self, op: Op) -> Times:
+    def op(self, op: LayerOp) -> Times:
         """µs of one operation, by its part of the layers."""
         total = self._reordered(op.name)
         for product in op.products:

@@ -23,7 +23,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import Cut, Format, Op, Saved, layer_table
+from commlayer.scheduler.mapping.layer_table import Format, LayerCut, LayerOp, Saved, layer_table
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
@@ -55,7 +55,7 @@ neighbour, whose copies are under way."""
 
 
 class Formats(NamedTuple):
-    """What is kept of an element, in BF16 elements.
+    """The kept part of an element, in BF16 elements.
 
     ``operand``: of one that goes into a product: 1, or in FP8 a half and its scales. There what
     others need in BF16 as well is kept in both (attention's output; what a router reads).
@@ -99,7 +99,7 @@ class LayerElements(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def kept_elements(
-    model: ModelShape, recompute: Recompute, cut: Cut, formats: Formats = _IN_BF16, is_moe: bool = True
+    model: ModelShape, recompute: Recompute, cut: LayerCut, formats: Formats = _IN_BF16, is_moe: bool = True
 ) -> LayerElements:
     """Count what a layer keeps for its backward pass. A rank's share are a sample's tokens over tp
     · cp; an FFN under tp has tp times as many, narrower.
@@ -116,7 +116,7 @@ def kept_elements(
     return _summed((each, part * sizes[each.format]) for each, part in _saved(ops) if not each.remade & ways)
 
 
-def _saved(ops: Iterable[Op]) -> list[tuple[Saved, float]]:
+def _saved(ops: Iterable[LayerOp]) -> list[tuple[Saved, float]]:
     """What operations keep, and in which part of the layers."""
     return [(each, op.part) for op in ops for each in op.saved]
 
@@ -133,7 +133,7 @@ def offloaded_elements(
     model: ModelShape,
     offload: Offload,
     recompute: Recompute,
-    cut: Cut,
+    cut: LayerCut,
     formats: Formats = _IN_BF16,
     is_moe: bool = True,
 ) -> tuple[LayerElements, LayerElements]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_table import WHOLE, Cut, Weight, attention_kinds, layer_table
+from commlayer.scheduler.mapping.layer_table import WHOLE, LayerCut, Weight, attention_kinds, layer_table
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, PipelineChunk, laid_chunks
@@ -185,7 +185,7 @@ def layer_of(model: ModelShape) -> LayerParameters:
     experts."""
     found = dict.fromkeys(LayerParameters._fields, 0)
     for is_moe in (True, False):
-        for each in _layer(model, Cut(), is_moe):
+        for each in _layer(model, LayerCut(), is_moe):
             if is_moe or each.part == "dense_ffn":
                 found[each.part] += each.elements
     return LayerParameters(**found)
@@ -200,7 +200,7 @@ def count(model: ModelShape) -> Parameters:
     layers_in_all = model.layers + extra
     vocabulary = model.vocabulary * model.hidden
     attention = norms = 0
-    for kind, layers in attention_kinds(model, Cut()):
+    for kind, layers in attention_kinds(model, LayerCut()):
         number = layers + extra  # a model with modules for more tokens has one kind
         for each in (weight for op in kind for weight in op.weights):
             norms += number * each.elements * (each.part == "norms")
@@ -242,7 +242,7 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
         )
 
 
-def _check(model: ModelShape, cut: Cut) -> None:
+def _check(model: ModelShape, cut: LayerCut) -> None:
     parts = [("tp", cut.tp, "heads", model.heads), ("ep", cut.ep, "experts", model.experts)]
     parts.append(("etp", cut.etp, "width of an expert", model.width))
     if cut.splits_ffn:
@@ -416,7 +416,7 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
 
 @lru_cache(maxsize=1 << 16)
 def _held(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, cut: Cut
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, cut: LayerCut
 ) -> tuple[StageElements, ...]:
     _check(model, cut)
     every = _stages(model, pp, vpp, schedule, layout)
@@ -482,7 +482,7 @@ def _multiplied(parameters: Iterable[Weight]) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def _mean(model: ModelShape, ranks: float, cut: Cut) -> Elements:
+def _mean(model: ModelShape, ranks: float, cut: LayerCut) -> Elements:
     sparse, dense = (_summed(_layer(model, cut, is_moe)) for is_moe in (True, False))
     kinds = layer_kinds(model)
     number = sum(kinds) + model.mtp_layers * kinds[-1], len(kinds) - sum(kinds) + model.mtp_layers * (not kinds[-1])
@@ -492,7 +492,7 @@ def _mean(model: ModelShape, ranks: float, cut: Cut) -> Elements:
 
 
 @lru_cache(maxsize=1 << 14)
-def _layers(model: ModelShape, cut: Cut) -> dict[bool, tuple[Elements, int]]:
+def _layers(model: ModelShape, cut: LayerCut) -> dict[bool, tuple[Elements, int]]:
     found = {is_moe: _layer(model, cut, is_moe) for is_moe in set(layer_kinds(model))}
     return {is_moe: (_summed(layer), _multiplied(layer)) for is_moe, layer in found.items()}
 
@@ -554,10 +554,10 @@ def bucket_bytes(parameters: Iterable[Sized], element_bytes: int, limit: int) ->
     return found
 
 
-def cut_of(setup: Setup, software: Software) -> Cut:
+def cut_of(setup: Setup, software: Software) -> LayerCut:
     """How ``setup`` cuts a layer over ranks, and what ``software`` fuses and keeps of it."""
     gathers_once, fuses = not software.gathers_again, software.fuses_experts
-    return Cut(
+    return LayerCut(
         *_splits(setup, software),
         cp=setup.cp,
         keeps_sequences=gathers_once,
@@ -567,13 +567,13 @@ def cut_of(setup: Setup, software: Software) -> Cut:
     )
 
 
-def _cut_of_weights(setup: Setup, software: Software) -> Cut:
+def _cut_of_weights(setup: Setup, software: Software) -> LayerCut:
     """The same as far as parameters depend on it: few of all mappings differ in that."""
-    return Cut(*_splits(setup, software))
+    return LayerCut(*_splits(setup, software))
 
 
 def _splits(setup: Setup, software: Software) -> tuple[int, int, int, bool, bool, bool, bool]:
-    """The first fields of a :class:`Cut`, on which parameters depend."""
+    """The first fields of a :class:`LayerCut`, on which parameters depend."""
     return (
         setup.tp,
         setup.ep,
@@ -608,7 +608,7 @@ def _ends_at(model: ModelShape, setup: Setup, stage: int) -> _Ends:
     return _ends_of(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
 
 
-def _ends(model: ModelShape, cut: Cut, has: _Ends) -> tuple[list[Weight], list[Weight]]:
+def _ends(model: ModelShape, cut: LayerCut, has: _Ends) -> tuple[list[Weight], list[Weight]]:
     whole, modules = model.vocabulary * model.hidden, model.mtp_layers * has.modules
     axis, elements = ("dp_cp", -(-whole // cut.tp)) if cut.splits_ends else (WHOLE, whole)
     first = [Weight("embedding", axis, elements)] if has.embedding else []
@@ -625,7 +625,7 @@ def _ends(model: ModelShape, cut: Cut, has: _Ends) -> tuple[list[Weight], list[W
 
 
 @lru_cache(maxsize=4096)
-def _layer(model: ModelShape, cut: Cut, moe: bool) -> tuple[Weight, ...]:
+def _layer(model: ModelShape, cut: LayerCut, moe: bool) -> tuple[Weight, ...]:
     """Every parameter of a layer on one rank, in the order of its modules, in which what all tokens
     pass through is the last."""
     ops = sorted(layer_table(model, cut, moe), key=lambda op: op.name == "shared")

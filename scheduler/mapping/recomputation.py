@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.hardware import Gpu
-from commlayer.scheduler.mapping.layer_table import Cut, layer_table
+from commlayer.scheduler.mapping.layer_table import LayerCut, layer_table
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.precisions import recipe_of
 
@@ -66,7 +66,7 @@ def modules_of(recompute: Recompute) -> frozenset[str]:
 
 
 def ways_of(recompute: Recompute) -> frozenset[str]:
-    """What operations name as making them again: the word itself, or the modules that it joins;
+    """The names by which operations say that they are made again: the word itself, or the modules that it joins;
     empty for ``none``.
 
     Raises as :func:`modules_of`.
@@ -104,7 +104,7 @@ def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
 def modules_in(model: ModelShape) -> frozenset[str]:
     """The modules that the layers of ``model`` have: those that its operations name."""
     kinds = (is_moe for is_moe, layers in ((True, model.moe_layers), (False, model.dense_layers)) if layers)
-    ops = [op for is_moe in kinds for op in layer_table(model, Cut(), is_moe)]
+    ops = [op for is_moe in kinds for op in layer_table(model, LayerCut(), is_moe)]
     named = frozenset(module for op in ops for module in op.remade) | {"layernorm"}  # every layer has norms
     return named & frozenset(MODULES)
 

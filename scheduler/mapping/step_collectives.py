@@ -23,7 +23,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.dispatch_price import INDEX_BYTES, WEIGHT_BYTES
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import Op, layer_table
+from commlayer.scheduler.mapping.layer_table import LayerOp, layer_table
 from commlayer.scheduler.mapping.parameters import (
     bucket_bytes,
     cut_of,
@@ -205,7 +205,7 @@ def _again(exchange: StepCollective) -> StepCollective:
 
 def _sent(
     job: Job, setup: Setup, software: Software, moe: bool, *, of_gradients: bool = False
-) -> list[tuple[Op, StepCollective]]:
+) -> list[tuple[LayerOp, StepCollective]]:
     """The exchanges of a layer's operations, each with its own. ``of_gradients``: those for the
     experts with the sizes of what each call's way back sends."""
     tokens_bytes = rows_of_rank(job, setup) * setup.micro_batch * software.activation_bytes

@@ -241,8 +241,12 @@ FORBIDDEN_NAMES = {
     "_object_to_tensor",
     "_tensor_to_object",
 }
-ALLOWED = {"commlayer/emulation/rank_process.py", "commlayer/emulation/forked_ranks.py"}
-"""One process tree of one user: see their docstrings."""
+ALLOWED = {
+    "commlayer/emulation/rank_process.py",
+    "commlayer/emulation/forked_ranks.py",
+    "commlayer/diagnosis/recorder_dumps.py",
+}
+"""One process tree of one user, and dumps of torch's that are read as data: see their docstrings."""
 WRITES = {"commlayer/diagnosis/flight_recorder.py"}
 """Writes a pickle, for torch's own analyzer takes no other format; and reads none."""
 

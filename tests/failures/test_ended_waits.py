@@ -60,7 +60,7 @@ def two_ranks() -> list[Any]:
 
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if this torch were none of those that have been tested."""
+    """Have this torch count as none of those that have been tested."""
     monkeypatch.setattr(waits, "TESTED_TORCH", ())
     waits._aborts.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""What a rank knows of a job, without any connection."""
+"""The knowledge that a rank has of a job, without any connection."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parame
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import Cut
+from commlayer.scheduler.mapping.layer_table import LayerCut
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import stage_parameters
@@ -425,7 +425,7 @@ def test_kept_elements_are_those_of_megascale(name: str) -> None:
     """Where heads · head_dim = hidden and no expert is shared. ``none`` is what autograd keeps but for kf, as the gating weights
     are applied inside the SwiGLU."""
     model, ranks, tokens = catalog.load(name), 8, 4096
-    ulysses = Cut(tp=ranks, splits_attention=False)
+    ulysses = LayerCut(tp=ranks, splits_attention=False)
     layer = LayerShape(tokens, ranks, model.hidden, model.heads, model.kv_heads, model.top_k, model.width)
 
     def kept(recompute: Any) -> float:
@@ -437,7 +437,7 @@ def test_kept_elements_are_those_of_megascale(name: str) -> None:
     assert kept("none") == pytest.approx(layer.autograd - product)
     assert kept("none") < layer.paper_all_kept
     assert kept("full") == layer.unit
-    tensor = memory.kept_elements(model, "none", Cut(tp=ranks))
+    tensor = memory.kept_elements(model, "none", LayerCut(tp=ranks))
     assert tensor.token == memory.kept_elements(model, "none", ulysses).token - model.hidden
 
 
@@ -472,7 +472,7 @@ def test_rows_are_those_of_the_step_time(capacity_factor: float | None, imbalanc
     model = catalog.load("mixtral-8x7b")
     setup = _setup(tp=2, ep=2, etp=4, dp=4)
     job = _job(model, 8, capacity_factor=capacity_factor, imbalance=imbalance)
-    full, zero = (memory.kept_elements(model, recompute, Cut(tp=2, etp=4)).row for recompute in ("none", "full"))
+    full, zero = (memory.kept_elements(model, recompute, LayerCut(tp=2, etp=4)).row for recompute in ("none", "full"))
     assert zero == 0
     alone = _job(model, 8, capacity_factor=1e-9)
     difference = memory.estimate(job, setup).activations - memory.estimate(alone, setup).activations
@@ -564,7 +564,7 @@ def test_expert_tensor_parallelism_halves_experts_and_keeps_their_rows_width(
     setups = [_setup(tp=8, etp=each, zero=zero) for each in (etp, 2 * etp)]
     before, after = (parameters.per_gpu(model, setup)[1] for setup in setups)
     assert after == before / 2
-    rows = [memory.kept_elements(model, "none", Cut(tp=8, etp=each)).row * each for each in (etp, 2 * etp)]
+    rows = [memory.kept_elements(model, "none", LayerCut(tp=8, etp=each)).row * each for each in (etp, 2 * etp)]
     assert rows[1] - rows[0] == pytest.approx(etp * model.hidden)  # gathered inputs; the products are as many
 
 

@@ -10,7 +10,7 @@ import pytest
 from commlayer.profiles.errors import InternalError
 from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, layer_work, layers, memory, parameters
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import WHOLE, Cut, Exchange, Op, Product, Saved, Weight
+from commlayer.scheduler.mapping.layer_table import WHOLE, Exchange, LayerCut, LayerOp, Product, Saved, Weight
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
@@ -20,16 +20,18 @@ from commlayer.scheduler.programs import Compute, Issue
 _softmax = layer_table._softmax  # the kind to which rows are added below
 
 
-def _indexed(model: ModelShape, cut: Cut) -> Iterator[Op]:
+def _indexed(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     """Attention with an indexer: one more projection, whose output all tp ranks need, and keep unless norms are made again."""
-    yield Op(
+    yield LayerOp(
         "indexer",
         weights=(Weight("sharded", WHOLE, model.hidden * 128),),
         products=(Product("token", model.hidden, 128),),
         saved=(Saved(128, frozenset({"layernorm"})),),
         remade=frozenset({"layernorm"}),
     )
-    yield Op("index", exchange=Exchange("index", "tp", "all_gather", 128 * cut.tp), remade=frozenset({"layernorm"}))
+    yield LayerOp(
+        "index", exchange=Exchange("index", "tp", "all_gather", 128 * cut.tp), remade=frozenset({"layernorm"})
+    )
     yield from _softmax(model, cut)
 
 
@@ -97,11 +99,11 @@ def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "row",
     [
-        Op("index", exchange=Exchange("index", "tp", "all_gather", 128), overlaps="router"),
-        Op("index", exchange=Exchange("index", "tp", "all_gather", 128), is_routed=True),
+        LayerOp("index", exchange=Exchange("index", "tp", "all_gather", 128), overlaps="router"),
+        LayerOp("index", exchange=Exchange("index", "tp", "all_gather", 128), is_routed=True),
     ],
 )
-def test_rows_whose_exchange_no_program_would_send_are_refused(row: Op) -> None:
+def test_rows_whose_exchange_no_program_would_send_are_refused(row: LayerOp) -> None:
     with pytest.raises(InternalError, match="the exchange index of a layer would not be sent"):
         layer_work.SegmentOrder((row,))
 
