@@ -213,8 +213,8 @@ def _variable(name: str) -> str:
 
 def _number(value: object, kind: Any) -> object:
     """The number in a text where ``kind`` is one's, such as ``.05`` or ``008``, which msgspec does
-    not read; other values as they are."""
-    if not isinstance(value, str) or not {int, float}.intersection(get_args(kind)):
+    not read; other values as they are, digits of other scripts too."""
+    if not isinstance(value, str) or not value.isascii() or not {int, float}.intersection(get_args(kind)):
         return value
     try:
         number = float(value)
