@@ -220,8 +220,8 @@ class GroupCommunicator:
         Raises TensorError where ``in_place`` cannot be: uneven rows, or another dtype than FP32.
         """
         self._check_rows("reduce_scatter", x, rows)
-        mine = x.shape[0] // self.size if rows is None else rows[self.rank]
-        self._check_output("reduce_scatter", out, x, mine * row_elements(x))
+        own_rows = x.shape[0] // self.size if rows is None else rows[self.rank]
+        self._check_output("reduce_scatter", out, x, own_rows * row_elements(x))
         if self._forth is not None and self._forth.policy.in_place:
             return self._forth.start_in_place(out, x, self._blocks(x, rows))
         return self._scatter(out.detach(), plain(x), rows, self._forth)
@@ -229,8 +229,8 @@ class GroupCommunicator:
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
         """``out`` [Σ rows, …] becomes all ranks' ``x`` [rows[rank], …]; in a wire format each rounded once, this rank's too."""
         self._check_rows("all_gather", out, rows)
-        mine = out.shape[0] // self.size if rows is None else rows[self.rank]
-        if x.numel() != mine * row_elements(out):
+        own_rows = out.shape[0] // self.size if rows is None else rows[self.rank]
+        if x.numel() != own_rows * row_elements(out):
             raise TensorError(
                 f"{self._who('all_gather')}: into {list(out.shape)}, rows {rows}, expected this rank's rows, got shape "
                 f"{list(x.shape)}"
@@ -503,8 +503,8 @@ class GroupCommunicator:
         x = x.detach().contiguous()
         if self.size == 1:
             return Pending(x, None)
-        mine = x.shape[0] // self.size if rows is None else rows[self.rank]
-        out = x.new_empty(mine, *x.shape[1:])
+        own_rows = x.shape[0] // self.size if rows is None else rows[self.rank]
+        out = x.new_empty(own_rows, *x.shape[1:])
         return Pending(out, self._scatter(out, x, rows, wire), sent=x)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:

@@ -103,23 +103,23 @@ class WireDecider:
 
     def _usable(self, dtype: torch.dtype, width: int) -> tuple[WireFormat, ...]:
         """The formats that the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
-        found: list[WireFormat] = []
+        formats: list[WireFormat] = []
         for each in self.policy.formats:
             if each is WireFormat.NATIVE:
-                found.append(each)
+                formats.append(each)
             elif dtype in (_FP8 if each.is_scaled else _BF16):
                 if self._wire(each, width).ratio(dtype.itemsize) < 1:
-                    found.append(each)
+                    formats.append(each)
             elif each is WireFormat.BF16 and dtype in _FP8:
-                found.append(WireFormat.NATIVE)  # as few bytes as they are
-        if not found:
+                formats.append(WireFormat.NATIVE)  # as few bytes as they are
+        if not formats:
             names = " or ".join(map(str, self.policy.formats))
             raise TensorError(
                 f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, in rows that are longer "
                 f"than their scales; got rows of {width} elements of {dtype}: allow native too, send another dtype, or view the "
                 "tensor as longer rows"
             )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(formats))
 
     def _wire(self, wire_format: WireFormat, width: int) -> Wire:
         if wire_format is WireFormat.NATIVE:
@@ -187,11 +187,11 @@ class WireDecider:
         key = collective, dtype, width
         if key in self._agreed:
             return
-        mine = {
+        own_words = {
             f"the call of {self.name} (nothing was sent)": f"{collective} of {dtype}, rows of {width} elements",
             f"the policy of {self.name} (nothing was sent)": str(self.policy),
         }
-        require_alike(mine, self.group, f"to compare the first {collective} of {self.name}")
+        require_alike(own_words, self.group, f"to compare the first {collective} of {self.name}")
         if len(self._agreed) >= 4096:
             self._agreed.clear()
         self._agreed.add(key)

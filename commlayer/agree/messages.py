@@ -307,7 +307,7 @@ def blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[Non
         raise PeerError(f"{who}: one of them died or closed its connection; look at their logs") from error
 
 
-def everyones_numbers(group: dist.ProcessGroup, mine: Sequence[int], purpose: str) -> list[list[int]]:
+def everyones_numbers(group: dist.ProcessGroup, numbers: Sequence[int], purpose: str) -> list[list[int]]:
     """Tell all ranks of ``group`` as many numbers as each of them tells, and return everybody's, in
     the group's order.
 
@@ -316,8 +316,8 @@ def everyones_numbers(group: dist.ProcessGroup, mine: Sequence[int], purpose: st
     Raises CollectiveTimeoutError where a rank does not come, PeerError where one is gone; both name
     the ranks and the purpose.
     """
-    told = torch.tensor(mine, dtype=torch.int64)
-    everyones = [torch.empty_like(told) for _ in range(group.size())]
+    own = torch.tensor(numbers, dtype=torch.int64)
+    everyones = [torch.empty_like(own) for _ in range(group.size())]
     with blaming(Peers.of(group), None, purpose):
-        dist.all_gather(everyones, told, group=group)
+        dist.all_gather(everyones, own, group=group)
     return [each.tolist() for each in everyones]

@@ -62,7 +62,7 @@ _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer",
 
 _BYTE = torch.uint8
 _NOTHING: tuple[None, tuple[()]] = None, ()
-"""What a step receives that has no messages, or none that nobody has waited for."""
+"""The receives of a step that has none, or for none of which anybody has waited."""
 
 _FarPosting = tuple[int, int, Buffer, int, int, int]
 """A message to a rank of another node: as to a neighbour, and over which of the channel's

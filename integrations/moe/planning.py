@@ -115,8 +115,11 @@ class _GroupTimes:
     def slowest_us(
         self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
     ) -> float | None:
-        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently
-        on the nodes, and have other neighbours, and all ranks must find the same."""
+        """Predict the time of a call in the slowest group of this axis (0: EP, 1: ETP) of the grid, µs.
+
+        Groups may lie differently on the nodes, and have other neighbours; all ranks must find the
+        same time.
+        """
         if group.size == 1:
             return 0.0
         size = _rounded(num_bytes, 6)

@@ -75,10 +75,10 @@ class LayerCalls:
         us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(price.nodes)
-        taken = self._taken(price.nodes, setup, exchange, us)
+        gpu_shares = self._taken(price.nodes, setup, exchange, us)
         durations_us = (us,) if price.is_whole else None
         return PlannedCall(
-            exchange.name, price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *taken
+            exchange.name, price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *gpu_shares
         )
 
     def price(self, setup: Setup, exchange: StepCollective) -> ExchangePrice:

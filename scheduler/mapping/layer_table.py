@@ -348,7 +348,7 @@ def _softmax(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
 
 
 def _into_out(output: int, cut: LayerCut) -> tuple[Saved, ...]:
-    """What the projection behind attention keeps beside attention itself: rows, after Ulysses'
+    """List what the projection behind attention keeps beside attention itself: rows, after Ulysses'
     exchange, and a cast copy."""
     rows = () if cut.splits_attention else (Saved(output, _ways("selective"), "attn_proj", "output"),)
     return (*rows, Saved(output, _ways("selective"), "attn_proj", "output_cast"))

@@ -189,7 +189,7 @@ def layer_work(
 
 
 class _MicroBatch(NamedTuple):
-    """What comes to a layer: ``rows`` for a rank's experts, ``is_uneven`` as routing has them."""
+    """The tokens that come to a layer: ``rows`` for a rank's experts, ``is_uneven`` as routing has them."""
 
     model: ModelShape
     sequence: int

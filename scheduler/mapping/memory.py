@@ -117,7 +117,7 @@ def kept_elements(
 
 
 def _saved(ops: Iterable[LayerOp]) -> list[tuple[Saved, float]]:
-    """What operations keep, and in which part of the layers."""
+    """List what operations keep, with the part of the layers that has it."""
     return [(each, op.part) for op in ops for each in op.saved]
 
 
