@@ -19,7 +19,18 @@ from commlayer.units import format_us
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MOST_RANKS", "SPAN_COLOURS", "RankSpan", "SpanKind", "draw_ranks", "pipeline_tasks", "rank_spans"]
+__all__ = [
+    "MOST_RANKS",
+    "SPAN_COLOURS",
+    "RankSpan",
+    "SpanKind",
+    "SteadyState",
+    "draw_ranks",
+    "drawn_spans",
+    "pipeline_tasks",
+    "rank_spans",
+    "steady_state",
+]
 
 SpanKind = Literal["forward", "backward", "weights", "merged", "wait", "parameters", "gradients", "optimizer"]
 SPAN_COLOURS = {
@@ -38,6 +49,10 @@ MOST_RANKS = 16
 _MANY = 100
 """Bars in a row that edges would hide."""
 _BAR = 0.78
+_AT_EDGES = 4
+"""The passes of rank 0 that are drawn of a steady state at each of its ends."""
+_GAP = 0.06
+"""The width of the gap that stands for a steady state, as a share of what is drawn."""
 _SHORT_US = 1e-3
 """The shortest wait, µs: what is shorter is a rounding error."""
 
@@ -107,9 +122,49 @@ def rank_spans(estimate: StepEstimate) -> list[list[RankSpan]]:
     return ranks
 
 
+class SteadyState(NamedTuple):
+    """The part of a step that repeats, and is not drawn: from ``start`` to ``end``, µs.
+
+    A gap as wide as ``gap_us`` stands for it.
+    """
+
+    start: float
+    end: float
+    gap_us: float
+
+    @property
+    def shift_us(self) -> float:
+        """By how much later than its time is drawn what comes behind, µs; negative."""
+        return self.gap_us - (self.end - self.start)
+
+
+def steady_state(ranks: Sequence[Sequence[RankSpan]]) -> SteadyState | None:
+    """Choose what a drawing of a long step leaves out; None where that is less than half of the step.
+
+    It is the time in which rank 0 goes forward and backward by turns, but for four passes at each end. Rank 0 comes
+    last to its first backward pass, and ends its last forward pass first: between them every rank has both.
+    """
+    backward = [span for span in ranks[0] if span.kind in ("backward", "merged")]
+    forward = [span for span in ranks[0] if span.kind in ("forward", "merged")]
+    if len(backward) <= 2 * _AT_EDGES or len(forward) <= 2 * _AT_EDGES:
+        return None
+    start, end = backward[_AT_EDGES].start, forward[-_AT_EDGES].start
+    step_us = ranks[0][-1].end
+    if end - start < step_us / 2:
+        return None
+    return SteadyState(start, end, _GAP * (step_us - (end - start)))
+
+
 def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[RankSpan]], unit_us: float) -> None:
-    """Draw a row for each of the first 16 ranks, and say in the title what the slowest one, which is the estimate's, waits."""
+    """Draw a row for each of the first 16 ranks, of a long step without its steady state.
+
+    The title says how long the slowest one waits, which is the estimate's.
+    """
     shown = ranks[:MOST_RANKS]
+    steady = steady_state(ranks)
+    if steady is not None:
+        shown = [list(drawn_spans(steady, spans)) for spans in shown]
+        _mark(axes, steady, len(shown), estimate.step_us, unit_us)
     for row, spans in enumerate(shown):
         for kind in (*SPAN_COLOURS, "merged"):
             own = [(span.start / unit_us, (span.end - span.start) / unit_us) for span in spans if span.kind == kind]
@@ -122,6 +177,31 @@ def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[Rank
     axes.set_title(
         f"the step on each pipeline rank{left_out}   {format_us(estimate.step_us)}, {waits}", fontsize=9.5, pad=3
     )
+
+
+def drawn_spans(steady: SteadyState, spans: Sequence[RankSpan]) -> Iterator[RankSpan]:
+    """Cut the steady state out of ``spans``, and move what comes behind it to where it is drawn."""
+    for span in spans:
+        if span.start < steady.start:
+            yield span._replace(end=min(span.end, steady.start))
+        if span.end > steady.end:
+            start = max(span.start, steady.end)
+            yield span._replace(start=start + steady.shift_us, end=span.end + steady.shift_us)
+
+
+def _mark(axes: Axes, steady: SteadyState, num_rows: int, step_us: float, unit_us: float) -> None:
+    """Write into the gap for how long it stands, and label the axis with the step's own times."""
+    low, high = steady.start / unit_us, (steady.start + steady.gap_us) / unit_us
+    axes.axvspan(low, high, color=FAINT, alpha=0.15, linewidth=0)
+    words = f"{format_us(steady.end - steady.start)} of the same"
+    axes.text((low + high) / 2, (num_rows - 1) / 2, words, rotation=90, ha="center", va="center", fontsize=8)
+    shift = steady.shift_us / unit_us
+    axes.set_xlim(0, 1.01 * (step_us / unit_us + shift))
+    spacing = axes.get_xticks()[1] - axes.get_xticks()[0]
+    times = [spacing * place for place in range(int(step_us / unit_us / spacing) + 1)]
+    drawn = {time: time for time in times if time < low}
+    drawn |= {time: time + shift for time in times if time >= steady.end / unit_us}
+    axes.set_xticks(list(drawn.values()), [f"{time:,g}" for time in drawn])
 
 
 def _halves(kind: str) -> Iterator[tuple[str, float, float]]:

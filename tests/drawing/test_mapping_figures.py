@@ -24,7 +24,14 @@ from commlayer.drawing.mapping_figures import (
     memory_figure,
 )
 from commlayer.drawing.mapping_report import write_estimate_report, write_what_if_report
-from commlayer.drawing.pipeline_course import SPAN_COLOURS, RankSpan, SpanKind, rank_spans
+from commlayer.drawing.pipeline_course import (
+    SPAN_COLOURS,
+    RankSpan,
+    SpanKind,
+    drawn_spans,
+    rank_spans,
+    steady_state,
+)
 from commlayer.drawing.step_course import course_figure, step_trace
 from commlayer.drawing.style import save_figure
 from commlayer.profiles.errors import UsageError
@@ -247,6 +254,26 @@ def test_the_drawn_pipeline_adds_up_to_the_estimate(estimated: dict[str, StepEst
     assert took(slowest, *worked) == pytest.approx(sum(parts.values()), abs=1.0)
     assert ("merged" in {span.kind for span in slowest}) == estimate.setup.is_merged
     assert took(slowest, "weights") > 0
+
+
+@pytest.mark.parametrize("way", PIPELINES)
+def test_a_long_step_is_drawn_without_what_repeats(estimated: dict[str, StepEstimate], way: str) -> None:
+    assert steady_state(rank_spans(estimated[way])) is None  # 8 micro-batches
+    setup = estimated[way].setup
+    long = Estimator(replace(JOB, global_batch=8 * setup.dp * setup.pp * 8), CLUSTER, efficiency=0.9).estimate(setup)
+    ranks = rank_spans(long)
+    steady = steady_state(ranks)
+    assert steady is not None
+    assert steady.end - steady.start > long.step_us / 2
+    for spans in ranks:
+        inside = {span.kind for span in spans if steady.start <= span.start and span.end <= steady.end}
+        assert not inside & {"parameters", "gradients", "optimizer"}
+        drawn = list(drawn_spans(steady, spans))
+        assert len(drawn) < len(spans) / 2
+        assert drawn[0].start == 0
+        assert drawn[-1].end == pytest.approx(long.step_us - (steady.end - steady.start) + steady.gap_us)
+        gaps = [right.start - left.end for left, right in pairwise(drawn) if right.start - left.end > 1.0]
+        assert gaps == [pytest.approx(steady.gap_us)]
 
 
 def took(spans: list[RankSpan], *kinds: str) -> float:
