@@ -26,7 +26,6 @@ from commlayer.drawing.style import (
     styled,
 )
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
-from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
@@ -72,8 +71,6 @@ def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title
         words += f", bottleneck {predicted.bottleneck.value}"
     else:
         words += f", measured {format_us(measured.total_us)}"
-        if measured.total_us:
-            words += f", error {prediction_error(predicted.total_us, measured.total_us):+.1%}"
     axes.text(0, 1.02, words, transform=axes.transAxes, color=FAINT, va="bottom")
     ops = {step.op for timeline in shown for step in timeline.plan.steps}
     figure.legend(handles=_legend(ops, with_kinds=measured is not None), loc="outside lower center", ncols=5)
