@@ -12,7 +12,6 @@ from commlayer.drawing.style import (
     FAINT,
     FIGURE_WIDTH,
     MARKERS,
-    OP_COLOURS,
     byte_axis,
     new_figure,
     styled,
@@ -20,7 +19,6 @@ from commlayer.drawing.style import (
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.plan import Op
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -38,24 +36,22 @@ def efficiency_figure(profile: Profile) -> Figure:
     """Draw bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines
     are extrapolated.
 
-    One panel; where a profile has more curves than colours, one for each group of ranks that was
-    measured.
+    A panel for each class of links and number of ranks that was measured.
     """
     panels: dict[tuple[Resource, int], list[Curve]] = {}
-    for curve in profile.curves:
+    order = {link: place for place, link in enumerate(Resource)}
+    for curve in sorted(profile.curves, key=lambda curve: (order[curve.link], curve.group_size)):
         panels.setdefault((curve.link, curve.group_size), []).append(curve)
-    if len(profile.curves) <= len(COLOURS) or len(panels) == 1:
-        return _one_panel(profile)
     # A colour and a marker for each collective, the same in all panels; no two have both in common.
     names = dict.fromkeys(curve.collective for curve in profile.curves)
     looks = {
         name: (COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)])
         for i, name in enumerate(names)
     }
-    num_rows = math.ceil(len(panels) / 2)
+    num_rows, num_columns = max(1, math.ceil(len(panels) / 2)), min(2, max(1, len(panels)))
     figure = new_figure(FIGURE_WIDTH, 1.2 + 2.5 * num_rows)
     figure.suptitle(f"{profile.name}: {profile.kind}, {profile.topology}")
-    grid = figure.subplots(num_rows, 2, squeeze=False).flatten()
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
         for curve in curves:
             _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective], name=curve.collective)
@@ -63,7 +59,7 @@ def efficiency_figure(profile: Profile) -> Figure:
         axes.set_title(link.value if size == 1 else f"{link.value}, {size} ranks")
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    for row in grid[::2]:
+    for row in grid[::num_columns]:
         row.set_ylabel("bus bandwidth / peak")
     from matplotlib.lines import Line2D
 
@@ -73,28 +69,6 @@ def efficiency_figure(profile: Profile) -> Figure:
     ]
     handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure
-
-
-def _one_panel(profile: Profile) -> Figure:
-    figure = new_figure(FIGURE_WIDTH, 4.6)
-    axes = figure.add_subplot()
-    # The first curve of an operation has its colour in the timelines; the others take what is left.
-    own = {op.value: OP_COLOURS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
-    others = [colour for colour in COLOURS if colour not in own.values()] * len(profile.curves)
-    for index, curve in enumerate(profile.curves):
-        colour = own.pop(curve.collective, "") or others.pop(0)
-        ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
-        name = f"{curve.collective} {curve.link.value}{ranks}"
-        _efficiency(axes, curve, profile.peaks.of(curve.link), colour, MARKERS[index % len(MARKERS)], name=name)
-    axes.plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated")
-    if not profile.curves:
-        axes.set_xlim(2**10, 2**30)
-    _efficiency_axes(axes, "size S of the collective, as nccl-tests counts it")
-    axes.set_ylabel("efficiency: bus bandwidth / peak")
-    axes.set_title(f"{profile.name}: {profile.kind}, {profile.topology}")
-    if profile.curves:
-        figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 

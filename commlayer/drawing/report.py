@@ -58,6 +58,7 @@ def write_report(
             drawing(f"timeline{index}", partial(timeline_figure, predicted, measured, name), name)
             for index, (name, predicted, measured) in enumerate(timelines)
         ],
+        peaks=_peaks(profile),
         links=_links(profile),
         links_figure=drawing("links", lambda: efficiency_figure(profile)),
         environment=_environment(result, profile),
@@ -114,21 +115,22 @@ def _summary(result: BenchResult) -> list[Fact]:
     ]
 
 
+def _peaks(profile: Profile) -> list[Fact]:
+    peaks = profile.peaks
+    words = {
+        "between nodes": peaks.inter_gbps,
+        "inside a node": peaks.intra_gbps,
+        "in a device's memory": peaks.device_gbps,
+    }
+    return [(f"{value:.4g} GB/s", f"peak {where}, of one rank in one direction") for where, value in words.items()]
+
+
 def _links(profile: Profile) -> list[Fact]:
-    peaks = ", ".join(
-        f"{name} {value:g} GB/s"
-        for name, value in (
-            ("inter", profile.peaks.inter_gbps),
-            ("intra", profile.peaks.intra_gbps),
-            ("device", profile.peaks.device_gbps),
-        )
-    )
     beside = ", ".join(
         f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long"
         for entry in profile.interference
     )
     return [
-        ("peaks, one rank and direction", peaks),
         ("interference", beside or "none stored"),
         ("error", f"{profile.error:.1%} (median of the curves' hold-out errors)"),
         ("source", profile.source),
