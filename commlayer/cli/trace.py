@@ -17,7 +17,7 @@ from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.counted import counted, listed
-from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
+from commlayer.traces.analyse import LaneTimes, Selected, Window, group_times, lane_times, lateness, plans, select
 from commlayer.traces.chrome_of_job import merged_events
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.units import format_bytes, format_us
@@ -155,6 +155,19 @@ def _as_dict(ranks: Sequence[Selected], notes: Sequence[str]) -> dict[str, Any]:
         "notes": list(notes),
         "lanes": [_lane(times) for times in lane_times(ranks)],
         "together": next((_lane(times) for times in lane_times(ranks, together=True)), None),
+        "groups": [
+            {
+                "group": each.group,
+                "ranks": each.num_ranks,
+                "collective": each.collective,
+                "calls": each.num_calls,
+                "median_bytes": each.median_bytes,
+                "median_us": _known(each.median_us),
+                "worst_us": _known(each.worst_us),
+                "busbw_gbps": _known(each.busbw_gbps, 6),
+            }
+            for each in group_times(ranks)
+        ],
         "stragglers": [
             {
                 "rank": each.rank,
@@ -213,6 +226,7 @@ def _show(ranks: Sequence[Selected], show_all: bool) -> None:
         f"{counted(hosts, 'host')}, {counted(calls, 'call')} in {format_us(span_us)}; clocks {_within(ranks)}\n"
     )
     _show_lanes(ranks)
+    _show_groups(ranks)
     _show_lateness(ranks, show_all)
     _show_plans(ranks)
 
@@ -259,6 +273,28 @@ def _lane_cells(times: LaneTimes) -> list[str]:
         sent(times.intra_bytes),
         _cell(times.wire_ratio),
     ]
+
+
+def _show_groups(ranks: Sequence[Selected]) -> None:
+    groups = group_times(ranks)
+    if not groups:
+        return
+    rows = [
+        [
+            each.group,
+            str(each.num_ranks),
+            each.collective,
+            str(each.num_calls),
+            format_bytes(each.median_bytes),
+            _cell(each.median_us, 1e3),
+            _cell(each.worst_us, 1e3),
+            "–" if each.busbw_gbps is None else f"{each.busbw_gbps:.4g}",
+        ]
+        for each in groups
+    ]
+    columns = ["~group", ">ranks", "collective", ">calls", ">bytes, median", ">ms, median", ">worst", ">bus GB/s"]
+    print_table(columns, rows, title="Groups: what a call takes once its last rank has come")
+    echo()
 
 
 def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:

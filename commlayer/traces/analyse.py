@@ -9,12 +9,25 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import COLLECTIVES, bus_factor
 from commlayer.traces.call_records import CallRecord, Mark
 from commlayer.traces.chrome_of_job import lane_place, running
 from commlayer.traces.intervals import length
 from commlayer.traces.rank_files import RankTrace
 
-__all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lane_times", "lateness", "plans", "select"]
+__all__ = [
+    "GroupTimes",
+    "LaneTimes",
+    "PlanErrors",
+    "RankLateness",
+    "Selected",
+    "Window",
+    "group_times",
+    "lane_times",
+    "lateness",
+    "plans",
+    "select",
+]
 
 _Key = tuple[str, tuple[int, ...], int, int]
 
@@ -219,6 +232,49 @@ def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord
             matched.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
             seen[key] += 1
     return matched
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """The calls of one collective in all groups of one name and size, such as every tp group of two ranks.
+
+    ``num_calls``: a call of all its ranks counts once. ``median_bytes``: logical bytes of a call.
+    ``median_us``, ``worst_us``: the time in the call of the rank that took least, which is the one
+    that came last: no late rank makes it longer. None where no end is known. ``busbw_gbps``: median
+    bus bandwidth over those times, as nccl-tests defines it; None also where no bytes are known.
+    """
+
+    group: str
+    num_ranks: int
+    collective: str
+    num_calls: int
+    median_bytes: int
+    median_us: float | None
+    worst_us: float | None
+    busbw_gbps: float | None
+
+
+def group_times(ranks: Sequence[Selected]) -> list[GroupTimes]:
+    """Sum up the collectives of groups of more than one rank; those that take longest in all first."""
+    calls: defaultdict[tuple[str, int, str], list[tuple[int, float]]] = defaultdict(list)
+    for (group, members, *_), shared in _matched(ranks).items():
+        if len(members) > 1:
+            records = [call for call, _ in shared.values()]
+            times = [(call.end_ns - call.start_ns) / 1e3 for call in records if call.end_ns > call.start_ns > 0]
+            num_bytes = max(call.logical_bytes for call in records)
+            calls[group, len(members), records[0].collective].append((num_bytes, min(times, default=0.0)))
+    rows = []
+    for (group, size, collective), each in calls.items():
+        times = [us for _, us in each if us]
+        factor = bus_factor(collective, size) if collective in COLLECTIVES else 0.0
+        rates = [factor * num_bytes / us / 1e3 for num_bytes, us in each if us and num_bytes and factor]
+        num_bytes = round(median(num_bytes for num_bytes, _ in each))
+        rows.append(
+            GroupTimes(
+                group, size, collective, len(each), num_bytes, _median(times), max(times, default=None), _median(rates)
+            )
+        )
+    return sorted(rows, key=lambda row: (-(row.median_us or 0) * row.num_calls, row.group, row.collective))
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from commlayer.scheduler import Plan, Traffic, choose
 from commlayer.scheduler.moves import Moves
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
-from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
+from commlayer.traces.analyse import Selected, Window, group_times, lane_times, lateness, plans, select
 from commlayer.traces.call_records import CallRecord, Mark, rank_name
 from commlayer.traces.chrome_of_job import merged_events, rank_events, running
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
@@ -305,6 +305,29 @@ def test_the_late_rank_is_found_whatever_its_clock() -> None:
     assert (late.num_calls, late.num_last, late.worst_us) == (6, 2, 3000.0)
     assert late.worst == "all_to_all #0 in experts"
     assert all((each.num_last, each.worst_us) == (0, 0.0) for each in found[1:])
+
+
+def test_a_call_takes_what_its_last_rank_takes() -> None:
+    data, experts, world = group_times(select(job()))
+    assert (data.group, data.num_ranks, data.collective, data.num_calls) == ("data", 4, "all_reduce", 2)
+    assert data.median_us == 60e3  # rank 2, which is late, takes 3 ms longer here
+    assert data.busbw_gbps == pytest.approx(4096 * 1.5 / 60e3 / 1e3)
+    assert (experts.median_us, experts.median_bytes) == (20e3, 2048)
+    assert (world.collective, world.busbw_gbps) == ("barrier", None)
+
+
+def test_groups_of_one_name_count_together_without_calls_of_one_rank_alone() -> None:
+    def calls(rank: int) -> list[CallRecord]:
+        pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+        begin = SKEWS[rank] + MS
+        took = MS * (1 + rank)
+        call = CallRecord("", "tp", pair, rank, 0, "all_gather", "flat", 1024, begin, begin, begin + took)
+        unfinished = replace(call, sequence=1, end_ns=0)
+        return [call, unfinished, replace(call, ranks=(rank,), group="alone")]
+
+    (tp,) = group_times(select([fake_trace(rank, calls(rank)) for rank in range(4)]))
+    assert (tp.group, tp.num_ranks, tp.num_calls, tp.worst_us) == ("tp", 2, 4, 3e3)
+    assert tp.median_us == 2e3  # 1 and 3 ms; the unfinished ones have no time
 
 
 def test_nobody_is_called_late_within_the_error_of_the_clocks() -> None:
