@@ -133,7 +133,8 @@ def create_group(request: GroupRequest, joined: Joined, options: Any, *, measuri
 def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> CommlayerGroup:
     is_default = request.is_default
     name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
-    gloo = connect.gloo(_FIRST)
+    with connect.board.detector.expecting_all():
+        gloo = connect.gloo(_FIRST)
     jobs = connect.agreed(gloo, request, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)

@@ -38,7 +38,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -112,6 +112,9 @@ class FailureDetector:
         self._news = FailureNews(rank)
         self._dialler: Dialler | None = None
         self._staying: threading.Thread | None = None
+        self._deadline: Deadline | None = None
+        """The end of the time for joining; None: the others have been connected since, or there are
+        none."""
         if store is None or len(self.ranks) < 2:
             return
         try:
@@ -124,8 +127,8 @@ class FailureDetector:
         _detectors.add(self)
         disown_in_child(self)
         self.knowledge.attach(self._news)
-        deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline.since(timeout_s)
-        cards = _Cards(store, self._dialler, deadline)
+        self._deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline.since(timeout_s)
+        cards = _Cards(store, self._dialler, self._deadline)
         try:
             cards.put()
             set_aside(self._dialler.links)
@@ -151,6 +154,31 @@ class FailureDetector:
             if card.trouble:
                 raise PeerError(f"rank {peer} cannot take part: {card.trouble}")
             self._dialler.connect(peer, card)
+
+    @contextlib.contextmanager
+    def expecting_all(self) -> Iterator[None]:
+        """Inside, this rank connects with all others by other means than the detector's. Only the
+        first time counts.
+
+        A rank that has refused a connection may have died before anybody had dialled it, or stand
+        behind a firewall. Where the others are not connected when the time for joining is over, all
+        are told that it did not come.
+        """
+        deadline, self._deadline = self._deadline, None
+        if deadline is None or self._dialler is None or not self._dialler.unreached:
+            yield
+            return
+        timer = threading.Timer(deadline.left_s(), self._miss_unreached, [deadline.timeout_s])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _miss_unreached(self, timeout_s: float) -> None:
+        assert self._dialler is not None
+        self.tell(Absent(self._dialler.unreached[:_MOST_TOLD], timeout_s, self.rank))
 
     def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
         """Have ``read`` called on the detector's thread when there is something to read in

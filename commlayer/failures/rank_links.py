@@ -348,7 +348,14 @@ class Dialler:
         """Addresses and ports where a process that listened has closed a connection: a refusal
         there means that it is no more."""
         self._cards: dict[int, Card] = {}
+        self._refused: set[int] = set()
+        """The ranks one of whose addresses has refused a connection."""
         self.has_joined = False
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """The ranks that have refused a connection, and with which there has never been one."""
+        return tuple(sorted(self._refused - self.links.heard))
 
     def connect(self, peer: int, card: Card) -> None:
         """Dial ``peer``; where there is no connection to be had now, go on on another thread."""
@@ -378,6 +385,7 @@ class Dialler:
             try:
                 connection = self._greeted(address, card)
             except ConnectionRefusedError:  # noqa: PERF203  addresses are few
+                self._refused.add(peer)
                 is_known = address in self.answering or (address, card.port) in self._closed
                 if is_known and not self.links.is_closed:
                     self._find_ended(peer)

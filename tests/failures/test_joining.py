@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -29,6 +30,7 @@ from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.frames import Card
 from commlayer.failures.polled_store import PolledStore
+from commlayer.failures.store_answers import Deadline
 from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -90,6 +92,41 @@ def test_a_refusal_alone_is_no_death(opened: list[FailureDetector], monkeypatch:
         if thread.name == "commlayer-ask" and thread.name not in threads:
             thread.join(30.0)
     assert not opened[0].knowledge.gone
+
+
+@pytest.fixture
+def refused(opened: list[FailureDetector]) -> FailureDetector:
+    """The detector of rank 0, whose time for joining is over, and which rank 1 has refused."""
+    store = HashStore()
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+        port = listener.getsockname()[1]
+    say_where(store, 1, port)
+    opened.append(FailureDetector(store, 0, (0, 1), Deadline(30.0, until=time.monotonic())))
+    return opened[0]
+
+
+def test_a_rank_that_refuses_has_not_come_when_the_time_for_joining_is_over(refused: FailureDetector) -> None:
+    with refused.expecting_all():
+        assert refused.knowledge.await_failure(30.0) == "rank 1 did not come within 30 s"
+
+
+def test_a_rank_that_refuses_and_is_connected_is_not_missed(
+    refused: FailureDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall has refused, where the ranks connect by other means than the detector's."""
+    timers: list[Any] = []
+
+    def timer(*_: Any) -> Any:
+        timers.append(Mock())
+        return timers[-1]
+
+    monkeypatch.setattr(threading, "Timer", timer)
+    for _ in range(2):  # the next groups of the job
+        with refused.expecting_all():
+            pass
+    assert len(timers) == 1
+    timers[0].start.assert_called_once()
+    timers[0].cancel.assert_called_once()
 
 
 def test_a_rank_that_comes_late_hears_why_others_have_left(
@@ -192,6 +229,60 @@ def test_a_rank_that_has_said_where_it_listens_and_dies_is_named(emulated_cluste
             kind, text = each.value
             assert kind == "PeerError", text
             assert f"rank {victim} died: its process has ended" in text.split("; here:")[0], text
+
+
+def await_refusal(card: Card) -> None:
+    while True:
+        try:
+            socket.create_connection((card.addresses[0], card.port)).close()
+        except ConnectionRefusedError:  # noqa: PERF203  a test waits for it
+            return
+        except OSError:  # it ends just now
+            continue
+
+
+def patch_rank_that_dies_undialled(victim: int) -> None:
+    """On each rank: the victim dies once it has said where it listens, and the others dial it later. Each has an address of its
+    own, so that no rank has answered where the dead one refuses: it may be a firewall."""
+    rank, say, join = int(os.environ["RANK"]), detectors._Cards.put, FailureDetector._join
+
+    def say_and_die(cards: Any) -> None:
+        say(cards)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def join_late(detector: FailureDetector, cards: Any) -> None:
+        await_refusal(cards.of(victim))
+        join(detector, cards)
+
+    detectors._addresses = lambda store: [f"127.0.0.{2 + rank}"]
+    detectors._Cards.put = say_and_die  # type: ignore[method-assign, assignment]
+    FailureDetector._join = join_late  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.cluster
+def test_a_rank_that_dies_before_anybody_has_dialled_it_is_named(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    def job() -> tuple[str, str]:
+        patch_rank_that_dies_undialled(1)
+        (tmp_path / os.environ["RANK"]).touch()
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.01)
+        os.environ["COMMLAYER_PROFILE"] = "none"
+        try:
+            dist.init_process_group("commlayer", timeout=timedelta(seconds=6))
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        return "nothing", ""
+
+    for each in emulated_cluster(1, 3).run(job, check=False, grace_s=60.0):
+        if each.rank != 1:
+            assert each.value is not None, each.failure
+            kind, text = each.value
+            assert kind == "CollectiveTimeoutError", text
+            assert named(text) == {"1"}, text
+            assert "rank 1 did not come within 6 s" in text, text
 
 
 @pytest.mark.cluster
