@@ -3,10 +3,12 @@ asked again."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,10 @@ from commlayer.readers.job_files import JobFiles
 __all__ = ["folder_of", "folder_path", "log_name", "read_logs", "write_log"]
 
 
+_STALE_S = 7 * 24 * 3600.0
+"""After so long without a new log a job's folder among the temporary files is removed."""
+
+
 class _Head(msgspec.Struct):
     format: int
 
@@ -31,21 +37,48 @@ def log_name(rank: int) -> str:
 
 def folder_path(job: str, given: str | None) -> Path:
     """Return the folder of :func:`folder_of`, which may not be there yet."""
-    return Path(given) if given else Path(tempfile.gettempdir()) / f"commlayer-diagnose-{os.getuid()}-{job}"
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"{_own_prefix()}{job}"
+
+
+def _own_prefix() -> str:
+    """Return the beginning of the names of this user's folders among the temporary files."""
+    return f"commlayer-diagnose-{os.getuid()}-"
 
 
 def folder_of(job: str, given: str | None) -> Path:
     """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of
-    the job's own among the temporary files, for this user alone. Raises OSError."""
+    the job's own among the temporary files, for this user alone. Raises OSError.
+
+    A job cannot know when its logs have been read, so they stay when it ends. Whoever makes a
+    folder among the temporary files removes what this user's jobs left there a week ago.
+    """
     folder = folder_path(job, given)
     if given:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+    _remove_stale(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not _is_own(folder):
         raise PermissionError(13, "expected a folder of this user alone, got another's", str(folder))
     return folder
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is a folder, no link to one, of this user alone. Raises OSError."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _remove_stale(temporary: Path) -> None:
+    """Remove the logs of this user's jobs in which none was written for a week, and their folders
+    where nothing else lies in them. Raises nothing."""
+    written_before = time.time() - _STALE_S
+    for folder in temporary.glob(f"{_own_prefix()}*"):
+        with contextlib.suppress(OSError):  # a rank of another job has been quicker, or the user keeps files there
+            if _is_own(folder) and folder.stat().st_mtime < written_before:
+                for log in folder.glob("calls-*.json"):
+                    log.unlink()
+                folder.rmdir()
 
 
 def write_log(folder: Path, log: RankLog) -> Path:

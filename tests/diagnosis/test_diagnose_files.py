@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from commlayer.diagnosis.diagnosis_words import in_words, log_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
-from commlayer.diagnosis.log_files import folder_of, log_name, read_logs, write_log
+from commlayer.diagnosis.log_files import folder_of, folder_path, log_name, read_logs, write_log
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.drawing.waits_page import waits_page
 from commlayer.profiles.errors import UsageError
@@ -164,6 +166,26 @@ def test_the_temporary_folder_is_this_users_alone(tmp_path: Path, monkeypatch: p
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError):
         folder_of("abc", None)
+
+
+def test_logs_that_were_left_a_week_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of another's folder, nor what else the user keeps there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("old", "of two ranks", "with notes", "young", "a link")
+    old, of_two, with_notes, young, link = (folder_path(name, None) for name in names)
+    for folder in (old, of_two, with_notes, young):
+        written(folder_of(folder.name.rpartition("-")[2], None), hanging()[: 2 if folder == of_two else 1])
+    (with_notes / "notes").touch()
+    link.symlink_to(of_two)
+    for folder in (old, of_two, with_notes):
+        eight_days_ago = time.time() - 8 * 24 * 3600
+        os.utime(folder, (eight_days_ago, eight_days_ago))
+    folder_of("new", None)
+    assert not old.exists()
+    assert not of_two.exists()
+    assert [path.name for path in with_notes.iterdir()] == ["notes"]
+    assert (young / log_name(0)).exists()
+    assert link.is_symlink()
 
 
 def test_pages_of_all_kinds_of_findings_are_whole(tmp_path: Path) -> None:
