@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -34,6 +34,16 @@ except ImportError:  # tests/gpu also runs with a GPU machine's own packages (se
 else:
     settings.register_profile("commlayer", deadline=None)
     settings.load_profile("commlayer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep temporary files among pytest's own, which it removes: jobs whose calls time out leave some."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr("tempfile.tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
