@@ -69,6 +69,10 @@ def events() -> list[str]:
     return [event["what"] for event in commlayer.audit()["groups"][0]["events"]]
 
 
+def are_made_anew(noted: list[str]) -> bool:
+    return any("plans are made anew" in event for event in noted)
+
+
 def set_times(time_us: float, waited_us: float = 0.0) -> None:
     """Have the two nodes take so long for any number of bytes, and wait for a processor for a part of that."""
     found = LinkTimes({(0, 1): time_us}, {(0, 1): time_us - waited_us})
@@ -96,29 +100,30 @@ def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster
     if not cluster.shaped:
         pytest.skip("links are not shaped here")
 
-    def job() -> tuple[int, int, list[str], float]:
+    def job() -> tuple[int, list[str]]:
         group = start()
         for _ in range(12):
             check_sum()
-        first = group._planned.choices
         dist.barrier()
         if dist.get_rank() == 0:
             request_shape(inter="60mbit", node=1)
         dist.barrier()
-        slower = calls_until_changed(group) if group._planned.choices is first else 0
-        fabric = group._planned.choices.experience.links.fabric
+        calls = 0
+        # A busy machine may have had them plan anew before, or look at links that seemed to be others.
+        while group._planned.choices.experience.links.fabric >= 0.5 and calls <= MOST_CALLS:
+            check_sum()
+            calls += 1
         for _ in range(3):
             check_sum()
         until = time.monotonic() + 30.0
-        while dist.get_rank() == 0 and not events() and time.monotonic() < until:
+        while dist.get_rank() == 0 and not are_made_anew(events()) and time.monotonic() < until:
             time.sleep(0.01)  # another thread notes them
-        return slower, group._planned.choices.shape[0], events(), fabric
+        return calls, events()
 
     found = cluster.run(job)
-    assert len({calls for calls, *_ in found}) == 1
+    assert len({calls for calls, _ in found}) == 1
     assert found[0][0] <= MOST_CALLS
-    assert found[0][3] < 0.5
-    assert any("plans are made anew" in event for event in found[0][2])
+    assert are_made_anew(found[0][1])
 
 
 def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: ClusterFactory) -> None:
