@@ -59,8 +59,9 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.transfers import Pending, moved, needs_gradient
+from commlayer.transport.c10d import device_type
 from commlayer.transport.call_memory import CallMemory, as_bytes, plain
-from commlayer.transport.connect import connect, device_type, gloo_of_grid, require_device_type
+from commlayer.transport.connect import connect, gloo_of_grid, require_device_type
 
 __all__ = ["Communicator", "State"]
 

@@ -116,8 +116,7 @@ def _class_of(wrapper: Any) -> Any:
             self._options = options
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            from commlayer.backend.create import make_group
-            from commlayer.measure import calibrate
+            from commlayer.backend.new_groups import make_group
 
             # The ranks of a replica have a group each in every quorum.
             whose = f", rank {self._group_rank} of each replica" if self._group_rank else ""
@@ -127,7 +126,6 @@ def _class_of(wrapper: Any) -> Any:
                 global_ranks=range(world_size),
                 store=store,
                 timeout=self._timeout,
-                measuring=calibrate,
                 options=self._options,
                 stands_alone=True,
             )

@@ -65,19 +65,13 @@ def _load_for_ranks() -> None:
     """Do once, before ranks are forked, what each of them would do when it makes its first group."""
     import encodings.idna  # noqa: F401  of each host's name
 
-    import commlayer.backend.create  # and all that it imports
-    import commlayer.measure.calibrate  # noqa: F401  which it is given
+    import commlayer.backend.new_groups  # noqa: F401  and all that it imports
     from commlayer.backend import patches
     from commlayer.calls import instruments
 
     for name in (*instruments.OWN, instruments.INQUIRIES):
         import_module(name)
-    patches.skip_methods()
-    patches.teach_monitored_barrier()
-    patches.teach_timeouts()
-    patches.teach_batches()
-    patches.teach_lists()
-    patches.teach_barrier()
+    patches.teach_torch()
 
 
 _SWITCH = "--every-variant"

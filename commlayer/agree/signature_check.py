@@ -75,6 +75,24 @@ class SignatureCheck:
                     "same order (nothing was moved)"
                 )
 
+    def compare_call(
+        self,
+        sequence: int,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        timeout_s: float,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        plan: Plan | None = None,
+        where: str = "",
+    ) -> None:
+        """:meth:`compare` the call that :func:`described` puts into words. ``where``: on what, " on
+        a device"."""
+        self.compare(sequence, described(collective, tensor, num_bytes, op, root, sizes, plan) + where, timeout_s)
+
     def _note(self, sequence: int, call: str, timeout_s: float) -> None:
         """Write down, for those who may wait in vain, which call this rank has come to. Bounded:
         the store's host may be stopped, or somebody else wait in the same client."""

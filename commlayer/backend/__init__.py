@@ -31,17 +31,14 @@ def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
 
     request = GroupRequest.of_torch(opts)
     with joining_group(request) as joined:
-        create_group = joined.load(_creator)
-        return create_group(request, joined, pg_options)
+        new_group = joined.load(_creator)
+        return new_group(request, joined, pg_options)
 
 
 def _creator() -> Callable[..., CommlayerGroup]:
-    from functools import partial
+    from commlayer.backend.new_groups import new_group
 
-    from commlayer.backend.create import create_group
-    from commlayer.measure import calibrate
-
-    return partial(create_group, measuring=calibrate)
+    return new_group
 
 
 def autoload() -> None:

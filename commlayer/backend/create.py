@@ -1,44 +1,29 @@
-"""Making a group: the creator that torch calls."""
+"""Making a group of ranks that have joined: its connections, what they agree on, its parts."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
-from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend import world
 from commlayer.backend.called_lists import group_key
-from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions, options_of
-from commlayer.backend.inner import InnerGroups
-from commlayer.backend.joining import GroupRequest, Joined, joining_group
-from commlayer.backend.patches import (
-    correct_devices,
-    skip_methods,
-    teach_barrier,
-    teach_batches,
-    teach_lists,
-    teach_monitored_barrier,
-    teach_timeouts,
-)
+from commlayer.backend.inner import ComparesCalls, InnerGroups
+from commlayer.backend.joining import GroupRequest, Joined
 from commlayer.calls.group_life import stage
 from commlayer.calls.instruments import NewGroup, attach_own, attach_own_on_device, inquiries
-from commlayer.devices.device_contract import Messenger
-from commlayer.engine.device_plans import DevicePlans
-from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
@@ -48,69 +33,60 @@ from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.polled_store import PolledStore
 from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import BLAMING, UsageError
-from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.experience.link_rates import LinkTimes
+from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy
-from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.c10d import start_sequence
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
-from commlayer.transport.nccl import InnerMessenger, Nccl, connect_now, is_usable, like_options, make_nccl
-from commlayer.wire.kernels import row_kernels
 
-__all__ = ["create_group", "make_group"]
+__all__ = ["Connector", "Extras", "create_group"]
 
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 _FIRST = "gloo"
 """The inner group whose ranks find each other in the job's store; others find theirs over it."""
 
 
-def make_group(
+class Extras(Protocol):
+    """Gives groups what calls of plain CPU tensors do without: calls on devices, sums in wire
+    formats, the comparison of calls. :mod:`commlayer.backend.group_extras` is one."""
+
+    def lacking(self, options: GroupOptions) -> dict[str, str]:
+        """What this rank lacks of what ``options`` ask for, in words by name; the ranks compare
+        it."""
+
+    def signatures(self, connector: Connector, planned: PlannedGroup, gloo: Any) -> ComparesCalls | None:
+        """Make the comparison of calls where it is asked for; else None. Collective."""
+
+    def give(self, group: CommlayerGroup, connector: Connector, options: GroupOptions, job: world.World) -> None:
+        """Give them to a group that is being made with ``options``. Collective."""
+
+
+def create_group(
+    request: GroupRequest,
+    joined: Joined,
+    options: Any,
     *,
-    name: str,
-    rank: int,
-    global_ranks: Sequence[int],
-    store: Store,
-    timeout: timedelta,
     measuring: world.Measuring,
-    options: Any = None,
-    stands_alone: bool = False,
+    extras: Extras,
+    make: Callable[..., CommlayerGroup],
 ) -> CommlayerGroup:
-    """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's
-    alone; ``measuring``, ``options``: as of :func:`create_group`; ``stands_alone``: as of
-    :class:`commlayer.backend.joining.GroupRequest`."""
-    request = GroupRequest(name, rank, tuple(global_ranks), store, timeout, stands_alone=stands_alone)
-    with joining_group(request) as joined:
-        return create_group(request, joined, options, measuring=measuring)
-
-
-def create_group(request: GroupRequest, joined: Joined, options: Any, *, measuring: world.Measuring) -> CommlayerGroup:
     """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks.
 
     ``options``: torch's ``pg_options``, see :func:`commlayer.backend.group_options.options_of`;
-    ``measuring`` finds out by which profile to plan.
+    ``measuring`` finds out by which profile to plan; ``extras`` gives the group what only some
+    have; ``make`` makes others of some of its members.
 
     Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together; UsageError for options that are
     none.
     """
-    skip_methods()
-    correct_devices()
-    teach_monitored_barrier()
-    teach_timeouts()
-    teach_batches()
-    teach_lists()
-    teach_barrier()
     detector, me = joined.detector, request.global_rank
     board = FailureBoard(detector, group_key(request.name, joined.generation), me, request.global_ranks)
     inquiry = joined.inquiry or inquiries().inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     try:
-        connect = _Connector(
-            request.name, request.rank, request.global_ranks, joined.store, request.timeout, board, measuring
-        )
+        connect = Connector(request, joined.store, board, measuring)
         with joined.comparing_lists():
-            group = _make(connect, request, options_of(options))
+            group = _make(connect, options_of(options), extras, make)
     except BaseException as error:
         why = why_left(error)
         board.leave(
@@ -130,61 +106,49 @@ def create_group(request: GroupRequest, joined: Joined, options: Any, *, measuri
     return group
 
 
-def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> CommlayerGroup:
-    is_default = request.is_default
-    name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
+def _make(
+    connect: Connector, options: GroupOptions, extras: Extras, make: Callable[..., CommlayerGroup]
+) -> CommlayerGroup:
+    request, store = connect.request, connect.store
+    is_default, global_ranks = request.is_default, request.global_ranks
+    notes = options.words() | extras.lacking(options)
     with connect.board.detector.expecting_all():
         gloo = connect.gloo(_FIRST)
-    jobs = connect.agreed(gloo, request, options)
+    jobs = connect.agreed(gloo, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
     planned = connect.planned(gloo, job)
-    signatures = connect.signatures(planned, gloo)
+    signatures = extras.signatures(connect, planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = connect.gloo("direct", beside=gloo, note=_notes(options)) if len(global_ranks) > 1 else gloo
+    direct = connect.gloo("direct", beside=gloo, note=notes) if len(global_ranks) > 1 else gloo
     inner = InnerGroups(gloo, direct, planned, store, signatures)
     group = CommlayerGroup(
-        name=name,
-        rank=rank,
+        name=request.name,
+        rank=request.rank,
         global_ranks=global_ranks,
         inner=inner,
         is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
-        make=partial(make_group, measuring=connect.measuring, stands_alone=request.stands_alone),
+        make=partial(make, stands_alone=request.stands_alone),
         options=options,
     )
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
-    if is_usable():
-        is_split = not request.stands_alone  # its ranks have other numbers in the job, or are not in it
-        nccl = make_nccl(
-            store, rank, global_ranks, connect.timeout, name, options.nccl, is_default=is_default, is_split=is_split
-        )
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
-        survey = connect.survey(job, "cuda")
-        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), partial(connect.own_nccl, options.nccl), survey)
-    for device_type, make in registered_accelerators().items():
-        with connect.connecting(f"for tensors on {device_type}"):
-            own = PrefixStore(f"{device_type}/", store)
-            on_device = make(own, rank, global_ranks, connect.timeout, name)
-        choices, survey = connect.choices(job, device_type), connect.survey(job, device_type)
-        group.put_on_device(device_type, on_device, choices, partial(connect.own_of, make), survey)
+    extras.give(group, connect, options, job)
     if request.stands_alone:
         group.counters.rank = _rank_in_job()  # statistics are a rank's of its job, not of this group
     if options.lane is not None:
         group.use_lane(options.lane)
     is_of_job = is_default or (not request.stands_alone and world.current() is None)  # else the default group has told
-    _attach(group, connect, request, job, is_of_job=is_of_job and jobs.planner is not None)
+    _attach(group, connect, job, is_of_job=is_of_job and jobs.planner is not None)
     if is_default:
         world.remember(jobs, group)
     return group
 
 
-def _attach(
-    group: CommlayerGroup, connect: _Connector, request: GroupRequest, job: world.World, *, is_of_job: bool
-) -> None:
+def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_of_job: bool) -> None:
     """Give a group its instruments."""
-    order, calls, inner = group.parts
+    request, (order, calls, inner) = connect.request, group.parts
     if request.stands_alone:
         me, world_size = _rank_in_job(), len(request.global_ranks)
     else:
@@ -209,7 +173,7 @@ def _attach(
         is_of_job=is_of_job,
         stands_alone=request.stands_alone,
         connecting=connect.connecting,
-        time_links=partial(_time_links, inner.planned),
+        time_links=partial(connect.measuring.time_links, inner.planned),
     )
     attach_own(made)
     for kind, on_device in inner.on_devices.items():
@@ -220,29 +184,9 @@ def _attach(
             planned=on_device.plans,
             is_planning=True,
             device=kind,
-            time_links=partial(_time_links, on_device.plans),
+            time_links=partial(connect.measuring.time_links, on_device.plans),
         )
         on_device.when_known(partial(attach_own_on_device, own))
-
-
-def _time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
-    from commlayer.measure import link_times  # a room above this one: who makes groups loads no measuring by itself
-
-    return link_times.time_links(planned, num_bytes)
-
-
-def _notes(options: GroupOptions) -> dict[str, str]:
-    """Return what the ranks of a group compare when it is made: what they were given, and what one of them lacks for it.
-
-    A rank that could not encode would refuse its first sum on CUDA alone, and the others would wait for it.
-    """
-    words = options.words()
-    if options.sum_formats and is_usable():
-        try:
-            row_kernels()
-        except UsageError as error:
-            words["wire on CUDA"] = f"impossible here: {error}"
-    return words
 
 
 def _rank_in_job() -> int:
@@ -254,14 +198,12 @@ def _rank_in_job() -> int:
 
 
 @dataclass(frozen=True)
-class _Connector:
+class Connector:
     """Makes the inner groups of one group, with all its ranks: within the timeout, and not longer than they live."""
 
-    name: str
-    rank: int
-    global_ranks: Sequence[int]
+    request: GroupRequest
     store: Store
-    timeout: timedelta
+    """The group's own, of the generation that the ranks have joined."""
     board: FailureBoard
     measuring: world.Measuring
 
@@ -269,15 +211,16 @@ class _Connector:
         """An inner Gloo group. Its ranks find each other in the job's store, or, where they have one already, over that
         (``beside``), and there compare what they ``note``. Raises PeerError, CollectiveTimeoutError where a rank does not come,
         DisagreementError for notes that differ."""
-        size = len(self.global_ranks)
-        require(needed_descriptors(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
+        request, timeout_s = self.request, self.request.timeout.total_seconds()
+        size, me = len(request.global_ranks), request.global_ranks[request.rank]
+        require(needed_descriptors(size), f"rank {me}, the group {request.name} of {size} ranks")
 
         told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
-        polled = PolledStore(self.store, self.timeout.total_seconds(), lambda: self.board.is_broken)
+        polled = PolledStore(self.store, timeout_s, lambda: self.board.is_broken)
 
         def make() -> Any:
             store = PrefixStore(f"{tag}/", told or polled)
-            gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
+            gloo: Any = gloo_in_order(store, request.rank, size, request.timeout)
             never_free_in_child(gloo)
             start_sequence(gloo)
             if told is not None:
@@ -287,7 +230,7 @@ class _Connector:
 
         with self.connecting(f"for {tag}"):
             try:
-                return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
+                return bounded(make, self.board, timeout_s, f"connecting for {tag}")
             except RuntimeError:  # of a wait that was ended: what another rank found is a consequence for this one
                 if told is not None:
                     told.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
@@ -301,26 +244,29 @@ class _Connector:
         Whoever has heard from all ranks over that group knows that all have connected, and that nobody looks for it any more.
         """
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of the program's own may not delete
-            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.rank}")  # as Gloo calls it
+            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.request.rank}")  # as Gloo calls it
 
     def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
-        peers = Peers(Watched(gloo, self.board), tuple(self.global_ranks), self.rank, torch.device("cpu"))
-        told = {f"pg_options of the group {self.name} ({name})": value for name, value in (note or {}).items()}
-        return GatheredStore(peers, self.timeout.total_seconds(), purpose, told)
+        request = self.request
+        peers = Peers(Watched(gloo, self.board), request.global_ranks, request.rank, torch.device("cpu"))
+        told = {f"pg_options of the group {request.name} ({name})": value for name, value in (note or {}).items()}
+        return GatheredStore(peers, request.timeout.total_seconds(), purpose, told)
 
     @contextmanager
     def connecting(self, purpose: str, at: str = "") -> Iterator[None]:
         """Guard a block in which the group is made: a failure is told to the other ranks, and raised with the name of
         the rank that failed first. ``at``: what this rank says of the stage, "connecting …" unless it is given."""
+        request, timeout_s = self.request, self.request.timeout.total_seconds()
         with (
             stage(at or f"connecting {purpose}"),
-            self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds()),
+            self.board.connecting(request.global_ranks, request.name, purpose, timeout_s),
         ):
             yield
 
-    def agreed(self, gloo: Any, request: GroupRequest, options: GroupOptions) -> world.World:
+    def agreed(self, gloo: Any, options: GroupOptions) -> world.World:
         """Return the agreement of all ranks of the job; where there is none yet, or this group is no part of one, its ranks agree
         now."""
+        request = self.request
         job = None if request.is_default or request.stands_alone else world.current()
         if job is None:
             with self.connecting("what all ranks must agree on", "agreeing on settings and links"):
@@ -328,9 +274,9 @@ class _Connector:
                 job = world.agree(
                     watched,
                     self.store,
-                    self.rank,
-                    self.global_ranks,
-                    self.timeout,
+                    request.rank,
+                    request.global_ranks,
+                    request.timeout,
                     detector,
                     measuring=self.measuring,
                     alone=options if request.stands_alone else None,
@@ -339,74 +285,19 @@ class _Connector:
 
     def planned(self, gloo: Any, job: world.World) -> PlannedGroup:
         """The engine's group, which runs plans, and wakes whoever waits in ``gloo``."""
+        request = self.request
         planned = PlannedGroup(
-            name=self.name,
-            rank=self.rank,
-            nodes=job.nodes_of(self.global_ranks),
-            global_ranks=self.global_ranks,
+            name=request.name,
+            rank=request.rank,
+            nodes=job.nodes_of(request.global_ranks),
+            global_ranks=request.global_ranks,
             store=PrefixStore("planned/", self.store),
-            planner=job.cpu_planner if len(self.global_ranks) > 1 else None,
+            planner=job.cpu_planner if len(request.global_ranks) > 1 else None,
             settings=job.settings,
-            timeout_s=self.timeout.total_seconds(),
+            timeout_s=request.timeout.total_seconds(),
             board=self.board,
-            rates=job.rates_of(self.global_ranks),
-            slow_pairs=job.slow_pairs_of(self.global_ranks),
+            rates=job.rates_of(request.global_ranks),
+            slow_pairs=job.slow_pairs_of(request.global_ranks),
         )
         planned.own_calls = gloo
         return planned
-
-    def choices(self, job: world.World, device_type: str) -> Choices:
-        """The choices of plans for tensors on a device."""
-        shape = tuple(map(len, job.nodes_of(self.global_ranks)))
-        planner = job.device_planner(device_type) if len(self.global_ranks) > 1 else None
-        # Trials are run by the host, which does not see a device's steps; connections are the host's.
-        settings = replace(job.settings, trials="off", connections=None)
-        return Choices(shape, planner, settings)
-
-    def survey(self, job: world.World, device_type: str) -> Callable[[torch.device], Planner | None] | None:
-        """Return what finds out, with all ranks, by which profile to plan for a device; None where that is said, or nothing is to
-        be planned there."""
-        if len(self.global_ranks) == 1 or job.settings.profile not in (None, "auto") or job.settings.plan is not None:
-            return None
-        survey = DeviceSurvey(
-            self.name,
-            self.rank,
-            self.global_ranks,
-            self.store,
-            self.timeout.total_seconds(),
-            self.board,
-            job,
-            self.measuring,
-        )
-        return lambda device: survey.planner(device, partial(self.gloo, f"links of {device_type}"))
-
-    def own_nccl(self, options: Any, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
-        """A communicator of NCCL's for the messages of plans, connected. ``options``: the user's of the group. Collective."""
-        own, name = PrefixStore(f"{purpose}/", self.store), f"{self.name}: {purpose}"
-
-        def make() -> Nccl:
-            given, members = like_options(options), self.global_ranks
-            made = make_nccl(own, self.rank, members, timeout, name, given, is_default=False, is_split=False, lane=lane)
-            connect_now(made, device)
-            return made
-
-        with self.connecting(purpose):
-            return InnerMessenger(bounded(make, self.board, timeout.total_seconds(), purpose))
-
-    def own_of(self, maker: MakeInner, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
-        """The same of a registered device, which knows no lanes, and connects when it is made. Collective."""
-        del lane, device
-        own, name = PrefixStore(f"{purpose}/", self.store), f"{self.name}: {purpose}"
-
-        def make() -> Nccl:
-            return maker(own, self.rank, self.global_ranks, timeout, name)
-
-        with self.connecting(purpose):
-            return InnerMessenger(bounded(make, self.board, timeout.total_seconds(), purpose))
-
-    def signatures(self, planned: PlannedGroup, gloo: Any) -> SignatureCheck | None:
-        """Make the comparison of calls where COMMLAYER_DEBUG asks for one; else None."""
-        if planned.settings.debug != "detail" and get_debug_level() != DebugLevel.DETAIL:
-            return None
-        control = self.gloo("control", beside=gloo)
-        return SignatureCheck(control, self.store, self.rank, self.global_ranks, self.name, self.board, planned.explain)

@@ -6,8 +6,7 @@ import contextlib
 import time
 
 from commlayer.backend.batches import Batches
-from commlayer.backend.inner import Destroyed, Inherited
-from commlayer.backend.on_device import OnDevice
+from commlayer.backend.inner import Destroyed, DeviceCalls, Inherited
 from commlayer.backend.order import Order
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import AsksRanks, Instruments
@@ -118,7 +117,7 @@ class Ending:
             self._finish_on(each)
         track.waited()
 
-    def _finish_on(self, on_device: OnDevice) -> None:
+    def _finish_on(self, on_device: DeviceCalls) -> None:
         try:
             on_device.finish(self._inner.timeout.total_seconds())
         except Exception as error:  # noqa: BLE001  a device's, or an instrument's: the group must end

@@ -10,12 +10,10 @@ forms check before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import timeout_of
@@ -27,9 +25,6 @@ from commlayer.calls.movement import Movement
 from commlayer.profiles.errors import TensorError
 from commlayer.transport.call_memory import as_bytes
 
-if TYPE_CHECKING:
-    from commlayer.backend.on_device import HostOrder, OnDevice
-
 __all__ = [
     "EVEN",
     "all_to_all",
@@ -37,7 +32,7 @@ __all__ = [
     "check_lists",
     "check_splits",
     "compare_exchange",
-    "launch_all_to_all",
+    "in_bytes",
     "sent_bytes",
     "splits_of",
 ]
@@ -61,7 +56,7 @@ def all_to_all(
     with torch.inference_mode():
         source, target = as_bytes(input), landing(output)
         into = target.view(torch.uint8)
-        received, sent = _in_bytes(output, received), _in_bytes(input, sent)
+        received, sent = in_bytes(output, received), in_bytes(input, sent)
         call = calls.inner.gloo.alltoall_base
         calls.flat(num_bytes, call, into, source, received, sent, opts, sent=going)
         land(output, target)
@@ -104,45 +99,8 @@ def _by_plan(
     return True
 
 
-def launch_all_to_all(
-    calls: OnDevice,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    received: Sequence[int],
-    sent: Sequence[int],
-    opts: Any,
-) -> Work:
-    """:func:`all_to_all` on a device. Whether a call has splits, like its dtype, is the same on all
-    ranks.
-
-    In two levels it needs the counts of all ranks, on the host, before it is launched: with splits
-    ranks tell them once for each call, and the host waits for that, not for the device. Where all
-    splits are even nothing is told.
-    """
-    if not calls.is_coalescing:  # communicators are not made inside a block
-        calls.require_alike("all_to_all", output, input)
-        if calls.order.inner.signatures is not None:
-            calls.meet("all_to_all", partial(compare_exchange, calls.order, output, input, received, sent, None))
-        calls.plans.find_out(input.device)
-        if calls.is_planning and not calls.plans.never_plans_exchanges:
-            if received or sent:
-                going = _in_bytes(input, sent) or _even(input, calls.size)
-                counts = calls.told(going, _in_bytes(output, received) or _even(output, calls.size))
-            else:
-                counts = (_even(input, calls.size),) * calls.size
-            work = calls.by_counts(output, input, counts)
-            if work is not None:
-                return work
-    return calls.own("all_to_all_single", output, input, received, sent, opts)
-
-
-def _even(x: torch.Tensor, size: int) -> tuple[int, ...]:
-    """The bytes of ``x`` for each of ``size`` ranks."""
-    return (x.nbytes // size,) * size
-
-
 def compare_exchange(
-    order: Order | HostOrder,
+    order: Order,
     output: torch.Tensor,
     input: torch.Tensor,
     received: Sequence[int],
@@ -263,7 +221,7 @@ def _whole_number(x: Any) -> int:
     return int(x)
 
 
-def _in_bytes(x: torch.Tensor, splits: Sequence[int]) -> list[int]:
-    """Rows → bytes."""
+def in_bytes(x: torch.Tensor, splits: Sequence[int]) -> list[int]:
+    """The bytes that rows of ``x`` have, for each rank."""
     rows = sum(splits)
     return [count * x.nbytes // rows if rows else 0 for count in splits]

@@ -13,10 +13,9 @@ These are bodies of rows of the table (verbs.py): they run in the group's order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.running import Calls
@@ -26,9 +25,6 @@ from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 from commlayer.transport.call_memory import as_bytes
 
-if TYPE_CHECKING:
-    from commlayer.backend.on_device import OnDevice
-
 __all__ = [
     "all_gather",
     "all_gather_each",
@@ -37,8 +33,6 @@ __all__ = [
     "broadcast",
     "check_lists_of_rows",
     "gather",
-    "launch_all_gather",
-    "launch_broadcast",
     "scatter",
 ]
 
@@ -77,15 +71,6 @@ def _gather_row(
     else:
         call = calls.inner.gloo._allgather_base
         calls.flat(num_bytes, call, _carried(target), _carried(source), opts)
-
-
-def launch_all_gather(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-    """:func:`all_gather` on a device."""
-    calls.require_alike("all_gather", output, input)
-    plan = calls.look(output, input, output.nbytes, fits=output.nbytes == calls.size * input.nbytes)
-    if plan is None:
-        return calls.own("all_gather_single", output, input, opts)
-    return calls.launch(Movement(plan, input, output), plan.traffic.logical_bytes, [output])
 
 
 def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
@@ -164,15 +149,6 @@ def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
         else:
             calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
         land(tensor, moved)
-
-
-def launch_broadcast(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
-    """:func:`broadcast` on a device."""
-    x = tensors[0]
-    plan = calls.look(x, x, x.nbytes, root=opts.rootRank, fits=len(tensors) == 1)
-    if plan is None:
-        return calls.own("broadcast", tensors, opts)
-    return calls.launch(Movement(plan, x, x, root=opts.rootRank), plan.traffic.logical_bytes, tensors)
 
 
 def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:

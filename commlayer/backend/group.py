@@ -23,16 +23,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, GatherOptions, PrefixStore, Store, Work
 
-from commlayer.agree.messages import everyones_numbers
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.call_hooks import CallHooks, require_hooks
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
-from commlayer.backend.inner import InnerGroups
-from commlayer.backend.known_plans import KnownPlans
+from commlayer.backend.inner import DeviceCalls, InnerGroups
+from commlayer.backend.known_plans import EncodedSum, KnownPlans
 from commlayer.backend.members import Members
-from commlayer.backend.on_device import OnDevice
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
@@ -43,17 +41,12 @@ from commlayer.backend.works import Together
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import AsksRanks, Instruments
 from commlayer.calls.ring import Call, Track, open_track
-from commlayer.devices.device_contract import Messenger
-from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.executor import Executor
-from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import predicted_timeline
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.decision import Planner
-from commlayer.transport.nccl import Nccl
 
 __all__ = ["CommlayerGroup"]
 
@@ -101,20 +94,20 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         planned: PlannedGroup = inner.planned
         is_planning = is_planning and len(global_ranks) > 1
-        sum_formats = options.sum_formats if len(global_ranks) > 1 else ()
-        needs_look = is_planning or bool(sum_formats) or inner.signatures is not None
+        encodes_sums = bool(options.sum_formats) and len(global_ranks) > 1
+        needs_look = is_planning or encodes_sums or inner.signatures is not None
         self._members = Members(
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
         self._inner, self._make, self.options = inner, make, options
-        track = self._track(planned, planned)
+        track = self.open_track(planned)
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         self._messages = Messages(self._order, self.counters)
         batches, known = Batches(self._order, self._messages, self.counters), KnownPlans(self._calls)
-        self._calls.encoded_sums = partial(known.sum_now, sum_formats) if sum_formats else None
+        self._known = known
         self._ending = Ending(self._order, batches, self.counters)
         self._call_hooks: CallHooks | None = None
         # Verbs that c10d has not, for GroupCommunicator.
@@ -132,52 +125,19 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """The parts that run its calls, for whoever makes it."""
         return self._order, self._calls, self._inner
 
-    def put_on_device(
-        self,
-        device_type: str,
-        inner: Nccl,
-        choices: Choices,
-        connect: Callable[[str, str, timedelta, torch.device], Messenger],
-        survey: Callable[[torch.device], Planner | None] | None = None,
-    ) -> None:
-        """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for
-        them.
+    def encode_sums(self, encoded: EncodedSum) -> None:
+        """Run the group's own sums of CPU tensors in a wire format where ``encoded`` chooses one."""
+        self._calls.encoded_sums = partial(self._known.sum_now, encoded)
 
-        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages.
-        ``survey``: see :class:`commlayer.engine.device_plans.DevicePlans`.
-        """
-        order, groups, members = self._order, self._inner, self._members
-        planned: PlannedGroup = groups.planned
-        choices.reasons = planned.choices.reasons  # one list for the statistics
+    def put_on_device(self, device_type: str, calls: DeviceCalls) -> None:
+        """Have ``calls`` move tensors of a type of device."""
+        self._order.instruments.beside.append(calls.instruments)
+        self._inner.on_devices[device_type] = calls
 
-        def lane() -> str:
-            return order.lane_name
-
-        def connected(purpose: str, device: torch.device) -> Messenger:
-            return connect(purpose, lane(), groups.timeout, device)
-
-        def timeout_s() -> float:
-            return groups.timeout.total_seconds()
-
-        me = weakref.ref(self)
-
-        def tell(mine: Sequence[int]) -> list[list[int]]:
-            group = me()
-            assert group is not None  # it has been called
-            return everyones_numbers(group, mine, "to exchange the counts of an all_to_all")
-
-        plans = DevicePlans(planned.nodes, members.rank, choices, connected, lane, timeout_s, survey, planned)
-        formats = self.options.sum_formats if members.size > 1 else ()
-        track = self._track(planned, plans, device_type)
-        on_device = OnDevice(inner, plans, order, track, self.counters, tell, formats)
-        track.shares, track.rank = self.counters.shares, self.counters.rank
-        order.instruments.beside.append(on_device.instruments)
-        groups.on_devices[device_type] = on_device
-
-    def _track(self, planned: PlannedGroup, engine: Executor, device_type: str = "") -> Track:
+    def open_track(self, engine: Executor, device_type: str = "") -> Track:
         """The group's calls in the ring, those of CPU tensors or those on a device, whose plans
         ``engine`` runs."""
-        members = self._members
+        members, planned = self._members, self._inner.planned
         where = f" on {device_type}" if device_type else ""
 
         def describe() -> str:

@@ -9,22 +9,18 @@ that groups without options ask nobody anything more.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NoReturn
 
-import torch
-from torch._C._distributed_c10d import Backend, ReduceOp
+from torch._C._distributed_c10d import Backend
 
-from commlayer.backend.arithmetic import AVG, SUM
 from commlayer.profiles.errors import SettingsError, UsageError
-from commlayer.profiles.printable import warn
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.named_plans import AUTO, TRIED, plan_words
 from commlayer.scheduler.plan import Strategy
-from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, parse_wire, wires_of_sum
+from commlayer.scheduler.wire import WireFormat, parse_wire
 from commlayer.settings import MOST_CONNECTIONS, Settings
 
-__all__ = ["GroupOptions", "options_of", "wires_of_own_sum"]
+__all__ = ["GroupOptions", "options_of"]
 
 _TorchOptions: Any = Backend.Options
 _RAREST = 1_000_000_000
@@ -232,28 +228,3 @@ def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
             "here, and say wire= where it is for activations: plan_fsdp, TokenDispatcher, GroupCommunicator (docs/compression.md)"
         )
     return () if formats == (WireFormat.NATIVE,) else formats
-
-
-def wires_of_own_sum(
-    formats: tuple[WireFormat, ...], source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType
-) -> tuple[Wire, ...]:
-    """Return those of ``formats`` in which the sum of ``source`` into ``target`` may go; empty: as
-    it is. The same on all ranks. Warns once for a size that goes as it is where the options do not
-    allow that."""
-    if source.dtype is not torch.float32 or op not in (SUM, AVG) or not source.numel():
-        return ()
-    wires = wires_of_sum(formats, target.numel())
-    if not wires:
-        _warn(formats, target.numel())
-    return wires
-
-
-@lru_cache(maxsize=1024)
-def _warn(formats: tuple[WireFormat, ...], elements: int) -> None:
-    if elements > 1 and NATIVE.format not in formats:
-        names = " or ".join(map(str, formats))
-        warn(
-            f"commlayer: a sum of {elements} FP32 elements for each rank goes as it is and not in {names}: no width from 16 to "
-            "1024 divides that number into rows with scales; pad the tensor, or allow bf16 too",
-            stacklevel=2,
-        )

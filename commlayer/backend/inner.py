@@ -1,22 +1,125 @@
-"""The inner groups of a group of the backend: Gloo, NCCL, the engine's planned group; and who answers for it after the end."""
+"""The inner groups of a group of the backend: Gloo, the engine's planned group, its calls on devices; and who answers for it
+after the end."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ReduceOp, Store, Work
 
-from commlayer.agree.signature_check import SignatureCheck
+from commlayer.backend.members import Noted
+from commlayer.calls.instruments import Instruments
+from commlayer.calls.movement import Movement
+from commlayer.engine.executor import Executor
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
+from commlayer.scheduler.call_moves import Counts
+from commlayer.scheduler.plan import Plan
 
-if TYPE_CHECKING:
-    from commlayer.backend.on_device import OnDevice
+__all__ = ["ComparesCalls", "Destroyed", "DeviceCalls", "Inherited", "InnerGroups"]
 
-__all__ = ["Destroyed", "Inherited", "InnerGroups"]
+
+class ComparesCalls(Protocol):
+    """Compares the calls of a group across its ranks before they move a byte, where that is asked
+    for: :class:`commlayer.agree.signature_check.SignatureCheck`, which says what is raised."""
+
+    @property
+    def gloo(self) -> Any:
+        """An inner group that nothing else uses."""
+
+    def compare(self, sequence: int, call: str, timeout_s: float) -> None:
+        """Return when all ranks are about to make this ``call``."""
+
+    def compare_call(
+        self,
+        sequence: int,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        timeout_s: float,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        plan: Plan | None = None,
+        where: str = "",
+    ) -> None:
+        """The same of a collective, which this puts into words."""
+
+    def compare_splits(
+        self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
+    ) -> None:
+        """Check of an all_to_all that what each rank sends is what its peer expects."""
+
+    def refuse(self, sequence: int, call: str, why: Exception) -> None:
+        """Note for the others that this rank does not make its ``call``."""
+
+
+class DeviceCalls(Protocol):
+    """A group's calls on tensors of one type of device, as the group asks for them.
+
+    The group knows no more of devices, so that no rank without one loads what runs plans there.
+    :class:`commlayer.backend.on_device.OnDevice` is what runs such calls. ``instruments`` listen to
+    them; ``plans`` runs the planned ones.
+    """
+
+    instruments: Instruments
+
+    @property
+    def plans(self) -> Executor: ...
+
+    def issue(self, name: str, collective: str, noted: Noted, *args: Any) -> Work:
+        """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's
+        options."""
+
+    def own(self, name: str, *args: Any) -> Work:
+        """Call the inner backend's verb ``name``."""
+
+    def known_choices(self, device: torch.device) -> Choices:
+        """The choices of plans there, once it is known by what to plan. The first call finds that
+        out, and is collective."""
+
+    def start(self, movement: Movement) -> Work:
+        """Launch a call of a plan that is known already."""
+
+    def start_exchange(
+        self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
+    ) -> Work:
+        """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to
+        each rank, and come from it."""
+
+    def start_coalescing(self) -> None:
+        """Give the inner backend all calls until :meth:`end_coalescing`."""
+
+    def end_coalescing(self) -> Work:
+        """End the block."""
+
+    def when_known(self, attach: Callable[[], None]) -> None:
+        """Call ``attach`` once it is known by what to plan."""
+
+    def use_lane(self, lane: str, cut: tuple[str, bool]) -> None:
+        """Put calls from now on on ``lane``; ``cut``: see :attr:`GroupLane.cut`."""
+
+    def use_siblings(self, siblings: int) -> None:
+        """Plan for so many groups that use a node's links at the same time."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of calls that bring none of their own."""
+
+    def finish(self, patience_s: float) -> None:
+        """Wait so long for planned calls that are noted to be under way, and take note of them."""
+
+    def under_way_after(self, patience_s: float) -> str:
+        """Wait so long for what was launched; what has not run by then in words, empty: all has."""
+
+    def end(self, *, drain: bool) -> None:
+        """Let go of communicators, when what was launched has run (``drain``), or at once."""
 
 
 class Destroyed:
@@ -54,14 +157,14 @@ class InnerGroups:
         direct: dist.ProcessGroupGloo,
         planned: PlannedGroup,
         store: Store,
-        signatures: SignatureCheck | None,
+        signatures: ComparesCalls | None,
     ) -> None:
         self.gloo: Any = gloo  # a Backend, whose methods torch's annotations lack, or Destroyed; so are the next three
         self.direct: Any = direct
         self.planned: Any = planned
         self.store: Any = store
         self.signatures = signatures
-        self.on_devices: dict[str, OnDevice] = {}
+        self.on_devices: dict[str, DeviceCalls] = {}
 
     @property
     def is_ended(self) -> bool:
@@ -79,8 +182,7 @@ class InnerGroups:
             gloo._set_default_timeout(timeout)
         self.planned.timeout_s = timeout.total_seconds()
         for each in self.on_devices.values():
-            each.inner.backend._set_default_timeout(timeout)
-            each.plans.set_timeout(timeout)
+            each.set_timeout(timeout)
 
     def stand_in(self, destroyed: Destroyed) -> None:
         """Let ``destroyed`` answer whatever is asked of these groups from now on."""

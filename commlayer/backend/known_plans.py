@@ -7,7 +7,7 @@ They run in a group's order, counted and compared like its others. c10d has no w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
-from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG
-from commlayer.backend.group_options import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
 from commlayer.engine.group_plans import Choices
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.wire import Wire, WireFormat
-from commlayer.wire.codecs import Codec
+from commlayer.scheduler.wire import Wire
 
-__all__ = ["KnownPlans"]
+__all__ = ["EncodedSum", "KnownPlans"]
+
+EncodedSum = Callable[..., Movement | None]
+""":func:`commlayer.backend.encoded_sums.encoded_sum` for the formats that a group's options allow."""
 
 
 class KnownPlans:
@@ -48,9 +48,8 @@ class KnownPlans:
         same on all ranks. ``x``: a tensor of the call, for its device; ``is_in_turn``: as of
         :meth:`commlayer.engine.group_plans.Choices.plan`."""
         if not x.is_cpu:
-            plans = self._order.on_device(x).plans
-            plans.find_out(x.device)
-            return plans.choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
+            choices = self._order.on_device(x).known_choices(x.device)
+            return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
         agreed: Choices = self._inner.planned.choices.agreed
@@ -94,31 +93,24 @@ class KnownPlans:
 
     def plans_on_device(self, x: torch.Tensor) -> bool:
         """Whether calls of tensors such as ``x``, on a device, may have plans."""
-        plans = self._order.on_device(x).plans
-        plans.find_out(x.device)
-        return plans.choices.is_planning
+        return self._order.on_device(x).known_choices(x.device).is_planning
 
     def sum_now(
         self,
-        formats: tuple[WireFormat, ...],
+        encoded: EncodedSum,
         collective: str,
         source: torch.Tensor,
         target: torch.Tensor,
         op: ReduceOp.RedOpType,
         opts: Any,
     ) -> bool:
-        """Run one of the group's own sums in one of ``formats``, where that is chosen; returns
-        whether it has. In the group's order. An all_reduce (source is target) or reduce_scatter;
-        NaN and infinity pass."""
-        wires = wires_of_own_sum(formats, source, target, op)
-        if not wires:
+        """Run one of the group's own sums in a wire format, where ``encoded`` chooses one; returns
+        whether it has. In the group's order."""
+        ask, size = partial(self.plan, x=source, is_in_turn=True), self._calls.members.size
+        movement = encoded(ask, collective, source, target, op, size)
+        if movement is None:
             return False
-        plan = self.plan(collective, source.nbytes, wires, source.element_size(), source, is_in_turn=True)
-        if plan is None or plan.wire.is_native:
-            return False
-        size, codec = self._calls.members.size, Codec(plan.wire, source.dtype, "pass")
-        blocks = None if collective == "all_reduce" else (target.nbytes,) * size
-        self._run_known(Movement(plan, source, target, "encoded", blocks=blocks, codec=codec), opts.timeout)
+        self._run_known(movement, opts.timeout)
         if op == AVG:
             with torch._C._InferenceMode(True):
                 target.data.div_(size)
@@ -131,8 +123,9 @@ class KnownPlans:
         if signatures is not None:
             # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
             is_even = collective in ("all_reduce", "reduce_scatter")
-            words = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
-            signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
+            tensor, num_bytes = (source, size) if is_even else (None, 0)
+            limit_s = self._inner.timeout.total_seconds()
+            signatures.compare_call(order.sequence + 1, collective, tensor, num_bytes, limit_s, plan=plan)
         if calls.instead is not None:  # the plan was looked up when the call was made
             assert order.call is not None
             order.sequence = order.call.sequence = order.sequence + 1

@@ -14,20 +14,20 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
 from time import perf_counter_ns as now
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
-from commlayer.agree.signature_check import described
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
-from commlayer.backend.group_options import wires_of_own_sum
-from commlayer.backend.members import Members, Noted
+from commlayer.backend.encoded_sums import encoded_sum
+from commlayer.backend.members import Noted
+from commlayer.backend.order import Order
 from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
@@ -42,29 +42,17 @@ from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.scheduler.call_moves import Counts
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.wire import WireFormat
+from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.transport.c10d import verb_of
-from commlayer.transport.nccl import Nccl
+from commlayer.transport.nccl import Nccl, use_lane
 from commlayer.transport.streams import StreamCall, StreamTimes
-from commlayer.wire.codecs import Codec
 
-__all__ = ["HostOrder", "LaunchedWork", "OnDevice", "TellCounts"]
+__all__ = ["LaunchedWork", "OnDevice", "TellCounts"]
 
 TellCounts = Callable[[Sequence[int]], list[list[int]]]
 """Tells all ranks of a group this one's numbers, over the host, and returns everybody's.
 Collective."""
 _LOOK_S = 0.002
-
-
-class HostOrder(Protocol):
-    """The order of a group's CPU calls, as far as calls on a device use it."""
-
-    members: Members
-    inner: Any
-    sequence: int
-
-    def in_turn(self, label: str, task: Callable[[], None]) -> None: ...
-    def say_refused(self, label: str, error: UsageError) -> None: ...
 
 
 class LaunchedWork(Work):
@@ -120,7 +108,8 @@ class OnDevice:
 
     ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call;
     ``track``: the calls on this device in the ring. ``tell`` exchanges counts. ``sum_formats``: the
-    formats in which the group's own FP32 sums may go; none: as they are. ``is_planning``: whether
+    formats in which the group's own FP32 sums may go; none: as they are. ``launches``: see
+    :data:`commlayer.backend.launches.LAUNCHES`. ``is_planning``: whether
     calls may have plans; ``instead``: runs a call flat whose plan was chosen before that was
     stopped. ``is_coalescing``: a coalesced block is open.
     """
@@ -129,17 +118,18 @@ class OnDevice:
         self,
         inner: Nccl,
         plans: DevicePlans,
-        order: HostOrder,
+        order: Order,
         track: Track,
         counters: GroupCounters,
         tell: TellCounts,
+        launches: Mapping[str, Callable[..., Work]],
         sum_formats: tuple[WireFormat, ...] = (),
     ) -> None:
         self.inner, self.plans, self.order, self.track, self.counters = inner, plans, order, track, counters
         self.members = order.members
         self._backend: Any = inner.backend
         self._verbs: Any = inner.verbs or inner.backend
-        self._tell, self._sum_formats = tell, sum_formats
+        self._tell, self._launches, self._sum_formats = tell, launches, sum_formats
         self.is_planning, self.is_coalescing = True, False
         self.instead: Callable[[Movement], None] | None = None
         self.sequence = 0
@@ -154,9 +144,10 @@ class OnDevice:
 
     # Issuing
 
-    def issue(self, name: str, collective: str, noted: Noted, launch: Callable[..., Work] | None, *args: Any) -> Work:
+    def issue(self, name: str, collective: str, noted: Noted, *args: Any) -> Work:
         """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's
-        options. ``launch``: see Verb."""
+        options."""
+        launch = self._launches.get(name)
         if launch is None:
             return self._issue(collective, noted, args[-1], self._own_compared, name, collective, *args)
         return self._issue(collective, noted, args[-1], launch, self, *args)
@@ -231,6 +222,26 @@ class OnDevice:
 
     # Deciding
 
+    def known_choices(self, device: torch.device) -> Choices:
+        """The choices of plans, once it is known by what to plan: before the first call that could
+        have one. Collective then, later nothing."""
+        self.plans.find_out(device)
+        return self.plans.choices
+
+    def use_lane(self, lane: str, cut: tuple[str, bool]) -> None:
+        """Put calls from now on on ``lane``; ``cut``: see :attr:`GroupLane.cut`."""
+        use_lane(self.inner, lane)
+        self.plans.use_lane(*cut)
+
+    def use_siblings(self, siblings: int) -> None:
+        """Plan for so many groups that use a node's links at the same time."""
+        self.plans.use_siblings(siblings)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of calls that bring none of their own."""
+        self._backend._set_default_timeout(timeout)
+        self.plans.set_timeout(timeout)
+
     def when_known(self, attach: Callable[[], None]) -> None:
         """Call ``attach`` once it is known by what to plan: now, or at the first call that could
         have a plan."""
@@ -295,9 +306,22 @@ class OnDevice:
         if signatures is None:
             return
         from_rank = None if root is None else self.members.global_ranks[root]
-        words = described(collective, tensor, num_bytes, op, from_rank, None, plan)
         limit_s = order.inner.timeout.total_seconds()
-        self.meet(collective, lambda: signatures.compare(order.sequence + 1, f"{words} on a device", limit_s))
+
+        def compare() -> None:
+            signatures.compare_call(
+                order.sequence + 1,
+                collective,
+                tensor,
+                num_bytes,
+                limit_s,
+                op=op,
+                root=from_rank,
+                plan=plan,
+                where=" on a device",
+            )
+
+        self.meet(collective, compare)
 
     def meet(self, collective: str, compare: Callable[[], None]) -> None:
         """``compare()`` a call with the other ranks', in the turn of the group's CPU calls, as one
@@ -328,24 +352,20 @@ class OnDevice:
             return None
         if not is_dense(source) or not is_dense(target):
             return None
-        wires = wires_of_own_sum(self._sum_formats, source, target, op)
-        if not wires:
-            return None
         assert self._call is not None
         collective = self._call.collective
-        if self.plans.is_unknown:
-            self.compare(collective, source, source.nbytes, op=op)
-            self.plans.find_out(source.device)
-        plan = self.plans.choices.plan(
-            collective, source.nbytes, is_float=True, wires=wires, element_bytes=source.element_size()
-        )
-        if plan is None or plan.wire.is_native:
+
+        def ask(collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
+            if self.plans.is_unknown:
+                self.compare(collective, source, num_bytes, op=op)
+            choices = self.known_choices(source.device)
+            return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
+
+        movement = encoded_sum(self._sum_formats, ask, collective, source, target, op, self.size)
+        if movement is None:
             return None
-        self.compare(collective, source, source.nbytes, op=op, plan=plan)
-        blocks = None if collective == "all_reduce" else (target.nbytes,) * self.size
-        codec = Codec(plan.wire, source.dtype, "pass")
-        movement = Movement(plan, source, target, "encoded", blocks=blocks, codec=codec)
-        return self.launch(movement, plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
+        self.compare(collective, source, source.nbytes, op=op, plan=movement.plan)
+        return self.launch(movement, movement.plan.traffic.logical_bytes, outputs, is_mean=op == AVG)
 
     def told(self, sent: Sequence[int], received: Sequence[int]) -> Counts:
         """Everybody's counts, in bytes. Raises DisagreementError, on all ranks, where two of them

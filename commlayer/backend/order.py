@@ -12,12 +12,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns as now
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.inner import InnerGroups
+from commlayer.backend.inner import DeviceCalls, InnerGroups
 from commlayer.backend.members import Members, Noted
 from commlayer.backend.same_number import require_same_number, settle_own_call
 from commlayer.backend.works import IssuedWork
@@ -31,11 +31,6 @@ from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
-from commlayer.transport.accelerators import device_of
-from commlayer.transport.nccl import use_lane as use_nccl_lane
-
-if TYPE_CHECKING:
-    from commlayer.backend.on_device import OnDevice
 
 __all__ = ["Order"]
 
@@ -236,8 +231,7 @@ class Order:
         UsageError for none that exists."""
         self.lane.use(lane, is_told=is_told)
         for each in self.inner.on_devices.values():
-            use_nccl_lane(each.inner, lane)
-            each.plans.use_lane(*self.lane.cut)
+            each.use_lane(lane, self.lane.cut)
         # What is queued was called before: on every rank it keeps the plan that it would have had.
         if self.progress.pending and not self.progress.is_progress_thread():
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
@@ -278,7 +272,7 @@ class Order:
         require_same_number(self.members, self.inner, self.sequence, "use_siblings", siblings)
         self.inner.planned.choices.use_siblings(siblings)
         for each in self.inner.on_devices.values():
-            each.plans.use_siblings(siblings)
+            each.use_siblings(siblings)
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""
@@ -289,9 +283,9 @@ class Order:
         """The class of traffic; "" for none."""
         return lane_of(self.members.describe()) if self.lane.name is None else self.lane.name
 
-    def on_device(self, tensor: torch.Tensor) -> OnDevice:
+    def on_device(self, tensor: torch.Tensor) -> DeviceCalls:
         """The calls of a tensor that is not on the CPU."""
-        inner = self.inner.on_devices.get(device_of(tensor))
+        inner = self.inner.on_devices.get(tensor.device.type)
         if inner is not None:
             if self.lane.name is None:
                 self.use_lane_of_group()

@@ -47,13 +47,8 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = [
     "answer_to",
     "correct_devices",
-    "skip_methods",
-    "teach_barrier",
-    "teach_batches",
-    "teach_lists",
-    "teach_monitored_barrier",
     "teach_store",
-    "teach_timeouts",
+    "teach_torch",
 ]
 
 _MARK, _ALIAS_MARK = "_commlayer_wraps", "_commlayer_translates"
@@ -70,6 +65,16 @@ def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     for module in [module for key, module in sys.modules.items() if key.startswith("torch.distributed")]:
         if getattr(module, name, None) is original:  # device_mesh has names of its own for it
             setattr(module, name, wrapper)
+
+
+def teach_torch() -> None:
+    """Make all the changes that groups of this backend need, once: when the first is made."""
+    _skip_methods()
+    _teach_monitored_barrier()
+    _teach_timeouts()
+    _teach_batches()
+    _teach_lists()
+    _teach_barrier()
 
 
 def teach_store() -> None:
@@ -92,12 +97,12 @@ def teach_store() -> None:
 
 def correct_devices() -> None:
     """Let torch know for which types of devices this backend has collectives in this process."""
-    from commlayer.transport.nccl import is_usable  # this module may be imported inside ``import torch``
+    from commlayer.transport.c10d import is_usable  # this module may be imported inside ``import torch``
 
     dist.Backend.backend_capability["commlayer"] = ["cpu", "cuda"] if is_usable() else ["cpu"]
 
 
-def teach_monitored_barrier() -> None:
+def _teach_monitored_barrier() -> None:
     """Let ``torch.distributed.monitored_barrier`` work on groups of this backend."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +121,7 @@ def teach_monitored_barrier() -> None:
     _replace("monitored_barrier", make)
 
 
-def teach_timeouts() -> None:
+def _teach_timeouts() -> None:
     """Let torch's ``_set_pg_timeout`` reach all that a group of this backend waits with, not its
     registered backend alone."""
 
@@ -134,7 +139,7 @@ def teach_timeouts() -> None:
     _replace("_set_pg_timeout", make)
 
 
-def teach_batches() -> None:
+def _teach_batches() -> None:
     """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of
     them or none."""
 
@@ -167,7 +172,7 @@ def teach_batches() -> None:
     _replace("batch_isend_irecv", make)
 
 
-def teach_lists() -> None:
+def _teach_lists() -> None:
     """Let a rank that calls ``new_group`` for a group of this backend that it is not in compare its
     list with the others'."""
 
@@ -194,7 +199,7 @@ def teach_lists() -> None:
     _replace("_new_process_group_helper", make)
 
 
-def teach_barrier() -> None:
+def _teach_barrier() -> None:
     """Let the barrier behind making a group (TORCH_DIST_INIT_BARRIER=1) end when a rank of a job of
     this backend fails."""
 
@@ -267,7 +272,7 @@ def answer_to(alias: str) -> None:
 _is_done = False
 
 
-def skip_methods() -> None:
+def _skip_methods() -> None:
     """Keep torch.compile out of the backend's functions. Once."""
     global _is_done
     if _is_done:

@@ -9,7 +9,7 @@ These are bodies of rows of the table (verbs.py): they run in the group's order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import (
@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import (
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
-    Work,
 )
 
 from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
@@ -31,15 +30,10 @@ from commlayer.calls.movement import Movement
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
 
-if TYPE_CHECKING:
-    from commlayer.backend.on_device import OnDevice
-
 __all__ = [
     "all_reduce",
     "all_reduce_joined",
     "is_native",
-    "launch_all_reduce",
-    "launch_reduce_scatter",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_each",
@@ -75,20 +69,6 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
         calls.run(Movement(plan, tensor, tensor, op=PLAN_NAMES[op]), num_bytes, opts.timeout)
         if op == AVG:
             _divide(tensor, calls.members.size)
-
-
-def launch_all_reduce(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
-    """:func:`all_reduce` on a device."""
-    x, op = tensors[0], opts.reduceOp.op
-    if x.layout is not _STRIDED:
-        calls.compare("all_reduce", None, 0, op=op)  # the number of non-zero elements differs between ranks
-        return calls.own_sparse(tensors, opts)
-    is_one = len(tensors) == 1
-    work = calls.sum_encoded(x, x, op, tensors) if is_one else None
-    if work is not None:
-        return work
-    plan = calls.look(x, x, x.nbytes, op=op, fits=is_one)
-    return calls.own("allreduce", tensors, opts) if plan is None else calls.launch_sum(plan, x, x, op, tensors)
 
 
 def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
@@ -174,19 +154,6 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
         calls.run(Movement(plan, input, output, op=PLAN_NAMES[op]), num_bytes, opts.timeout)
         if op == AVG:
             _divide(output, size)
-
-
-def launch_reduce_scatter(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-    """:func:`reduce_scatter` on a device."""
-    calls.require_alike("reduce_scatter", output, input)
-    fits, op = input.nbytes == calls.size * output.nbytes, opts.reduceOp.op
-    work = calls.sum_encoded(input, output, op, [output]) if fits else None
-    if work is not None:
-        return work
-    plan = calls.look(output, input, input.nbytes, op=op, fits=fits)
-    if plan is None:
-        return calls.own("reduce_scatter_single", output, input, opts)
-    return calls.launch_sum(plan, input, output, op, [output])
 
 
 def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:

@@ -101,9 +101,6 @@ class Verb:
     number, or :data:`ONE_EACH_RANK`; as many as Gloo's. A backward pass refuses a tensor that was
     saved for it and has changed since. Bodies tell of none: how a call runs must not be seen
     there."""
-    launch: Callable[..., Work] | None = None
-    """Launches it for tensors on a device: ``launch(calls, *tensors, opts)``; None: the inner
-    backend's own call there."""
 
     @property
     def name(self) -> str:
@@ -241,7 +238,7 @@ def in_place(row: Verb) -> Method:
         num_bytes = -1 if any(x.layout is not _STRIDED for x in tensors) else _num_bytes(tensors)
         noted = tensors[0].dtype, num_bytes, num_bytes, None
         if not tensors[0].is_cpu:
-            return order.on_device(tensors[0]).issue(row.name, collective, noted, row.launch, tensors, opts)
+            return order.on_device(tensors[0]).issue(row.name, collective, noted, tensors, opts)
         return order.issue(opts, collective, noted, tensors, body, self._calls, tensors, opts)
 
     return verb
@@ -262,7 +259,7 @@ def _issued_pair(row: Verb) -> Method:
             on_device = order.on_device(output if input.is_cpu else input)
             if splits:
                 check_splits(self._members, output, input, *splits)
-            return on_device.issue(row.name, collective, noted, row.launch, output, input, *splits, opts)
+            return on_device.issue(row.name, collective, noted, output, input, *splits, opts)
         if splits:
             order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
         return order.issue(opts, collective, noted, [output], body, self._calls, output, input, *splits, opts)
@@ -341,7 +338,7 @@ def pairs(row: Verb, outputs_of: Callable[[Any], Any] = reals) -> Method:
         outputs, inputs = outputs_of(outputs), reals(inputs)
         noted, order = _noted_lists(outputs, inputs, row), self._order
         if inputs and not inputs[0].is_cpu:
-            return order.on_device(inputs[0]).issue(row.name, collective, noted, row.launch, outputs, inputs, opts)
+            return order.on_device(inputs[0]).issue(row.name, collective, noted, outputs, inputs, opts)
         if check is not None:
             check(self._members, outputs, inputs)
         return order.issue(opts, collective, noted, outputs, body, self._calls, outputs, inputs, opts)
@@ -379,7 +376,7 @@ def _one_list(row: Verb, *, is_out: bool) -> Method:
         order = self._order
         if not singles[0].is_cpu:
             noted = _noted_lists(outputs, inputs, row)
-            return order.on_device(singles[0]).issue(row.name, collective, noted, row.launch, outputs, inputs, opts)
+            return order.on_device(singles[0]).issue(row.name, collective, noted, outputs, inputs, opts)
         if not is_rooted:
             self._members.require_one_list(collective, lists, singles)
             outputs, inputs = outputs[0], inputs[0]

@@ -1,7 +1,7 @@
 """The collectives of the backend, as a table: a row for each form in which c10d has one.
 
-To add a verb: write its body (gathers.py, reductions.py, exchanges.py), and where plans run it on a device one for that,
-and a row here. What the columns mean says
+To add a verb: write its body (gathers.py, reductions.py, exchanges.py), and a row here; where plans run it on a device, a body
+in launches.py too. What the columns mean says
 :class:`commlayer.backend.verb_methods.Verb`; the form of a row makes the method of the group that torch calls. Barriers, which
 have no tensors, and messages, which have no place in the order of calls, are no rows.
 """
@@ -59,7 +59,6 @@ VERBS = (
         gathers.all_gather,
         _ALL_GATHER,
         changes=ONE_EACH_RANK,
-        launch=gathers.launch_all_gather,
     ),
     Verb(
         "all_gather_single_coalesced allgather_into_tensor_coalesced",
@@ -86,7 +85,6 @@ VERBS = (
         BroadcastOptions,
         gathers.broadcast,
         _BROADCAST,
-        launch=gathers.launch_broadcast,
     ),
     Verb("gather", "gather", lists_out, GatherOptions, gathers.gather, is_rooted=True, changes=1),
     Verb("scatter", "scatter", lists_in, ScatterOptions, gathers.scatter, is_rooted=True),
@@ -98,7 +96,6 @@ VERBS = (
         reductions.all_reduce,
         _ALL_REDUCE,
         may_be_sparse=True,
-        launch=reductions.launch_all_reduce,
     ),
     Verb(
         "allreduce_coalesced",
@@ -120,7 +117,6 @@ VERBS = (
         reductions.reduce_scatter,
         _REDUCE_SCATTER,
         changes=1,
-        launch=reductions.launch_reduce_scatter,
     ),
     Verb(
         "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
@@ -138,7 +134,6 @@ VERBS = (
         AllToAllOptions,
         exchanges.all_to_all,
         _ALL_TO_ALL,
-        launch=exchanges.launch_all_to_all,
     ),
     Verb(
         "alltoall",

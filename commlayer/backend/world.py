@@ -27,9 +27,10 @@ from commlayer.profiles.errors import CommlayerError, DisagreementError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.experience.link_rates import LinkTimes
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.settings import Settings
-from commlayer.transport.connect import wants_shared_memory
+from commlayer.transport.shared_memory.shared_messages import wants_shared_memory
 
 __all__ = ["Measuring", "World", "agree", "current", "forget", "remember"]
 
@@ -80,6 +81,10 @@ class Measuring(Protocol):
     ) -> Profile | None:
         """The profile of the links of a device between ``ranks``. ``job``: its shape.
         Collective."""
+
+    def time_links(self, planned: Any, num_bytes: int) -> LinkTimes:
+        """How long pairs of a group's nodes take to send each other ``num_bytes``, µs; ``planned``:
+        who runs its plans. Collective, between calls."""
 
 
 class _Card(ControlMessage, frozen=True):

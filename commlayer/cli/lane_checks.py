@@ -178,7 +178,8 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:
     """Return NCCL's version and the fields that this torch can set of it; (None, nothing) without
     CUDA."""
-    from commlayer.transport.nccl import config_fields, is_usable
+    from commlayer.transport.c10d import is_usable
+    from commlayer.transport.nccl import config_fields
 
     if not is_usable():
         return None, frozenset()

@@ -24,7 +24,6 @@ from commlayer.calls.ring import Call
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.devices.device_contract import Messenger
 from commlayer.devices.event_clock import EventClock
-from commlayer.engine.encoded import RowCoder
 from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
@@ -242,7 +241,7 @@ class DevicePlans(Executor):
         script = prepared.script
         assert isinstance(script, StreamScript)  # compiled by the transport that was made here
         reduce = None if movement.kind in ("split", "over", "encoded exchange") else reducer(source.dtype, movement.op)
-        coder = None if movement.codec is None else RowCoder(movement.codec)
+        coder = None if movement.codec is None else movement.codec.on_bytes()
         return KeptCall(movement.plan, script, bind(script, buffers, reduce, coder), prepared.sent)
 
     @property

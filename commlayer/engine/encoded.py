@@ -1,5 +1,4 @@
-"""Calls in a wire format: rows as bytes, who is told of a value that a format refuses, and a sum
-that takes no memory."""
+"""Calls in a wire format: who is told of a value that a format refuses, and a sum that takes no memory."""
 
 from __future__ import annotations
 
@@ -14,46 +13,12 @@ from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer
 from commlayer.transport.call_memory import Buffers, CallMemory, as_bytes
 from commlayer.transport.contract import Script
-from commlayer.wire.codecs import Codec
 
-__all__ = ["RowCoder", "explain_non_finite", "reduce_scatter_in_place"]
+__all__ = ["explain_non_finite", "reduce_scatter_in_place"]
 
 _SUM_ELEMENTS = 16384
 """Elements that an in-place call rounds, or sums, at a time: 64 KiB of FP32, which stay in a core's
 own cache."""
-
-
-class RowCoder:
-    """A codec on bytes: see transport.Coder."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec, self.width = codec, codec.wire.row_elements
-
-    def encode(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.codec.encode(self._rows(source), target)
-
-    def decode(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.codec.decode(source, self._rows(target))
-
-    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor], coded: Sequence[bool]) -> None:
-        into = self._rows(target)
-        total = into if into.dtype is torch.float32 else torch.empty_like(into, dtype=torch.float32)
-        first, *rest = zip(sources, coded, strict=True)
-        if first[1]:
-            total.zero_()  # −0 in all sources becomes +0, as in any sum that begins with zero
-            self.codec.add(first[0], total)
-        else:
-            total.copy_(self._rows(first[0]))
-        for source, is_coded in rest:
-            if is_coded:
-                self.codec.add(source, total)
-            else:
-                total.add_(self._rows(source))
-        if total is not into:
-            into.copy_(total)
-
-    def _rows(self, data: torch.Tensor) -> torch.Tensor:
-        return data.view(self.codec.dtype).view(-1, self.width)
 
 
 def explain_non_finite(source: torch.Tensor, width: int, where: str, error: NonFiniteError) -> NonFiniteError:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 from commlayer.agree.maximum import AgreedMaximum
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
-from commlayer.engine.encoded import RowCoder, explain_non_finite, reduce_scatter_in_place
+from commlayer.engine.encoded import explain_non_finite, reduce_scatter_in_place
 from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import HELD_OF_TIMEOUT, Gate, exchange_times_us, lanes, predicted_timeline
@@ -44,12 +44,11 @@ from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import MOST_CONNECTIONS, Settings
 from commlayer.transport.call_memory import Buffers, CallMemory, as_bytes, reducer
-from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Channel, Script, StartedPlan, break_connections
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.marks import mark_of
-from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
+from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup, sharing_memory
 
 __all__ = ["PlannedGroup"]
 
@@ -195,7 +194,7 @@ class PlannedGroup(Executor):
             return exchange, exchange
         prepared = self.prepared(runner, movement)
         reduce = reducer(movement.source.dtype, "sum") if movement.kind == "encoded" else None
-        coder = None if movement.codec is None else RowCoder(movement.codec)
+        coder = None if movement.codec is None else movement.codec.on_bytes()
         return prepared, runner.start(prepared, source, target, limit_s, reduce, coder)
 
     def _run_in_place(self, runner: Runner, movement: Movement, limit_s: float) -> Sent:

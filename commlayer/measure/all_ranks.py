@@ -17,7 +17,7 @@ from commlayer.agree import messages
 from commlayer.agree.messages import ControlMessage, Peers
 from commlayer.agree.tree import gather_by_tree
 from commlayer.failures.detector import FailureDetector
-from commlayer.transport.connect import device_type
+from commlayer.transport.c10d import device_type
 
 __all__ = ["AllRanks", "ProfileText"]
 

@@ -23,7 +23,10 @@ import torch
 from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.calls.group_life import stage
+from commlayer.engine.device_plans import DevicePlans
+from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import phase
+from commlayer.measure import link_times
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.device_harness import DeviceLinks, device_links
 from commlayer.measure.machines import Machine, describe_machine
@@ -46,6 +49,7 @@ from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sweep import doubts
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.experience.link_rates import LinkTimes
 from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.settings import Settings
 
@@ -59,6 +63,7 @@ __all__ = [
     "cluster_key",
     "device_profile",
     "planner_for",
+    "time_links",
 ]
 
 PROBE = SweepOptions(
@@ -141,6 +146,12 @@ def device_profile(
     """The profile of the links of a device between ``ranks``, as of :func:`calibrated`. Collective."""
     with torch.inference_mode(False), torch.no_grad():  # whatever mode the program's call was made in
         return calibrated(settings, topology, ranks, timeout_s, device_links(device), job)
+
+
+def time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
+    """See :func:`commlayer.measure.link_times.time_links`: those who make groups are handed this
+    module."""
+    return link_times.time_links(planned, num_bytes)
 
 
 def as_probe(profile: Profile) -> Profile:

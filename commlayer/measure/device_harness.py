@@ -43,7 +43,8 @@ from commlayer.scheduler.probes import Probe
 from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
-from commlayer.transport.nccl import InnerMessenger, Nccl, connect_now, is_usable, make_nccl
+from commlayer.transport.c10d import is_usable
+from commlayer.transport.nccl import InnerMessenger, Nccl, connect_now, make_nccl
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 
 __all__ = ["DeviceGroup", "DeviceHarness", "DeviceLinks", "device_links"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from commlayer.agree.messages import ControlMessage
 from commlayer.settings import Settings
-from commlayer.transport.connect import wants_shared_memory
+from commlayer.transport.shared_memory.shared_messages import wants_shared_memory
 
 __all__ = ["Machine", "describe_machine"]
 

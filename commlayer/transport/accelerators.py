@@ -1,7 +1,6 @@
 """Devices beside the CPU whose tensors an inner backend of their own moves: CUDA's, and those that are registered here.
 
-The one place that says which device a tensor is on, as far as a group of the backend cares. A simulated device
-(tests/simulated/torch_device.py) registers here with what makes its inner backend, before groups are made.
+A simulated device (tests/simulated/torch_device.py) registers here with what makes its inner backend, before groups are made.
 """
 
 from __future__ import annotations
@@ -10,22 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 
-import torch
 from torch._C._distributed_c10d import Store
 
 from commlayer.transport.nccl import Nccl
 
-__all__ = ["MakeInner", "device_of", "register_accelerator", "registered_accelerators"]
+__all__ = ["MakeInner", "register_accelerator", "registered_accelerators"]
 
 MakeInner = Callable[[Store, int, Sequence[int], timedelta, str], Nccl]
 """Makes the inner backend of a group, with all its ranks: its store, this rank in it, its global ranks, its timeout, its name."""
 
 _registered: dict[str, MakeInner] = {}
-
-
-def device_of(tensor: torch.Tensor) -> str:
-    """The type of the device on which a collective of ``tensor`` runs: ``cpu``, ``cuda``, or one registered."""
-    return tensor.device.type
 
 
 def register_accelerator(device_type: str, make: MakeInner) -> None:

@@ -1,12 +1,13 @@
-"""torch's collectives on whole tensors, under the names that the installed torch has: 2.13 gave them new ones."""
+"""What the installed torch has: its collectives on whole tensors, to which 2.13 gave new names, and NCCL."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single", "start_sequence", "verb_of"]
+__all__ = ["all_gather_single", "device_type", "is_usable", "reduce_scatter_single", "start_sequence", "verb_of"]
 
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -18,6 +19,16 @@ _OLDER_NAMES = {
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_usable() -> bool:
+    """Whether CUDA tensors can exist here, and NCCL is built in."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def device_type(group: dist.ProcessGroup | None) -> str:
+    """``cuda`` for a group whose backend is NCCL, else ``cpu``."""
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 
 def verb_of(group: Any, name: str) -> Any:

@@ -3,8 +3,7 @@ caller's."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -18,24 +17,20 @@ from commlayer.devices.device_contract import Messenger
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.forks import never_free_in_child
-from commlayer.failures.waits import Board, bounded
+from commlayer.failures.waits import bounded
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
+from commlayer.transport.c10d import is_usable
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
-from commlayer.transport.nccl import Inner, InnerMessenger, Nccl, connect_now, is_usable
-from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
+from commlayer.transport.nccl import Inner, InnerMessenger, Nccl, connect_now
+from commlayer.transport.shared_memory.shared_messages import sharing_memory
 
-__all__ = ["connect", "device_type", "gloo_of_grid", "require_device_type", "sharing_memory", "wants_shared_memory"]
-
-
-def device_type(group: dist.ProcessGroup | None) -> str:
-    """``cuda`` for a group whose backend is NCCL, else ``cpu``."""
-    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+__all__ = ["connect", "gloo_of_grid", "require_device_type"]
 
 
 def require_device_type(name: str) -> None:
@@ -154,31 +149,3 @@ def gloo_of_grid(
 
     settings = Settings.from_environment()
     return bounded(make, board, timeout_s, f"connecting group {name}")
-
-
-def sharing_memory(
-    group: dist.ProcessGroup,
-    rank: int,
-    nodes: Sequence[Sequence[int]],
-    timeout_s: float,
-    settings: Settings,
-    board: Board,
-) -> dist.ProcessGroup:
-    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the
-    machine allow it.
-
-    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError
-    where a rank does not come, and at once where ``board`` is broken.
-    """
-    if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
-        return group
-    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s, board))
-
-
-def wants_shared_memory(settings: Settings) -> bool:
-    """Whether messages inside a node may go past its network; an emulated link that is shaped is
-    there to be used."""
-    if settings.intra != "auto":
-        return settings.intra == "shared"
-    links = os.environ.get("COMMLAYER_EMULATED_LINKS")
-    return links is None or "intra unshaped" in links

@@ -40,7 +40,6 @@ __all__ = [
     "config_fields",
     "connect_now",
     "is_high_priority",
-    "is_usable",
     "like_options",
     "make_nccl",
     "nccl_lane_options",
@@ -99,11 +98,6 @@ class Nccl:
         except TimeoutError:
             return "calls of NCCL's own"
         return ""
-
-
-def is_usable() -> bool:
-    """Whether CUDA tensors can exist here, and NCCL is built in."""
-    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def is_high_priority(lane: str) -> bool:

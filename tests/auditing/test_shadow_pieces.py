@@ -13,7 +13,6 @@ from plans_in_memory import run_in_memory
 
 from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
 from commlayer.auditing.retracing import suspects
-from commlayer.engine.encoded import RowCoder
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.call_moves import everyones_moves
@@ -141,7 +140,7 @@ class PlannedSums(NamedTuple):
             is_in_place = plan.traffic.collective in ("all_reduce", "broadcast")
             output = x if is_in_place else torch.zeros(flat.nbytes, dtype=torch.uint8)
             buffers.append({Buffer.INPUT: x, Buffer.OUTPUT: output})
-        coder = None if plan.wire.is_native else RowCoder(Codec(plan.wire, torch.float32))
+        coder = None if plan.wire.is_native else Codec(plan.wire, torch.float32).on_bytes()
         run_in_memory(plan, moves, buffers, reducer(torch.float32, "sum"), coder)
         return [each[Buffer.OUTPUT].view(torch.float32) for each in buffers]
 

@@ -19,7 +19,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_to_all_single as differentiable
 
 import commlayer
-from commlayer.backend import group as backend_group
+from commlayer.backend import group_extras
 from commlayer.collectives import GroupCommunicator
 from commlayer.engine.group_plans import Choices
 from commlayer.integrations import plan_ddp
@@ -150,7 +150,7 @@ def every_exchange(shape: str) -> None:
             simulated_device(StreamDelays(turn, LAGGING.chance))
             wanted = exchange(CPU, turn)
             before = planned()
-            with seen_calls(backend_group, "everyones_numbers") as told:
+            with seen_calls(group_extras, "everyones_numbers") as told:
                 got = exchange(device, turn).cpu()
             assert torch.equal(got, wanted), (exchange.__name__, turn, got, wanted)
             assert len(told) == num_told, exchange.__name__
@@ -221,7 +221,7 @@ def over_levels() -> None:
         found = []
         for where in (CPU, device):
             x = filled(4, where, torch.float32).requires_grad_()
-            with seen_calls(backend_group, "everyones_numbers") as told:
+            with seen_calls(group_extras, "everyones_numbers") as told:
                 out = group.all_to_all(x, sent, sent, most_rows=4, over=span)
                 (out * torch.arange(float(W), device=where)).sum().backward()
             assert not told
@@ -395,7 +395,7 @@ def captures() -> list[tuple[str, str, str]]:
             call()
             with (
                 seen_calls(QueueRunner, "until") as waits,
-                seen_calls(backend_group, "everyones_numbers") as told,
+                seen_calls(group_extras, "everyones_numbers") as told,
                 seen_calls(TorchMemory, "take") as taken,
             ):
                 call()

@@ -18,7 +18,7 @@ from simulated.torch_device import simulated_device
 from simulated.torch_streams import StreamDelays
 from torch.distributed.device_mesh import init_device_mesh
 
-from commlayer.backend import create
+from commlayer.backend import group_extras
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.profiles.errors import DisagreementError, SettingsError, UsageError
 from commlayer.scheduler.mapping import clusters
@@ -397,15 +397,15 @@ def test_a_rank_that_cannot_encode_on_cuda_says_so_to_the_others(monkeypatch: py
         raise UsageError("Triton could not be loaded")
 
     options = GroupOptions(wire="int8!")
-    monkeypatch.setattr(create, "row_kernels", without_triton)
-    monkeypatch.setattr(create, "is_usable", lambda: False)
-    assert create._notes(options) == options.words(), "on the CPU nobody needs it"
-    monkeypatch.setattr(create, "is_usable", lambda: True)
-    assert create._notes(options).keys() - options.words().keys() == {"wire on CUDA"}
-    assert "Triton could not be loaded" in create._notes(options)["wire on CUDA"]
-    assert create._notes(GroupOptions(lane="ep")) == GroupOptions(lane="ep").words(), "nothing is encoded"
-    monkeypatch.setattr(create, "row_kernels", lambda: None)
-    assert create._notes(options) == options.words()
+    monkeypatch.setattr(group_extras, "row_kernels", without_triton)
+    monkeypatch.setattr(group_extras, "is_usable", lambda: False)
+    assert not group_extras.lacking(options), "on the CPU nobody needs it"
+    monkeypatch.setattr(group_extras, "is_usable", lambda: True)
+    assert group_extras.lacking(options).keys() == {"wire on CUDA"}
+    assert "Triton could not be loaded" in group_extras.lacking(options)["wire on CUDA"]
+    assert not group_extras.lacking(GroupOptions(lane="ep")), "nothing is encoded"
+    monkeypatch.setattr(group_extras, "row_kernels", lambda: None)
+    assert not group_extras.lacking(options)
 
 
 @pytest.mark.cluster

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 
-from commlayer.backend import create, world
-from commlayer.backend.create import make_group
+from commlayer.backend import group_extras, world
 from commlayer.backend.group_options import GroupOptions
+from commlayer.backend.new_groups import make_group
 from commlayer.failures.detector import job_detector
-from commlayer.measure import calibrate
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -43,12 +42,12 @@ def test_its_communicator_on_cuda_is_no_part_of_the_jobs(
     def asked(*_: Any, is_split: bool, **__: Any) -> None:
         raise Asked(is_split)
 
-    monkeypatch.setattr(create, "is_usable", lambda: True)  # the ranks are forked
-    monkeypatch.setattr(create, "make_nccl", asked)
+    monkeypatch.setattr(group_extras, "is_usable", lambda: True)  # the ranks are forked
+    monkeypatch.setattr(group_extras, "make_nccl", asked)
 
     def job() -> bool:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
-        given: dict[str, Any] = {"store": store, "timeout": LIMIT, "measuring": calibrate, "stands_alone": True}
+        given: dict[str, Any] = {"store": store, "timeout": LIMIT, "stands_alone": True}
         with pytest.raises(Asked) as found:
             make_group(name="one", rank=0, global_ranks=[0], options=GroupOptions(plan="flat"), **given)
         return bool(found.value.args[0])
@@ -80,7 +79,6 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
                 global_ranks=range(count),
                 store=PrefixStore(f"{number}/", store),
                 timeout=LIMIT,
-                measuring=calibrate,
                 options=GroupOptions(wire="bf16!", plan="flat_direct"),
                 stands_alone=True,
             )
@@ -149,8 +147,7 @@ class Member:
     def quorum(self, number: int, count: int, limit: timedelta = LIMIT) -> Any:
         own = PrefixStore(f"{number}/", self.store)
         ranks, options = range(count), GroupOptions(plan="flat_direct")
-        given: dict[str, Any] = {"store": own, "timeout": limit, "options": options}
-        given |= {"measuring": calibrate, "stands_alone": True}
+        given: dict[str, Any] = {"store": own, "timeout": limit, "options": options, "stands_alone": True}
         return make_group(name=f"quorum {number}", rank=self.rank, global_ranks=ranks, **given)
 
     def breaks(self, number: int) -> None:

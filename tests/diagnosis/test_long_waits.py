@@ -20,14 +20,13 @@ from test_hangs import printed
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 
 from commlayer import GroupOptions
-from commlayer.backend.create import make_group
+from commlayer.backend.new_groups import make_group
 from commlayer.calls import ring
 from commlayer.calls.group_life import making_group
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.diagnosis import long_waits
 from commlayer.diagnosis.long_waits import LongWait, LongWaits, waits_of_this_rank
 from commlayer.diagnosis.snapshot import rank_log
-from commlayer.measure import calibrate
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
@@ -247,7 +246,6 @@ def test_a_wait_in_a_group_that_stands_alone_is_told_by_its_own_numbers(
             global_ranks=range(2),
             store=PrefixStore(f"sites {place}/", store),
             timeout=limit,
-            measuring=calibrate,
             options=GroupOptions(plan="flat_direct"),
             stands_alone=True,
         )

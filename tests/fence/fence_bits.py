@@ -20,7 +20,6 @@ import torch
 from fence_cases import Case, Facts
 from plans_in_memory import run_in_memory
 
-from commlayer.engine.encoded import RowCoder
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import Buffer, Gather, Op, Plan, Scaling, Strategy, Traffic, Wire, WireFormat, build
@@ -275,7 +274,7 @@ def _run(call: Call, moves: Sequence[RankMoves]) -> list[torch.Tensor]:
         output = x if is_in_place else torch.zeros(received[rank], dtype=torch.uint8)
         buffers.append({Buffer.INPUT: x, Buffer.OUTPUT: output})
     wire = call.plan.wire
-    coder = None if wire.is_native else RowCoder(Codec(wire, call.dtype, "pass"))
+    coder = None if wire.is_native else Codec(wire, call.dtype, "pass").on_bytes()
     run_in_memory(call.plan, moves, buffers, reducer(call.dtype, call.op), coder)
     return [each[Buffer.OUTPUT] for each in buffers]
 

@@ -9,14 +9,13 @@ from functools import cached_property, partial
 import torch
 from plans_in_memory import run_in_memory
 
-from commlayer.engine.encoded import RowCoder
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.call_moves import RankMoves, everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.call_memory import CallMemory, reducer
-from commlayer.transport.contract import StartedPlan
+from commlayer.transport.contract import Coder, StartedPlan
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 from simulated.communicators import SimulatedCommunicator
@@ -105,9 +104,9 @@ class DeviceCall:
         return [total // self.size if self.plan.traffic.collective == "reduce_scatter" else total] * self.size
 
     @property
-    def coder(self) -> RowCoder | None:
+    def coder(self) -> Coder | None:
         """The codec of its wire format; None for the tensor's own."""
-        return None if self.plan.wire.is_native else RowCoder(Codec(self.plan.wire, self.dtype, "pass"))
+        return None if self.plan.wire.is_native else Codec(self.plan.wire, self.dtype, "pass").on_bytes()
 
     def _input_bytes(self) -> list[int]:
         total = self.plan.traffic.logical_bytes

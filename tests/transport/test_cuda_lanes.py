@@ -11,6 +11,7 @@ from commlayer.cli.lane_checks import Line, at_hand, lane_lines
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
+from commlayer.transport.c10d import is_usable
 from commlayer.transport.nccl import (
     CONFIG_SINCE,
     LOWER_LANE_CTAS,
@@ -18,7 +19,6 @@ from commlayer.transport.nccl import (
     Nccl,
     apply_lane,
     is_high_priority,
-    is_usable,
     nccl_lane_options,
     use_lane,
 )

@@ -35,13 +35,14 @@ on a core nothing may spin. Rejected:
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import Board, is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
+from commlayer.settings import Settings
 from commlayer.transport.call_memory import Buffers, CallMemory
 from commlayer.transport.contract import CallMismatch, SizeMismatch, break_connections
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
@@ -71,7 +73,15 @@ from commlayer.transport.shared_memory.peers import (
 )
 from commlayer.transport.shared_memory.slabs import Slab
 
-__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Posting", "SharedMemoryGroup", "Waitable"]
+__all__ = [
+    "AHEAD_BYTES",
+    "INLINE_BYTES",
+    "Posting",
+    "SharedMemoryGroup",
+    "Waitable",
+    "sharing_memory",
+    "wants_shared_memory",
+]
 
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give
@@ -470,3 +480,31 @@ def _memory(tensor: torch.Tensor) -> CallMemory:
             "x.contiguous().view(-1).view(torch.uint8)"
         )
     return CallMemory(tensor)
+
+
+def sharing_memory(
+    group: dist.ProcessGroup,
+    rank: int,
+    nodes: Sequence[Sequence[int]],
+    timeout_s: float,
+    settings: Settings,
+    board: Board,
+) -> dist.ProcessGroup:
+    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the
+    machine allow it.
+
+    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError
+    where a rank does not come, and at once where ``board`` is broken.
+    """
+    if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
+        return group
+    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s, board))
+
+
+def wants_shared_memory(settings: Settings) -> bool:
+    """Whether messages inside a node may go past its network; an emulated link that is shaped is
+    there to be used."""
+    if settings.intra != "auto":
+        return settings.intra == "shared"
+    links = os.environ.get("COMMLAYER_EMULATED_LINKS")
+    return links is None or "intra unshaped" in links

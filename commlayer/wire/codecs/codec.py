@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 if TYPE_CHECKING:
     from commlayer.wire.kernels.rows import RowKernels
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "RowCoder"]
 
 
 class Codec:
@@ -47,6 +48,10 @@ class Codec:
         self.dtype = dtype
         self.non_finite = non_finite
         self._is_scaled = wire.format.is_scaled
+
+    def on_bytes(self) -> RowCoder:
+        """Return the same for tensors that are given as their bytes."""
+        return RowCoder(self)
 
     def wire_bytes(self, rows: int) -> int:
         """Return the bytes of ``rows`` encoded rows of ``wire.row_elements``, scales included."""
@@ -147,6 +152,40 @@ class Codec:
             expected = 2 * (rows.numel() if index is None else index.shape[0] * rows.shape[1])
             check_message(message, rows, expected, 2)
         return expected > 0
+
+
+class RowCoder:
+    """A codec on the bytes of a tensor, as a plan moves them: see
+    :class:`commlayer.transport.contract.Coder`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.width = codec, codec.wire.row_elements
+
+    def encode(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.codec.encode(self._rows(source), target)
+
+    def decode(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.codec.decode(source, self._rows(target))
+
+    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor], coded: Sequence[bool]) -> None:
+        into = self._rows(target)
+        total = into if into.dtype is torch.float32 else torch.empty_like(into, dtype=torch.float32)
+        first, *rest = zip(sources, coded, strict=True)
+        if first[1]:
+            total.zero_()  # −0 in all sources becomes +0, as in any sum that begins with zero
+            self.codec.add(first[0], total)
+        else:
+            total.copy_(self._rows(first[0]))
+        for source, is_coded in rest:
+            if is_coded:
+                self.codec.add(source, total)
+            else:
+                total.add_(self._rows(source))
+        if total is not into:
+            into.copy_(total)
+
+    def _rows(self, data: torch.Tensor) -> torch.Tensor:
+        return data.view(self.codec.dtype).view(-1, self.width)
 
 
 def _kernels() -> type[RowKernels]:

@@ -13,7 +13,7 @@ from simulated.torch_streams import QueueRunner, StreamDelays
 from torch import nn
 
 import commlayer
-from commlayer.backend import group as backend_group
+from commlayer.backend import group_extras
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
@@ -57,7 +57,7 @@ def doubled(rows: torch.Tensor, counts: object, weights: torch.Tensor | None) ->
 def moved(dispatcher: TokenDispatcher, device: torch.device, seed: int, capacity: int | None) -> list[torch.Tensor]:
     """One call, forward and backward; on a device, how often the host waited, in preparing and after."""
     x, indices, weights = drawn(device, 3 * dist.get_rank() + 4, seed)
-    with seen_calls(QueueRunner, "until") as waits, seen_calls(backend_group, "everyones_numbers") as told:
+    with seen_calls(QueueRunner, "until") as waits, seen_calls(group_extras, "everyones_numbers") as told:
         handle = dispatcher.prepare(indices, capacity=capacity, like=x, weights=weights)
         num_waits = len(waits)
         out, _ = dispatcher.run(x, handle, doubled, weights)
@@ -141,7 +141,7 @@ def trained(kind: str) -> None:
     before = planned_exchanges()
     for seed in range(2):
         simulated_device(StreamDelays(seed, 0.5))
-        with seen_calls(ChoiceCounts, "exchange") as exchanges, seen_calls(backend_group, "everyones_numbers") as told:
+        with seen_calls(ChoiceCounts, "exchange") as exchanges, seen_calls(group_extras, "everyones_numbers") as told:
             assert losses(kind, device, range(3)) == pytest.approx(on_cpu, rel=1e-5)
         assert len(exchanges) == 3
         assert not told
