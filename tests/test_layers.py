@@ -79,6 +79,11 @@ def test_the_import_contracts_hold() -> None:
             "def later() -> None:\n    from commlayer.engine import planned",
             "who listens to calls does not know what runs them",
         ),
+        (
+            "commlayer/engine/planned.py",
+            "def later() -> None:\n    from commlayer.wire import codecs",
+            "a planned call on the CPU needs no device",
+        ),
         ("commlayer/a_new_module.py", "", "rooms import what is below them"),
     ],
 )

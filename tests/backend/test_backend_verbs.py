@@ -18,6 +18,7 @@ import commlayer
 import commlayer.backend.create
 from commlayer.backend import patches
 from commlayer.backend.group import CommlayerGroup
+from commlayer.backend.launches import LAUNCHES
 from commlayer.backend.verb_methods import Verb, add_methods, in_place
 from commlayer.backend.verbs import VERBS
 from commlayer.testing.plugin import ClusterFactory
@@ -65,6 +66,10 @@ def test_compilers_skip_every_module_that_a_call_passes() -> None:
     for row in VERBS:
         assert vars(CommlayerGroup)[row.name].__code__ in codes
         assert row.body.__code__ in codes
+
+
+def test_what_is_launched_on_a_device_is_a_row_of_the_table() -> None:
+    assert LAUNCHES.keys() <= {row.name for row in VERBS}
 
 
 PACKAGE = f"{Path(commlayer.__file__).parent}/"
