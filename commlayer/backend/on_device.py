@@ -11,95 +11,42 @@ goes to the inner backend as it is, nothing more is known here than that it was 
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
 from time import perf_counter_ns as now
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
 from commlayer.backend.encoded_sums import encoded_sum
+from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork, Pending
 from commlayer.backend.members import Noted
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.movement import Movement
-from commlayer.calls.ring import Call, StepRecord, Track
-from commlayer.calls.under_way import settle_when_asked
-from commlayer.devices.event_clock import EventClock
+from commlayer.calls.ring import Call, Track
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import HostWork
-from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.scheduler.call_moves import Counts
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl, use_lane
-from commlayer.transport.streams import StreamCall, StreamTimes
+from commlayer.transport.streams import StreamCall
 
-__all__ = ["LaunchedWork", "OnDevice", "TellCounts"]
+__all__ = ["OnDevice", "TellCounts"]
 
 TellCounts = Callable[[Sequence[int]], list[list[int]]]
 """Tells all ranks of a group this one's numbers, over the host, and returns everybody's.
 Collective."""
-_LOOK_S = 0.002
-
-
-class LaunchedWork(Work):
-    """A planned call that has been launched. Waiting makes the current stream wait for it, not the
-    host."""
-
-    def __init__(self, plans: DevicePlans, call: StreamCall, outputs: Any) -> None:
-        super().__init__()
-        self._plans, self._call, self._outputs = plans, call, outputs
-        self._future: torch.futures.Future[Any] | None = None
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return at once: what the current stream does from now on comes after the call."""
-        del timeout
-        self._call.finish()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._call.is_done
-
-    def is_success(self) -> bool:
-        return self._call.is_done
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> Any:
-        """The outputs; their values are there for streams that have waited."""
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs. On CUDA it is set at once, and who waits for it makes a stream
-        wait, as with NCCL's futures; on another device, of whose streams futures know nothing, who
-        waits for it waits on the host."""
-        if self._future is None:
-            self._future = self._plans.future(self._call, self._outputs)
-        return self._future
-
-
-class _Pending(NamedTuple):
-    """A planned call that has perhaps not run yet."""
-
-    call: Call
-    times: StreamTimes
 
 
 class OnDevice:
@@ -133,14 +80,8 @@ class OnDevice:
         self.is_planning, self.is_coalescing = True, False
         self.instead: Callable[[Movement], None] | None = None
         self.sequence = 0
-        self._call: Call | None = None  # that is being launched
-        self._pending: deque[_Pending] = deque()
-        self._settling = threading.Lock()
         self.instruments = Instruments()
-        me = weakref.ref(self)
-        self.instruments.changed = lambda: calls._decide_timing() if (calls := me()) is not None else None
-        self._decide_timing()
-        settle_when_asked(self)
+        self.launched = LaunchedCalls(plans, track, counters, self.instruments)
 
     # Issuing
 
@@ -153,12 +94,13 @@ class OnDevice:
         return self._issue(collective, noted, args[-1], launch, self, *args)
 
     def _issue(self, collective: str, noted: Noted, opts: Any, body: Callable[..., Work], *args: Any) -> Work:
-        if self._pending:
-            self.settle()
+        launched = self.launched
+        if launched.pending:
+            launched.settle()
         dtype, sent, received, splits = noted
         # The host waits for no call of a device, whatever the program does: to those who look for
         # hangs none is a wait.
-        self._call = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
+        launched.launching = call = self.track.note(collective, dtype, sent, received, opts, True, splits, depth=5)
         instruments = self.instruments
         try:
             for hear in instruments.issued:
@@ -177,9 +119,9 @@ class OnDevice:
             self._failed(call, error)
             raise
         finally:
-            self._call = None
+            launched.launching = None
         self._end(call)
-        if not self._pending:
+        if not launched.pending:
             self.track.done = call.number
         return work
 
@@ -196,7 +138,8 @@ class OnDevice:
 
     def _end(self, call: Call) -> None:
         """Tell of its end, unless that is told when the device has run the call, or has been."""
-        if not call.ended_ns and not (self._pending and self._pending[-1].call is call):
+        pending = self.launched.pending
+        if not call.ended_ns and not (pending and pending[-1].call is call):
             call.ended_ns = now()
             for hear in self.instruments.ended:
                 hear(call)
@@ -277,8 +220,8 @@ class OnDevice:
     ) -> Plan | None:
         """The plan for the call that is launched now; None: the inner backend's own. Compares
         signatures, where that is asked for. ``fits``: whether the sizes are those of a plan."""
-        assert self._call is not None
-        collective, plan = self._call.collective, None
+        assert self.launched.launching is not None
+        collective, plan = self.launched.launching.collective, None
         is_compared = self.order.inner.signatures is not None
         may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output)
         if may_plan and (input is output or is_dense(input)) and (op is None or is_summed_by_plans(op, input.dtype)):
@@ -352,8 +295,8 @@ class OnDevice:
             return None
         if not is_dense(source) or not is_dense(target):
             return None
-        assert self._call is not None
-        collective = self._call.collective
+        assert self.launched.launching is not None
+        collective = self.launched.launching.collective
 
         def ask(collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
             if self.plans.is_unknown:
@@ -394,7 +337,7 @@ class OnDevice:
     def launch(self, movement: Movement, num_bytes: int, outputs: Any, *, is_mean: bool = False) -> Work:
         """Launch a plan for the call that is made now; count ``num_bytes``. ``is_mean``: a sum
         becomes a mean."""
-        call, plans, plan = self._call, self.plans, movement.plan
+        call, plans, plan = self.launched.launching, self.plans, movement.plan
         assert call is not None
         call.plan, call.run_bytes = plan, num_bytes
         if self.instruments.moving and not plans.is_capturing:
@@ -407,7 +350,7 @@ class OnDevice:
         self.counters.planned[call.collective, plan.name].add(num_bytes, 0, *ran.sent)
         times = started.times
         if times is not None:
-            self._pending.append(_Pending(call, times))
+            self.launched.pending.append(Pending(call, times))
             if call.is_awaited:
                 self._await(call)
         if is_mean:
@@ -481,52 +424,9 @@ class OnDevice:
         movement = Movement(plan, input.detach(), output.detach(), "split", splits=splits, counts=counts)
         return self.launch(movement, input.nbytes, [output])
 
-    # Afterwards
-
-    def _decide_timing(self) -> None:
-        self.plans.is_timing = bool(self.instruments.moved or self.instruments.ended)
-
-    def settle(self) -> None:
-        """Take note of planned calls that have run by now. Does not wait. What an instrument raises
-        is raised here."""
-        # An event that is asked while a graph is captured spoils that.
-        if not self._pending or self.plans.is_capturing or not self._settling.acquire(blocking=False):
-            return
-        try:
-            while self._pending and self._pending[0].times.is_done:
-                self._settle_one(self._pending.popleft())
-            call = self._pending[0].call if self._pending else self._call
-            self.track.done = self.track.issued if call is None else call.number - 1
-        finally:
-            self._settling.release()
-
-    def _settle_one(self, pending: _Pending) -> None:
-        call, times, launched_ns = pending.call, pending.times, pending.call.started_ns
-        if times.began and times.ended:
-            clock = self.plans.clock
-            clock.follow(times.began[0], launched_ns)
-            call.started_ns = min(map(clock.ns, times.began))
-            call.moved_ns = clock.longest_ns(times.began, times.ended)
-            call.ended_ns = call.started_ns + call.moved_ns
-            if times.has_steps:
-                call.steps = _step_records(call, times, clock)
-        else:  # nothing of it is this rank's
-            call.ended_ns = now()
-        self.counters.planned[call.collective, call.plan.name].time_ns += call.moved_ns
-        try:
-            for hear in self.instruments.moved:
-                hear(call)
-        finally:
-            for hear in self.instruments.ended:
-                hear(call)
-
     def finish(self, patience_s: float) -> None:
         """Wait so long for planned calls that are noted to be under way, and take note of them."""
-        until, board = monotonic() + patience_s, self.plans.board
-        self.settle()
-        while self._pending and not self.plans.is_capturing and not board.is_broken and monotonic() < until:
-            sleep(_LOOK_S)
-            self.settle()
+        self.launched.finish(patience_s)
 
     # Blocks, barriers and messages, which are the inner backend's
 
@@ -550,40 +450,17 @@ class OnDevice:
         until = monotonic() + patience_s
         try:
             while (words := self.plans.under_way()) and monotonic() < until:
-                sleep(_LOOK_S)
+                sleep(LOOK_S)
             return words or self.inner.under_way_after(max(0.001, until - monotonic()))
         except RuntimeError:  # a device's error, which whoever waits for its work is told
             return ""
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""
-        self._pending.clear()
+        self.launched.pending.clear()
         self.plans.found_out = None
         with contextlib.ExitStack() as stack:  # both, whatever fails
             stack.callback(self.inner.backend.shutdown if drain else self.inner.backend.abort)
             stack.callback(self.plans.close if drain else self.plans.abort)
             stack.callback(self.track.close)
             stack.callback(self.instruments.closed)
-
-
-def _step_records(call: Call, times: StreamTimes, clock: EventClock) -> tuple[StepRecord, ...]:
-    """The steps of a call; one in which this rank had nothing to do took no time."""
-    records: list[StepRecord] = []
-    for index, step in enumerate(call.plan.steps):
-        events = times.steps.get(index)
-        earlier_ns = max((records[each].end_ns for each in step.after), default=call.started_ns)
-        begin_ns, end_ns = (earlier_ns, earlier_ns) if events is None else (clock.ns(events[0]), clock.ns(events[1]))
-        begin_ns, end_ns = (min(max(each, call.started_ns), call.ended_ns) for each in (begin_ns, end_ns))
-        records.append(
-            StepRecord(
-                step.op.value,
-                step.resource.value,
-                step.chunk,
-                step.bytes,
-                times.sent_bytes[index],
-                min(earlier_ns, begin_ns),
-                begin_ns,
-                end_ns,
-            )
-        )
-    return tuple(records)

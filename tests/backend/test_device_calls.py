@@ -59,7 +59,7 @@ def calls_of(group: Any) -> Any:
 def ended(device: torch.device, group: Any) -> None:
     """Have all that was launched run, and be noted."""
     torch.get_device_module(device).synchronize()
-    calls_of(group).settle()
+    calls_of(group).launched.settle()
 
 
 def every_verb(device: torch.device, count: int = 64) -> list[torch.Tensor]:
