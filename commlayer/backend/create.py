@@ -244,12 +244,15 @@ class Connector:
         Whoever has heard from all ranks over that group knows that all have connected, and that nobody looks for it any more.
         """
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of the program's own may not delete
-            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.request.rank}")  # as Gloo calls it
+            # As Gloo calls it.
+            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.request.rank}")
 
     def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
         request = self.request
-        peers = Peers(Watched(gloo, self.board), request.global_ranks, request.rank, torch.device("cpu"))
-        told = {f"pg_options of the group {request.name} ({name})": value for name, value in (note or {}).items()}
+        watched, cpu = Watched(gloo, self.board), torch.device("cpu")
+        peers = Peers(watched, request.global_ranks, request.rank, cpu)
+        where = f"pg_options of the group {request.name}"
+        told = {f"{where} ({name})": value for name, value in (note or {}).items()}
         return GatheredStore(peers, request.timeout.total_seconds(), purpose, told)
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""A group's own sums in a wire format: all_reduce and reduce_scatter where ``GroupOptions(wire=…)``
-allows one, on the CPU and on devices."""
+"""A group's own sums in a wire format: all_reduce and reduce_scatter where its options allow one
+(``GroupOptions(wire=…)``), on the CPU and on devices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from commlayer.wire.codecs import Codec
 __all__ = ["encoded_sum", "wires_of_own_sum"]
 
 AskPlan = Callable[[str, int, tuple[Wire, ...], int], Plan | None]
-"""Returns the plan of a collective of so many bytes, whose elements of so many bytes may go in these
-formats; None: the backend's own call. The same on all ranks."""
+"""Returns the plan of a collective of so many bytes, whose elements of so many bytes may go in
+these formats; None: the backend's own call. The same on all ranks."""
 
 
 def encoded_sum(
@@ -32,8 +32,9 @@ def encoded_sum(
     op: ReduceOp.RedOpType,
     size: int,
 ) -> Movement | None:
-    """How a sum over ``size`` ranks moves in one of ``formats``, where ``ask`` chooses one; None: it
-    goes as it is. An all_reduce (source is target) or a reduce_scatter; NaN and infinity pass."""
+    """The movement of a sum over ``size`` ranks in one of ``formats``, where ``ask`` chooses one;
+    None: it goes as it is. An all_reduce (source is target) or a reduce_scatter; NaN and infinity
+    pass."""
     wires = wires_of_own_sum(formats, source, target, op)
     plan = ask(collective, source.nbytes, wires, source.element_size()) if wires else None
     if plan is None or plan.wire.is_native:

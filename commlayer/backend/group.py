@@ -126,7 +126,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return self._order, self._calls, self._inner
 
     def encode_sums(self, encoded: EncodedSum) -> None:
-        """Run the group's own sums of CPU tensors in a wire format where ``encoded`` chooses one."""
+        """Run the group's own sums of CPU tensors in a wire format, where ``encoded`` chooses
+        one."""
         self._calls.encoded_sums = partial(self._known.sum_now, encoded)
 
     def put_on_device(self, device_type: str, calls: DeviceCalls) -> None:

@@ -85,7 +85,8 @@ def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job
     if options.sum_formats and len(request.global_ranks) > 1:
         group.encode_sums(partial(encoded_sum, options.sum_formats))
     if is_usable():
-        is_split = not request.stands_alone  # its ranks have other numbers in the job, or are not in it
+        # The ranks of one that stands alone have other numbers in the job, or are not in it.
+        is_split = not request.stands_alone
         nccl = make_nccl(
             store,
             request.rank,
@@ -96,7 +97,8 @@ def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job
             is_default=request.is_default,
             is_split=is_split,
         )
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._register_backend(torch.device("cuda"), kind, nccl.backend)
         devices.put(group, "cuda", nccl, devices.own_nccl)
     for device_type, make in registered_accelerators().items():
         with connector.connecting(f"for tensors on {device_type}"):
@@ -107,8 +109,8 @@ def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job
 
 @dataclass(frozen=True)
 class _Devices:
-    """Makes the calls on devices of a group, with all of its ranks. It holds no group, which must be
-    freed with the last who refers to it."""
+    """Makes the calls on devices of a group, with all of its ranks. It holds no group, which must
+    be freed with the last who refers to it."""
 
     connector: Connector
     options: GroupOptions
@@ -136,7 +138,16 @@ class _Devices:
             return everyones_numbers(alive, mine, "to exchange the counts of an all_to_all")
 
         survey = self._survey(device_type)
-        plans = DevicePlans(planned.nodes, members.rank, choices, connected, lane, timeout_s, survey, planned)
+        plans = DevicePlans(
+            planned.nodes,
+            members.rank,
+            choices,
+            connected,
+            lane,
+            timeout_s,
+            survey,
+            planned,
+        )
         formats = self.options.sum_formats if members.size > 1 else ()
         track = group.open_track(plans, device_type)
         track.shares, track.rank = group.counters.shares, group.counters.rank
@@ -148,7 +159,8 @@ class _Devices:
         global_ranks = self.connector.request.global_ranks
         shape = tuple(map(len, self.job.nodes_of(global_ranks)))
         planner = self.job.device_planner(device_type) if len(global_ranks) > 1 else None
-        # Trials are run by the host, which does not see a device's steps; connections are the host's.
+        # Trials are run by the host, which does not see a device's steps; connections are the
+        # host's.
         settings = replace(self.job.settings, trials="off", connections=None)
         return Choices(shape, planner, settings)
 
@@ -156,8 +168,8 @@ class _Devices:
         """Return what finds out, with all ranks, by which profile to plan for a device; None where
         that is said, or nothing is to be planned there."""
         connector, settings = self.connector, self.job.settings
-        request = connector.request
-        if len(request.global_ranks) == 1 or settings.profile not in (None, "auto") or settings.plan is not None:
+        request, is_said = connector.request, settings.profile not in (None, "auto")
+        if len(request.global_ranks) == 1 or is_said or settings.plan is not None:
             return None
         survey = DeviceSurvey(
             request.name,
@@ -169,7 +181,8 @@ class _Devices:
             self.job,
             connector.measuring,
         )
-        return lambda device: survey.planner(device, partial(connector.gloo, f"links of {device_type}"))
+        connect = partial(connector.gloo, f"links of {device_type}")
+        return lambda device: survey.planner(device, connect)
 
     def own_nccl(self, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
         """A communicator of NCCL's, with the options that the program gave for the group's own."""
@@ -179,7 +192,15 @@ class _Devices:
         def make() -> Nccl:
             given, members = like_options(self.options.nccl), request.global_ranks
             made = make_nccl(
-                own, request.rank, members, timeout, name, given, is_default=False, is_split=False, lane=lane
+                own,
+                request.rank,
+                members,
+                timeout,
+                name,
+                given,
+                is_default=False,
+                is_split=False,
+                lane=lane,
             )
             connect_now(made, device)
             return made
@@ -191,8 +212,10 @@ class _Devices:
         del lane, device
         request = self.connector.request
         own, name = PrefixStore(f"{purpose}/", self.connector.store), f"{request.name}: {purpose}"
-        return self._messenger(lambda: maker(own, request.rank, request.global_ranks, timeout, name), timeout, purpose)
+        ranks = request.global_ranks
+        return self._messenger(lambda: maker(own, request.rank, ranks, timeout, name), timeout, purpose)
 
     def _messenger(self, make: Callable[[], Nccl], timeout: timedelta, purpose: str) -> Messenger:
+        limit_s = timeout.total_seconds()
         with self.connector.connecting(purpose):
-            return InnerMessenger(bounded(make, self.connector.board, timeout.total_seconds(), purpose))
+            return InnerMessenger(bounded(make, self.connector.board, limit_s, purpose))

@@ -1,5 +1,5 @@
-"""The inner groups of a group of the backend: Gloo, the engine's planned group, its calls on devices; and who answers for it
-after the end."""
+"""The inner groups of a group of the backend: Gloo, the engine's planned group, its calls on
+devices; and who answers for it after the end."""
 
 from __future__ import annotations
 

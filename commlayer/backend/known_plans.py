@@ -25,7 +25,8 @@ from commlayer.scheduler.wire import Wire
 __all__ = ["EncodedSum", "KnownPlans"]
 
 EncodedSum = Callable[..., Movement | None]
-""":func:`commlayer.backend.encoded_sums.encoded_sum` for the formats that a group's options allow."""
+""":func:`commlayer.backend.encoded_sums.encoded_sum`, for the formats that a group's options
+allow."""
 
 
 class KnownPlans:

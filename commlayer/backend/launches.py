@@ -42,14 +42,17 @@ def _broadcast(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
 def _all_reduce(calls: OnDevice, tensors: Tensors, opts: Any) -> Work:
     x, op = tensors[0], opts.reduceOp.op
     if x.layout is not torch.strided:
-        calls.compare("all_reduce", None, 0, op=op)  # the number of non-zero elements differs between ranks
+        # The number of non-zero elements differs between ranks.
+        calls.compare("all_reduce", None, 0, op=op)
         return calls.own_sparse(tensors, opts)
     is_one = len(tensors) == 1
     work = calls.sum_encoded(x, x, op, tensors) if is_one else None
     if work is not None:
         return work
     plan = calls.look(x, x, x.nbytes, op=op, fits=is_one)
-    return calls.own("allreduce", tensors, opts) if plan is None else calls.launch_sum(plan, x, x, op, tensors)
+    if plan is None:
+        return calls.own("allreduce", tensors, opts)
+    return calls.launch_sum(plan, x, x, op, tensors)
 
 
 def _reduce_scatter(calls: OnDevice, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
@@ -81,7 +84,8 @@ def _all_to_all(
     if not calls.is_coalescing:  # communicators are not made inside a block
         calls.require_alike("all_to_all", output, input)
         if calls.order.inner.signatures is not None:
-            calls.meet("all_to_all", partial(compare_exchange, calls.order, output, input, received, sent, None))
+            compare = partial(compare_exchange, calls.order, output, input, received, sent, None)
+            calls.meet("all_to_all", compare)
         calls.plans.find_out(input.device)
         if calls.is_planning and not calls.plans.never_plans_exchanges:
             if received or sent:

@@ -42,4 +42,11 @@ def new_group(request: GroupRequest, joined: Joined, options: Any) -> CommlayerG
     """See :func:`commlayer.backend.create.create_group`."""
     patches.teach_torch()
     patches.correct_devices()
-    return create_group(request, joined, options, measuring=calibrate, extras=group_extras, make=make_group)
+    return create_group(
+        request,
+        joined,
+        options,
+        measuring=calibrate,
+        extras=group_extras,
+        make=make_group,
+    )

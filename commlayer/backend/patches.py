@@ -67,16 +67,6 @@ def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
             setattr(module, name, wrapper)
 
 
-def teach_torch() -> None:
-    """Make all the changes that groups of this backend need, once: when the first is made."""
-    _skip_methods()
-    _teach_monitored_barrier()
-    _teach_timeouts()
-    _teach_batches()
-    _teach_lists()
-    _teach_barrier()
-
-
 def teach_store() -> None:
     """Let ``init_process_group`` of this backend wait no longer than its timeout for the job's
     store, and say whose it is."""
@@ -102,124 +92,126 @@ def correct_devices() -> None:
     dist.Backend.backend_capability["commlayer"] = ["cpu", "cuda"] if is_usable() else ["cpu"]
 
 
-def _teach_monitored_barrier() -> None:
+def _wrapped_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``torch.distributed.monitored_barrier`` work on groups of this backend."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-            from commlayer.backend.group import CommlayerGroup
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        from commlayer.backend.group import CommlayerGroup
 
-            found = group if group is not None else c10d.GroupMember.WORLD
-            if not isinstance(found, CommlayerGroup):
-                return original(group, timeout, wait_all_ranks)
-            limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-            limit = c10d.default_pg_timeout if limit is None else limit
-            return found.monitored_barrier(limit, wait_all_ranks)
+        found = group if group is not None else c10d.GroupMember.WORLD
+        if not isinstance(found, CommlayerGroup):
+            return original(group, timeout, wait_all_ranks)
+        limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        limit = c10d.default_pg_timeout if limit is None else limit
+        return found.monitored_barrier(limit, wait_all_ranks)
 
-        return monitored_barrier
-
-    _replace("monitored_barrier", make)
+    return monitored_barrier
 
 
-def _teach_timeouts() -> None:
+def _wrapped_set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch's ``_set_pg_timeout`` reach all that a group of this backend waits with, not its
     registered backend alone."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-            from commlayer.backend.group import CommlayerGroup
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        from commlayer.backend.group import CommlayerGroup
 
-            found = group if group is not None else c10d.GroupMember.WORLD
-            original(timeout, group)
-            if isinstance(found, CommlayerGroup):
-                found.set_timeout(timeout)
+        found = group if group is not None else c10d.GroupMember.WORLD
+        original(timeout, group)
+        if isinstance(found, CommlayerGroup):
+            found.set_timeout(timeout)
 
-        return _set_pg_timeout
-
-    _replace("_set_pg_timeout", make)
+    return _set_pg_timeout
 
 
-def _teach_batches() -> None:
+def _wrapped_batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``batch_isend_irecv`` post messages as one block on groups of this backend too: all of
     them or none."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-            from commlayer.backend.group import CommlayerGroup
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        from commlayer.backend.group import CommlayerGroup
 
-            first = p2p_op_list[0] if p2p_op_list else None
-            group = getattr(first, "group", None) or c10d.GroupMember.WORLD
-            if first is None or not isinstance(group, CommlayerGroup):
-                return original(p2p_op_list)  # type: ignore[no-any-return]
-            c10d._check_p2p_op_list(p2p_op_list)
+        first = p2p_op_list[0] if p2p_op_list else None
+        group = getattr(first, "group", None) or c10d.GroupMember.WORLD
+        if first is None or not isinstance(group, CommlayerGroup):
+            return original(p2p_op_list)  # type: ignore[no-any-return]
+        c10d._check_p2p_op_list(p2p_op_list)
+        for each in p2p_op_list:
+            tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
+            group.require_message("send" if each.op is dist.isend else "recv", tensor, each.group_peer)
+        if first.tensor.is_cpu:
+            return original(p2p_op_list)  # type: ignore[no-any-return]
+        device = first.tensor.device
+        group._start_coalescing(device)
+        try:
             for each in p2p_op_list:
-                tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
-                group.require_message("send" if each.op is dist.isend else "recv", tensor, each.group_peer)
-            if first.tensor.is_cpu:
-                return original(p2p_op_list)  # type: ignore[no-any-return]
-            device = first.tensor.device
-            group._start_coalescing(device)
-            try:
-                for each in p2p_op_list:
-                    peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
-                    each.op(each.tensor, group=each.group, tag=each.tag, **peer)
-            finally:
-                work = group._end_coalescing(device)
-            return [work]
+                peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+        finally:
+            work = group._end_coalescing(device)
+        return [work]
 
-        return batch_isend_irecv
-
-    _replace("batch_isend_irecv", make)
+    return batch_isend_irecv
 
 
-def _teach_lists() -> None:
+def _wrapped_new_process_group_helper(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a rank that calls ``new_group`` for a group of this backend that it is not in compare its
     list with the others'."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _new_process_group_helper(
-            group_size: int,
-            group_rank: int | None,
-            global_ranks_in_group: list[int],
-            backend: Any,
-            store: Any,
-            group_name: str,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            from commlayer.backend.joining import call_from_outside
+    def _new_process_group_helper(
+        group_size: int,
+        group_rank: int | None,
+        global_ranks_in_group: list[int],
+        backend: Any,
+        store: Any,
+        group_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from commlayer.backend.joining import call_from_outside
 
-            if global_ranks_in_group and c10d.get_rank() not in global_ranks_in_group and "commlayer" in str(backend):
-                timeout = kwargs.get("timeout") or c10d.default_pg_timeout
-                call_from_outside(str(group_name), global_ranks_in_group, c10d.get_rank(), timeout)
-            return original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
+        if global_ranks_in_group and c10d.get_rank() not in global_ranks_in_group and "commlayer" in str(backend):
+            timeout = kwargs.get("timeout") or c10d.default_pg_timeout
+            call_from_outside(str(group_name), global_ranks_in_group, c10d.get_rank(), timeout)
+        return original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
 
-        return _new_process_group_helper
-
-    _replace("_new_process_group_helper", make)
+    return _new_process_group_helper
 
 
-def _teach_barrier() -> None:
+def _wrapped_store_based_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let the barrier behind making a group (TORCH_DIST_INIT_BARRIER=1) end when a rank of a job of
     this backend fails."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _store_based_barrier(
-            rank: int, store: Any, group_name: str, rendezvous_count: int, timeout: timedelta, *args: Any, **kwargs: Any
-        ) -> Any:
-            from commlayer.backend.store_barrier import wait_at_barrier
-            from commlayer.failures.detector import job_detector
+    def _store_based_barrier(
+        rank: int, store: Any, group_name: str, rendezvous_count: int, timeout: timedelta, *args: Any, **kwargs: Any
+    ) -> Any:
+        from commlayer.backend.store_barrier import wait_at_barrier
+        from commlayer.failures.detector import job_detector
 
-            detector = job_detector([rank])
-            # Fewer ranks have just made the group together; a death elsewhere in the job is not
-            # theirs.
-            if detector is None or rendezvous_count != len(detector.ranks):
-                return original(rank, store, group_name, rendezvous_count, timeout, *args, **kwargs)
-            return wait_at_barrier(original, detector, store, group_name, rendezvous_count, timeout)
+        detector = job_detector([rank])
+        # Fewer ranks have just made the group together; a death elsewhere in the job is not
+        # theirs.
+        if detector is None or rendezvous_count != len(detector.ranks):
+            return original(rank, store, group_name, rendezvous_count, timeout, *args, **kwargs)
+        return wait_at_barrier(original, detector, store, group_name, rendezvous_count, timeout)
 
-        return _store_based_barrier
+    return _store_based_barrier
 
-    _replace("_store_based_barrier", make)
+
+_WRAPPED = {
+    "monitored_barrier": _wrapped_monitored_barrier,
+    "_set_pg_timeout": _wrapped_set_pg_timeout,
+    "batch_isend_irecv": _wrapped_batch_isend_irecv,
+    "_new_process_group_helper": _wrapped_new_process_group_helper,
+    "_store_based_barrier": _wrapped_store_based_barrier,
+}
+"""What takes the place of torch's functions, by their names."""
+
+
+def teach_torch() -> None:
+    """Make all the changes that groups of this backend need, once: when the first is made."""
+    _skip_methods()
+    for name, make in _WRAPPED.items():
+        _replace(name, make)
 
 
 def answer_to(alias: str) -> None:

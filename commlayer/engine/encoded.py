@@ -1,4 +1,5 @@
-"""Calls in a wire format: who is told of a value that a format refuses, and a sum that takes no memory."""
+"""Calls in a wire format: who is told of a value that a format refuses, and a sum that takes no
+memory."""
 
 from __future__ import annotations
 

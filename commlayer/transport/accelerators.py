@@ -1,6 +1,7 @@
 """Devices beside the CPU whose tensors an inner backend of their own moves: CUDA's, and those that are registered here.
 
-A simulated device (tests/simulated/torch_device.py) registers here with what makes its inner backend, before groups are made.
+A simulated device (tests/simulated/torch_device.py) registers here with what makes its inner
+backend, before groups are made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the installed torch has: its collectives on whole tensors, to which 2.13 gave new names, and NCCL."""
+"""What the installed torch has: its collectives on whole tensors, to which 2.13 gave new names, and
+NCCL."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "device_type", "is_usable", "reduce_scatter_single", "start_sequence", "verb_of"]
+__all__ = [
+    "all_gather_single",
+    "device_type",
+    "is_usable",
+    "reduce_scatter_single",
+    "start_sequence",
+    "verb_of",
+]
 
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
