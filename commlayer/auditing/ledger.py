@@ -27,7 +27,7 @@ from commlayer.auditing.group_audits import EVENTS_KEPT, Audit, audited_placemen
 from commlayer.calls.counters import MOST_ENDED, GroupCounters
 from commlayer.calls.instruments import Instrument
 from commlayer.calls.ring import Call
-from commlayer.calls.under_way import calls_under_way, settle_calls
+from commlayer.calls.under_way import settle_calls, watch_calls_under_way
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
 from commlayer.profiles.profile import Profile
@@ -109,7 +109,7 @@ class Ledger(Instrument):
         """This rank, global."""
         self._planned, self._key = weakref.ref(planned), id(planned)
         self._is_on_device = bool(device)  # of whose calls nobody on the host knows what ran beside
-        self._beside, self._traffic = _Row(), calls_under_way()
+        self._beside, self._traffic = _Row(), watch_calls_under_way()
         self._choices: AuditedChoices | None = planned.choices  # None: the group is gone
         self._at_start: AuditedChoices | None = planned.choices
         self._nodes = tuple(tuple(planned.global_ranks[member] for member in node) for node in planned.nodes)

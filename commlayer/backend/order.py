@@ -164,7 +164,8 @@ class Order:
         try:
             for hear in instruments.began:  # here, and not where calls are issued: all ranks run them in one order
                 hear(call)
-            self.under_way.begin(call, self.key)
+            if self.under_way.is_watched:
+                self.under_way.begin(call, self.key)
             task(*args)
             self.track.done = call.number
         except UsageError as error:
@@ -177,7 +178,8 @@ class Order:
             raise
         finally:
             self.call, call.ended_ns = None, now()
-            self.under_way.end(call, call.ended_ns)
+            if self.under_way.is_watched:
+                self.under_way.end(call, call.ended_ns)
             if issued is not None:
                 lanes().leave(issued)
             for hear in instruments.ended:

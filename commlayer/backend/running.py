@@ -247,7 +247,8 @@ class Calls:
 
         def end(error: RuntimeError | None) -> None:
             call.ended_ns = now()
-            order.under_way.end(call, call.ended_ns)
+            if order.under_way.is_watched:
+                order.under_way.end(call, call.ended_ns)
             if error is not None:
                 call.error = type(error).__name__
                 self._fail(error, collective, call.sequence, call.started_ns, opts)
@@ -258,8 +259,9 @@ class Calls:
 
         self.counters.flat[collective].add(num_bytes, 0, *sent)
         issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, end)
-        of = weakref.ref(issued)  # what is under way must not hold the call's tensors
-        order.under_way.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
+        if order.under_way.is_watched:
+            of = weakref.ref(issued)  # what is under way must not hold the call's tensors
+            order.under_way.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
         order.latest = issued
         if order.coalescing is not None:
             order.coalescing.append(issued)

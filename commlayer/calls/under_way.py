@@ -13,7 +13,14 @@ from typing import Protocol
 
 from commlayer.forked_child import in_forked_child
 
-__all__ = ["CallsUnderWay", "calls_under_way", "never", "settle_calls", "settle_when_asked"]
+__all__ = [
+    "CallsUnderWay",
+    "calls_under_way",
+    "never",
+    "settle_calls",
+    "settle_when_asked",
+    "watch_calls_under_way",
+]
 
 
 class Settles(Protocol):
@@ -49,9 +56,11 @@ class CallsUnderWay:
     in that very moment may be missed.
     """
 
-    __slots__ = ("_ended", "_other", "_running")
+    __slots__ = ("_ended", "_other", "_running", "is_watched")
 
     def __init__(self) -> None:
+        self.is_watched = False
+        """Whether somebody asks what runs beside: else those who run calls note none."""
         self._running: dict[object, tuple[int, Callable[[], bool]]] = {}
         self._ended = (0, 0)
         """The group whose call ended last, and when, ns; before it the last of another group's."""
@@ -92,6 +101,12 @@ _under_way = CallsUnderWay()
 
 def calls_under_way() -> CallsUnderWay:
     """The calls of this process."""
+    return _under_way
+
+
+def watch_calls_under_way() -> CallsUnderWay:
+    """The calls of this process, which are noted from now on."""
+    _under_way.is_watched = True
     return _under_way
 
 

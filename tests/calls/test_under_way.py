@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from commlayer.calls.under_way import CallsUnderWay
+import pytest
+
+from commlayer.calls import under_way
+from commlayer.calls.under_way import CallsUnderWay, calls_under_way, watch_calls_under_way
 
 
 def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
@@ -39,3 +42,10 @@ def test_calls_of_the_same_group_are_no_others() -> None:
     assert not traffic.is_beside(7, 60), "only its own"
     assert traffic.is_beside(7, 40)
     assert traffic.is_beside(8, 60)
+
+
+def test_calls_are_noted_once_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "_under_way", CallsUnderWay())
+    assert not calls_under_way().is_watched
+    assert watch_calls_under_way() is calls_under_way()
+    assert calls_under_way().is_watched
