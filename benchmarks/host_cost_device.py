@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
-from commlayer.backend.launches import LAUNCHES
+from commlayer.backend.device_launches import LAUNCHES
 from commlayer.backend.on_device import OnDevice
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.device_plans import DevicePlans

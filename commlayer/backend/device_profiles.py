@@ -10,14 +10,14 @@ another matter: then the call fails, as it would have.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.backend.world import Measuring, World
+from commlayer.backend.create import Connector
+from commlayer.backend.world import World
 from commlayer.failures.board import FailureBoard, own_client, why_left
 from commlayer.failures.endings import bury
 from commlayer.failures.waits import Watched, keep
@@ -37,42 +37,34 @@ _WELL = "well"
 
 @dataclass(frozen=True)
 class DeviceSurvey:
-    """The measurement of one group's links on a device, by all of its ranks. ``board``: of the
-    group; ``store``: its own.
+    """The measurement of one group's links on a device, by all of its ranks, which ``connector``
+    connects."""
 
-    ``global_ranks``: the group's, of which this is the one at ``rank``.
-    """
-
-    name: str
-    rank: int
-    global_ranks: Sequence[int]
-    store: Store
-    timeout_s: float
-    board: FailureBoard
+    connector: Connector
     job: World
-    measuring: Measuring
 
-    def planner(self, device: torch.device, connect: Callable[[], Any]) -> Planner | None:
+    def planner(self, device: torch.device) -> Planner | None:
         """The planner by the links' profile, which is equal on all ranks; None on all where one of
         them could not measure.
 
-        ``connect()`` makes a Gloo group of the ranks, for this alone. Collective. Raises PeerError
-        and CollectiveTimeoutError where a rank is gone, or does not come.
+        A Gloo group of the ranks is made for this alone. Collective. Raises PeerError and
+        CollectiveTimeoutError where a rank is gone, or does not come.
         """
-        groups = [connect()]
-        own = PrefixStore(f"links/{device.type}/", own_client(self.store))
-        board = FailureBoard(
-            self.board.detector, f"{self.board.key}/links of {device.type}", self.board.rank, self.global_ranks
-        )
+        request, group_board = self.connector.request, self.connector.board
+        groups, ranks = [self.connector.gloo(f"links of {device.type}")], request.global_ranks
+        rank, key = group_board.rank, f"{group_board.key}/links of {device.type}"
+        own = PrefixStore(f"links/{device.type}/", own_client(self.connector.store))
+        board = FailureBoard(group_board.detector, key, rank, ranks)
         profile = None
         try:
             profile = self._measured(device, Watched(groups[0], board), own)
         except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it, and none may plan alone
             is_woken, why = board.is_broken, why_left(error)
-            veto(own, (board.culprit() if is_woken else "") or f"rank {self.board.rank} {why}")
+            veto(own, (board.culprit() if is_woken else "") or f"rank {rank} {why}")
             if not is_woken:
                 board.leave(why)
-        verdict = settle(own, len(self.global_ranks), self.board, self.timeout_s, self._who(device))
+        who = f"rank {rank}, group {request.name}, to agree on the links of {device.type}"
+        verdict = settle(own, len(ranks), group_board, request.timeout.total_seconds(), who)
         board.close()
         if board.has_abandoned:
             keep(groups.pop())
@@ -80,29 +72,28 @@ class DeviceSurvey:
             bury(groups)
         if not verdict:
             return None if profile is None else Planner(profile)
-        if self.rank == 0:
+        if request.rank == 0:
             say(
-                f"{shortened(verdict, 600)}: the links of group {self.name} on {device.type} are not known, and its calls on "
+                f"{shortened(verdict, 600)}: the links of group {request.name} on {device.type} are not known, and its calls on "
                 "that device are the inner backend's own, on all of its ranks"
             )
         return None
 
     def _measured(self, device: torch.device, gloo: Any, store: Store) -> Profile | None:
-        members, places = tuple(self.global_ranks), self.job.nodes_of(self.global_ranks)
+        request, timeout_s = self.connector.request, self.connector.request.timeout.total_seconds()
+        members, places = request.global_ranks, self.job.nodes_of(request.global_ranks)
         node_of = {member: index for index, node in enumerate(places) for member in node}
         topology = Topology.from_identities([f"node {node_of[place]}" for place in range(len(members))])
-        ranks = AllRanks(self.rank, len(members), store, gloo, "cpu", members, self.board.detector, self.timeout_s)
-        return self.measuring.device_profile(
+        detector = self.connector.board.detector
+        ranks = AllRanks(request.rank, len(members), store, gloo, "cpu", members, detector, timeout_s)
+        return self.connector.measuring.device_profile(
             self.job.settings,
             topology,
             ranks,
             device=device,
             job=self.job.topology.shape,
-            timeout_s=self.timeout_s,
+            timeout_s=timeout_s,
         )
-
-    def _who(self, device: torch.device) -> str:
-        return f"rank {self.board.rank}, group {self.name}, to agree on the links of {device.type}"
 
 
 def veto(store: Store, why: str) -> None:

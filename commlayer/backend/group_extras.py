@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level
 from commlayer.agree.messages import everyones_numbers
 from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend.create import Connector
+from commlayer.backend.device_launches import LAUNCHES
 from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.encoded_sums import encoded_sum
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions
-from commlayer.backend.launches import LAUNCHES
 from commlayer.backend.on_device import OnDevice
 from commlayer.backend.world import World
 from commlayer.devices.device_contract import Messenger
@@ -137,7 +137,7 @@ class _Devices:
             assert alive is not None  # it has been called
             return everyones_numbers(alive, mine, "to exchange the counts of an all_to_all")
 
-        survey = self._survey(device_type)
+        survey = self._survey()
         plans = DevicePlans(
             planned.nodes,
             members.rank,
@@ -164,25 +164,13 @@ class _Devices:
         settings = replace(self.job.settings, trials="off", connections=None)
         return Choices(shape, planner, settings)
 
-    def _survey(self, device_type: str) -> Callable[[torch.device], Planner | None] | None:
+    def _survey(self) -> Callable[[torch.device], Planner | None] | None:
         """Return what finds out, with all ranks, by which profile to plan for a device; None where
         that is said, or nothing is to be planned there."""
-        connector, settings = self.connector, self.job.settings
-        request, is_said = connector.request, settings.profile not in (None, "auto")
-        if len(request.global_ranks) == 1 or is_said or settings.plan is not None:
+        settings, is_alone = self.job.settings, len(self.connector.request.global_ranks) == 1
+        if is_alone or settings.profile not in (None, "auto") or settings.plan is not None:
             return None
-        survey = DeviceSurvey(
-            request.name,
-            request.rank,
-            request.global_ranks,
-            connector.store,
-            request.timeout.total_seconds(),
-            connector.board,
-            self.job,
-            connector.measuring,
-        )
-        connect = partial(connector.gloo, f"links of {device_type}")
-        return lambda device: survey.planner(device, connect)
+        return DeviceSurvey(self.connector, self.job).planner
 
     def own_nccl(self, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
         """A communicator of NCCL's, with the options that the program gave for the group's own."""

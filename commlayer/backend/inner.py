@@ -27,15 +27,12 @@ __all__ = ["ComparesCalls", "Destroyed", "DeviceCalls", "Inherited", "InnerGroup
 
 class ComparesCalls(Protocol):
     """Compares the calls of a group across its ranks before they move a byte, where that is asked
-    for: :class:`commlayer.agree.signature_check.SignatureCheck`, which says what is raised."""
+    for. :class:`commlayer.agree.signature_check.SignatureCheck` does, and says what each method
+    is."""
 
-    @property
-    def gloo(self) -> Any:
-        """An inner group that nothing else uses."""
+    gloo: Any
 
-    def compare(self, sequence: int, call: str, timeout_s: float) -> None:
-        """Return when all ranks are about to make this ``call``."""
-
+    def compare(self, sequence: int, call: str, timeout_s: float) -> None: ...
     def compare_call(
         self,
         sequence: int,
@@ -49,77 +46,44 @@ class ComparesCalls(Protocol):
         sizes: tuple[int, ...] | None = None,
         plan: Plan | None = None,
         where: str = "",
-    ) -> None:
-        """The same of a collective, which this puts into words."""
-
+    ) -> None: ...
     def compare_splits(
         self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
-    ) -> None:
-        """Check of an all_to_all that what each rank sends is what its peer expects."""
-
-    def refuse(self, sequence: int, call: str, why: Exception) -> None:
-        """Note for the others that this rank does not make its ``call``."""
+    ) -> None: ...
+    def refuse(self, sequence: int, call: str, why: Exception) -> None: ...
 
 
 class DeviceCalls(Protocol):
     """A group's calls on tensors of one type of device, as the group asks for them.
 
     The group knows no more of devices, so that no rank without one loads what runs plans there.
-    :class:`commlayer.backend.on_device.OnDevice` is what runs such calls. ``instruments`` listen to
-    them; ``plans`` runs the planned ones.
+    :class:`commlayer.backend.on_device.OnDevice` runs such calls, and says what each method does.
     """
 
     instruments: Instruments
 
     @property
     def plans(self) -> Executor: ...
-
-    def issue(self, name: str, collective: str, noted: Noted, *args: Any) -> Work:
-        """Launch a call of the verb ``name``; ``args``: its tensors (and splits), and torch's
-        options."""
-
-    def own(self, name: str, *args: Any) -> Work:
-        """Call the inner backend's verb ``name``."""
-
-    def known_choices(self, device: torch.device) -> Choices:
-        """The choices of plans there, once it is known by what to plan. The first call finds that
-        out, and is collective."""
-
-    def start(self, movement: Movement) -> Work:
-        """Launch a call of a plan that is known already."""
-
+    def issue(self, name: str, collective: str, noted: Noted, *args: Any) -> Work: ...
+    def own(self, name: str, *args: Any) -> Work: ...
+    def known_choices(self, device: torch.device) -> Choices: ...
+    def start(self, movement: Movement) -> Work: ...
     def start_exchange(
-        self, source: torch.Tensor, target: torch.Tensor, rows: tuple[Sequence[int], Sequence[int]], counts: Counts
-    ) -> Work:
-        """Launch an all_to_all of which all ranks know ``counts``, in bytes; ``rows`` that go to
-        each rank, and come from it."""
-
-    def start_coalescing(self) -> None:
-        """Give the inner backend all calls until :meth:`end_coalescing`."""
-
-    def end_coalescing(self) -> Work:
-        """End the block."""
-
-    def when_known(self, attach: Callable[[], None]) -> None:
-        """Call ``attach`` once it is known by what to plan."""
-
-    def use_lane(self, lane: str, cut: tuple[str, bool]) -> None:
-        """Put calls from now on on ``lane``; ``cut``: see :attr:`GroupLane.cut`."""
-
-    def use_siblings(self, siblings: int) -> None:
-        """Plan for so many groups that use a node's links at the same time."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of calls that bring none of their own."""
-
-    def finish(self, patience_s: float) -> None:
-        """Wait so long for planned calls that are noted to be under way, and take note of them."""
-
-    def under_way_after(self, patience_s: float) -> str:
-        """Wait so long for what was launched; what has not run by then in words, empty: all has."""
-
-    def end(self, *, drain: bool) -> None:
-        """Let go of communicators, when what was launched has run (``drain``), or at once."""
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        rows: tuple[Sequence[int], Sequence[int]],
+        counts: Counts,
+    ) -> Work: ...
+    def start_coalescing(self) -> None: ...
+    def end_coalescing(self) -> Work: ...
+    def when_known(self, attach: Callable[[], None]) -> None: ...
+    def use_lane(self, lane: str, cut: tuple[str, bool]) -> None: ...
+    def use_siblings(self, siblings: int) -> None: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
+    def finish(self, patience_s: float) -> None: ...
+    def under_way_after(self, patience_s: float) -> str: ...
+    def end(self, *, drain: bool) -> None: ...
 
 
 class Destroyed:

@@ -56,7 +56,7 @@ class OnDevice:
     ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call;
     ``track``: the calls on this device in the ring. ``tell`` exchanges counts. ``sum_formats``: the
     formats in which the group's own FP32 sums may go; none: as they are. ``launches``: see
-    :data:`commlayer.backend.launches.LAUNCHES`. ``is_planning``: whether
+    :data:`commlayer.backend.device_launches.LAUNCHES`. ``is_planning``: whether
     calls may have plans; ``instead``: runs a call flat whose plan was chosen before that was
     stopped. ``is_coalescing``: a coalesced block is open.
     """

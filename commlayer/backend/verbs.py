@@ -1,7 +1,7 @@
 """The collectives of the backend, as a table: a row for each form in which c10d has one.
 
 To add a verb: write its body (gathers.py, reductions.py, exchanges.py), and a row here; where plans
-run it on a device, a body in launches.py too. What the columns mean says
+run it on a device, a body in device_launches.py too. What the columns mean says
 :class:`commlayer.backend.verb_methods.Verb`; the form of a row makes the method of the group that torch calls. Barriers, which
 have no tensors, and messages, which have no place in the order of calls, are no rows.
 """

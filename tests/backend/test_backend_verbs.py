@@ -17,8 +17,8 @@ import torch.distributed as dist
 import commlayer
 import commlayer.backend.create
 from commlayer.backend import patches
+from commlayer.backend.device_launches import LAUNCHES
 from commlayer.backend.group import CommlayerGroup
-from commlayer.backend.launches import LAUNCHES
 from commlayer.backend.verb_methods import Verb, add_methods, in_place
 from commlayer.backend.verbs import VERBS
 from commlayer.testing.plugin import ClusterFactory
