@@ -50,7 +50,7 @@ class Extras(Protocol):
     formats, the comparison of calls. :mod:`commlayer.backend.group_extras` is one."""
 
     def lacking(self, options: GroupOptions) -> dict[str, str]:
-        """What this rank lacks of what ``options`` ask for, in words by name; the ranks compare
+        """Name what this rank lacks of what ``options`` ask for, each with words; the ranks compare
         it."""
 
     def signatures(self, connector: Connector, planned: PlannedGroup, gloo: Any) -> ComparesCalls | None:

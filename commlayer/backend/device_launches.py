@@ -113,5 +113,5 @@ LAUNCHES: Mapping[str, Callable[..., Work]] = MappingProxyType(
         "all_to_all_single": _all_to_all,
     }
 )
-"""By the first name of the verb's row: ``launch(calls, *tensors, opts)``. Of other verbs a device
-has the inner backend's own."""
+"""The bodies, by the first name of the verb's row: ``launch(calls, *tensors, opts)``. A verb that is
+not here goes to the inner backend's own on a device."""

@@ -1,5 +1,5 @@
-"""What only some groups have beside calls of plain CPU tensors: calls on devices, sums in wire
-formats, the comparison of calls.
+"""The extras of a group, which only some have beside calls of plain CPU tensors: calls on devices,
+sums in wire formats, the comparison of calls.
 
 Whoever makes groups is handed this module, and so loads none of it by itself.
 """
@@ -47,7 +47,7 @@ timeout, the device. Collective."""
 
 
 def lacking(options: GroupOptions) -> dict[str, str]:
-    """What this rank lacks of what ``options`` ask for, in words by name.
+    """Name what this rank lacks of what ``options`` ask for, each with words.
 
     A rank that could not encode would refuse its first sum on CUDA alone, and the others would wait
     for it.

@@ -26,7 +26,7 @@ from commlayer.transport.streams import StreamCall, StreamTimes
 __all__ = ["LOOK_S", "LaunchedCalls", "LaunchedWork", "Pending"]
 
 LOOK_S = 0.002
-"""How long the host sleeps between two looks at a device for which it waits."""
+"""The pause between two looks at a device for which the host waits, seconds."""
 
 
 class LaunchedWork(Work):

@@ -204,7 +204,7 @@ _WRAPPED = {
     "_new_process_group_helper": _wrapped_new_process_group_helper,
     "_store_based_barrier": _wrapped_store_based_barrier,
 }
-"""What takes the place of torch's functions, by their names."""
+"""The wrappers of torch's functions, by the names of those."""
 
 
 def teach_torch() -> None:

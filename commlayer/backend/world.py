@@ -83,8 +83,8 @@ class Measuring(Protocol):
         Collective."""
 
     def time_links(self, planned: Any, num_bytes: int) -> LinkTimes:
-        """How long pairs of a group's nodes take to send each other ``num_bytes``, µs; ``planned``:
-        who runs its plans. Collective, between calls."""
+        """Time how long pairs of a group's nodes take to send each other ``num_bytes``, µs;
+        ``planned``: who runs its plans. Collective, between calls."""
 
 
 class _Card(ControlMessage, frozen=True):

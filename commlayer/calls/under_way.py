@@ -60,7 +60,7 @@ class CallsUnderWay:
 
     def __init__(self) -> None:
         self.is_watched = False
-        """Whether somebody asks what runs beside: else those who run calls note none."""
+        """True once somebody asks what runs beside: until then those who run calls note none."""
         self._running: dict[object, tuple[int, Callable[[], bool]]] = {}
         self._ended = (0, 0)
         """The group whose call ended last, and when, ns; before it the last of another group's."""

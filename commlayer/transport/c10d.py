@@ -1,5 +1,4 @@
-"""What the installed torch has: its collectives on whole tensors, to which 2.13 gave new names, and
-NCCL."""
+"""The installed torch: its collectives on whole tensors, to which 2.13 gave new names, and NCCL."""
 
 from __future__ import annotations
 
