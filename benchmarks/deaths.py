@@ -42,7 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 import commlayer.auditing.watch  # before the fork, as the next ones: ranks then start in milliseconds
-import commlayer.backend.create
+import commlayer.backend.new_groups
 import commlayer.measure.calibrate
 import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise

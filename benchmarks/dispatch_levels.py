@@ -25,7 +25,7 @@ from common import facts, measure_links, today
 from dispatch_step import DispatchStep, dispatch_step
 from moe_tables import Spread, ratios, spread, table
 
-import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
+import commlayer.backend.new_groups  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh

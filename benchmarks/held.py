@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer.auditing.watch
-import commlayer.backend.create  # before the fork, as the next one: ranks then start in milliseconds
+import commlayer.backend.new_groups  # before the fork, as the next one: ranks then start in milliseconds
 import commlayer.measure.calibrate  # noqa: F401  likewise
 from commlayer.emulation import EmulatedCluster
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from host_cost_device import print_device
 from host_cost_watching import WAYS, print_parts, print_watching
 
-import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
+import commlayer.backend.new_groups  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.calls.ring import Silent
 from commlayer.emulation import EmulatedCluster
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
+import commlayer.backend.new_groups  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.backend.device_launches import LAUNCHES
 from commlayer.backend.on_device import OnDevice
 from commlayer.emulation import EmulatedCluster

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not for type checkers
 
-import commlayer.backend.create  # noqa: F401  once, before ranks are forked
+import commlayer.backend.new_groups  # noqa: F401  once, before ranks are forked
 from commlayer.integrations.torchft import planned_process_group
 from commlayer.statistics import Stats, stats
 

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-import commlayer.backend.create  # before forking, or each rank would load it
+import commlayer.backend.create
+import commlayer.backend.new_groups  # before forking, or each rank would load it
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.failures.waits import Watched
 

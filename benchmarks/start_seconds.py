@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from common import facts
 
-import commlayer.backend.create
+import commlayer.backend.new_groups
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
 from commlayer.scheduler.mapping.folded import FoldedMapping

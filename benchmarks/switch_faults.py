@@ -42,7 +42,7 @@ from rich.table import Table
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer.auditing.watch as watching  # before the fork, as the next ones: ranks then start in milliseconds
-import commlayer.backend.create
+import commlayer.backend.new_groups
 import commlayer.measure.calibrate
 import commlayer.measure.link_times as link_times
 import commlayer.measure.trials  # noqa: F401  likewise

@@ -31,7 +31,7 @@ from common import add_output, dated_stem, facts, today, write_results
 from moe_tables import ratios
 from rich.progress import Progress
 
-import commlayer.backend.create
+import commlayer.backend.new_groups
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
 from commlayer.statistics import Stats, stats

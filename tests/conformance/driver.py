@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--module",
         nargs="+",
-        default=["commlayer.backend.create", "commlayer.measure.calibrate"],
+        default=["commlayer.backend.new_groups"],
         help="imported before the ranks fork: registers the backend, and loads what it would load in every rank",
     )
     parser.add_argument("--world", type=int, nargs="+", choices=sorted(NODES), default=[4, 3, 2])

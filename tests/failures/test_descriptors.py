@@ -111,7 +111,7 @@ def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(tmp_
         ]
         for place, (server, (limits, profile, _)) in enumerate(zip(servers, LACKING, strict=True))
     ]
-    modules = ["torch.distributed", "commlayer.measure.calibrate", "commlayer.backend.create"]
+    modules = ["torch.distributed", "commlayer.backend.new_groups"]
     ends = run_loaded(PROGRAM, modules, jobs, environment=environment, folder=tmp_path, timeout_s=240)
     for (limits, profile, words), ranks in zip(LACKING, ends, strict=True):
         for rank, (status, said) in enumerate(ranks):

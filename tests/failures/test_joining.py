@@ -446,11 +446,11 @@ def test_the_stores_host_that_dies_in_torchs_barrier_is_named(emulated_cluster: 
 def test_a_rank_that_cannot_load_what_it_runs_on_says_so(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[str, str]:
         if os.environ["RANK"] == "1":
-            sys.modules["commlayer.backend.create"] = None  # type: ignore[assignment]
+            sys.modules["commlayer.backend.new_groups"] = None  # type: ignore[assignment]
         return outcome()
 
     outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=40.0)
     assert outcomes[1].value[0] == "ModuleNotFoundError"
     kind, text = outcomes[0].value
     assert kind == "PeerError", text
-    assert "rank 1 left with ModuleNotFoundError: import of commlayer.backend.create halted" in text
+    assert "rank 1 left with ModuleNotFoundError: import of commlayer.backend.new_groups halted" in text

@@ -101,7 +101,7 @@ PLANS = ["flat", "flat_direct", "hierarchical", "leaders", "pipelined:2", "pipel
 @pytest.mark.cluster
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 2)], ids=str)
 def test_commlayer_passes_under_every_plan(sizes: tuple[int, ...]) -> None:
-    importlib.import_module("commlayer.backend.create")  # before the ranks fork, or each of them loads it
+    importlib.import_module("commlayer.backend.new_groups")  # before the ranks fork, or each of them loads it
 
     def job() -> list[int]:
         torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from wrong_rows import sorted_wrongly
 
-import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
+import commlayer.backend.new_groups  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_deepspeed_moe
 from commlayer.statistics import Stats, stats
 

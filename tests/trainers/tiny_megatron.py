@@ -25,7 +25,7 @@ from megatron_on_cpu import stand_in_for_cuda
 from model_size import Size
 from wrong_rows import sorted_wrongly
 
-import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
+import commlayer.backend.new_groups  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_megatron_moe
 from commlayer.integrations.deep_ep import install_deep_ep
 from commlayer.statistics import Stats, reset_stats, stats

@@ -24,7 +24,7 @@ from model_size import Size
 from torch.distributed.fsdp import FSDPModule
 from wrong_rows import sorted_wrongly
 
-import commlayer.backend.create  # once, before ranks are forked
+import commlayer.backend.new_groups  # once, before ranks are forked
 from commlayer.statistics import Stats, stats
 
 STEPS, SIZE = 20, Size(width=24, layers=2)
