@@ -173,7 +173,7 @@ def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_o
         is_of_job=is_of_job,
         stands_alone=request.stands_alone,
         connecting=connect.connecting,
-        time_links=partial(connect.measuring.time_links, inner.planned),
+        time_links=partial(connect.measuring.times_of_links, inner.planned),
     )
     attach_own(made)
     for kind, on_device in inner.on_devices.items():
@@ -184,7 +184,7 @@ def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_o
             planned=on_device.plans,
             is_planning=True,
             device=kind,
-            time_links=partial(connect.measuring.time_links, on_device.plans),
+            time_links=partial(connect.measuring.times_of_links, on_device.plans),
         )
         on_device.when_known(partial(attach_own_on_device, own))
 

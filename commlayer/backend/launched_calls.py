@@ -23,7 +23,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.transport.streams import StreamCall, StreamTimes
 
-__all__ = ["LOOK_S", "LaunchedCalls", "LaunchedWork", "Pending"]
+__all__ = ["LOOK_S", "LaunchedCalls", "LaunchedWork"]
 
 LOOK_S = 0.002
 """The pause between two looks at a device for which the host waits, seconds."""
@@ -69,7 +69,7 @@ class LaunchedWork(Work):
         return self._future
 
 
-class Pending(NamedTuple):
+class _Pending(NamedTuple):
     """A planned call that has perhaps not run yet."""
 
     call: Call
@@ -86,7 +86,7 @@ class LaunchedCalls:
     def __init__(self, plans: DevicePlans, track: Track, counters: GroupCounters, instruments: Instruments) -> None:
         self._plans, self._track, self._counters, self._instruments = plans, track, counters, instruments
         self.launching: Call | None = None
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[_Pending] = deque()
         self._settling = threading.Lock()
         me = weakref.ref(self)
         instruments.changed = lambda: calls._decide_timing() if (calls := me()) is not None else None
@@ -95,6 +95,10 @@ class LaunchedCalls:
 
     def _decide_timing(self) -> None:
         self._plans.is_timing = bool(self._instruments.moved or self._instruments.ended)
+
+    def add(self, call: Call, times: StreamTimes) -> None:
+        """Take note of a planned call that has just been launched."""
+        self.pending.append(_Pending(call, times))
 
     def settle(self) -> None:
         """Take note of planned calls that have run by now. Does not wait. What an instrument raises
@@ -110,7 +114,7 @@ class LaunchedCalls:
         finally:
             self._settling.release()
 
-    def _settle_one(self, pending: Pending) -> None:
+    def _settle_one(self, pending: _Pending) -> None:
         call, times, launched_ns = pending.call, pending.times, pending.call.started_ns
         if times.began and times.ended:
             clock = self._plans.clock

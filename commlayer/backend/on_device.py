@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
 from commlayer.backend.encoded_sums import encoded_sum
-from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork, Pending
+from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork
 from commlayer.backend.members import Noted
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import is_dense
@@ -350,7 +350,7 @@ class OnDevice:
         self.counters.planned[call.collective, plan.name].add(num_bytes, 0, *ran.sent)
         times = started.times
         if times is not None:
-            self.launched.pending.append(Pending(call, times))
+            self.launched.add(call, times)
             if call.is_awaited:
                 self._await(call)
         if is_mean:

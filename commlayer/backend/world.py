@@ -82,7 +82,7 @@ class Measuring(Protocol):
         """The profile of the links of a device between ``ranks``. ``job``: its shape.
         Collective."""
 
-    def time_links(self, planned: Any, num_bytes: int) -> LinkTimes:
+    def times_of_links(self, planned: Any, num_bytes: int) -> LinkTimes:
         """Time how long pairs of a group's nodes take to send each other ``num_bytes``, µs;
         ``planned``: who runs its plans. Collective, between calls."""
 

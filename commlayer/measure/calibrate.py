@@ -63,7 +63,7 @@ __all__ = [
     "cluster_key",
     "device_profile",
     "planner_for",
-    "time_links",
+    "times_of_links",
 ]
 
 PROBE = SweepOptions(
@@ -148,7 +148,7 @@ def device_profile(
         return calibrated(settings, topology, ranks, timeout_s, device_links(device), job)
 
 
-def time_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
+def times_of_links(planned: PlannedGroup | DevicePlans, num_bytes: int) -> LinkTimes:
     """See :func:`commlayer.measure.link_times.time_links`: those who make groups are handed this
     module."""
     return link_times.time_links(planned, num_bytes)
