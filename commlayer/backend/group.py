@@ -403,6 +403,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         parts = parts or [output.new_empty(input.shape) for _ in range(members.size)]
         return self.gather([parts], [input], opts)  # type: ignore[no-any-return]
 
+    gather_into_tensor = gather_single
+    """Torch's other name of it."""
+
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the numbers start at 0 on every rank, because a group is made by all of them
         together."""
