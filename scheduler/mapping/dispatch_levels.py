@@ -87,7 +87,7 @@ class DispatchLevels:
         return tuple(found)
 
     def _rows(self, flat: StepCollective, which: str, rows: int, over: Span) -> StepCollective:
-        size = rows * self.job.model.hidden * self.software.activation_bytes
+        size = rows * self.job.model.routed_hidden * self.software.activation_bytes
         return replace(flat, name=_named(flat.name, which), logical_bytes=size, over=over)
 
     def _of_all(self, flat: StepCollective, which: str, each: int, collective: str) -> StepCollective:
@@ -105,7 +105,7 @@ class DispatchLevels:
         top_k = self.job.model.top_k
         sorted_again = 2 * top_k if self.job.model.experts > self.setup.ep else 0
         each_way = max(0.0, 2 * self.nodes + 2 * self.ranks - sorted_again)
-        return 2 * each_way * self.tokens * self.job.model.hidden
+        return 2 * each_way * self.tokens * self.job.model.routed_hidden
 
 
 def _named(name: str, which: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, mechanisms
 from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.parameters import chunks_laid
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, written
@@ -151,8 +151,8 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
     unknown = {
         "a model without experts": not model.moe_layers,
         "windows of attention": model.window is not None,
-        "linear attention": model.linear is not None,
         "a gate of attention's output": model.gated_attention,
+        **dict.fromkeys(mechanisms(model), True),
         "biases of experts": model.expert_vectors > 0,
     }
     limits |= {

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.layer_table import LayerCut, attention_kinds, layer_table
-from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, mean_positions
+from commlayer.scheduler.mapping.layer_table import LayerCut, attention_kinds, layer_table, stream_weights
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import count
 
 __all__ = ["Flops", "forward", "mfu", "of_step"]
@@ -54,23 +54,25 @@ def forward(model: ModelShape, sequence: int) -> Flops:
 
     A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and
     activations are not counted. Windows count
-    (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and linear attention
+    (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and chosen positions, and linear attention
     (:func:`~commlayer.scheduler.mapping.model.linear_flops`), and every module of multi-token
     prediction, with a head of its own (as Megatron-LM counts them).
     """
     extra = model.mtp_layers
-    kinds, positions = layer_kinds(model), mean_positions(model, sequence)
+    kinds = layer_kinds(model)
     projections = core = 0.0
-    for ops, layers in attention_kinds(model, LayerCut()):
-        number = layers + extra  # a model with modules for more tokens has one kind
+    for place, (ops, layers) in enumerate(attention_kinds(model, LayerCut())):
+        number = layers + extra * (place == 0)
         for op in ops:
             matrices = sum(each.elements - each.vectors for each in op.weights if each.part != "norms")
             projections += 2.0 * number * matrices
             if op.core is not None:
-                core += number * (op.core.per_position * positions + op.core.per_token)
+                core += number * op.core.flops(model, sequence)
     sparse = sum(kinds) + extra * kinds[-1]
     parts = {"router": 0.0, "experts": 0.0, "shared": 0.0, "dense_ffn": 0.0}
     for is_moe, number in ((True, sparse), (False, len(kinds) + extra - sparse)):
+        mixed = sum(each.elements - each.vectors for each in stream_weights(model, is_moe))
+        projections += 2.0 * number * mixed
         for each in (weight for op in layer_table(model, LayerCut(), is_moe) for weight in op.weights):
             if each.part in parts:
                 share = model.top_k / model.experts if each.part == "experts" else 1.0

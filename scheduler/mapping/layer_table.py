@@ -22,12 +22,16 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from commlayer.scheduler.mapping.model import (
+    AttentionIndexer,
+    CompressedAttention,
     LatentAttention,
     LinearAttention,
     ModelShape,
+    Reach,
     head_sizes,
     kv_heads_needed,
     linear_flops,
+    mean_positions,
 )
 
 __all__ = [
@@ -43,6 +47,7 @@ __all__ = [
     "Weight",
     "attention_kinds",
     "layer_table",
+    "stream_weights",
 ]
 
 WHOLE = "whole"
@@ -144,13 +149,21 @@ class Core(NamedTuple):
     to, and by itself.
 
     ``backward``: FLOPs of the backward pass over those. ``narrow_heads``: a rank's, where they are
-    timed by tiles.
+    timed by tiles. ``reach``: to which positions; None: to those that the model's windows leave,
+    the mean over its layers.
     """
 
     per_position: float
     per_token: float
     backward: float
     narrow_heads: float = 0.0
+    reach: Reach | None = None
+
+    def flops(self, model: ModelShape, sequence: int) -> float:
+        """FLOPs of a token of a tp group, forward, the mean over a sequence."""
+        reach = self.reach
+        positions = mean_positions(model, sequence) if reach is None else reach.positions(sequence)
+        return self.per_position * positions + self.per_token
 
 
 class Exchange(NamedTuple):
@@ -233,6 +246,8 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
     norm = Weight("norms", WHOLE, hidden)
     normed = _ways("selective layernorm")
     gathers = cut.splits_attention and cut.keeps_sequences
+    streams = [_streams(model)] if model.streams > 1 else []
+    yield from streams
     yield LayerOp(
         "norm",
         weights=(norm,),
@@ -247,6 +262,9 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
         norm=2 * hidden,
     )
     yield from _attention(model, cut)
+    if not is_moe and model.without_ffn:
+        return
+    yield from streams
     yield LayerOp(
         "middle",  # the residual sum with the norm before the FFN, and the layer's last residual sum
         weights=(norm,),
@@ -264,34 +282,100 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
     before, shared, after = _ffn(model, cut, "shared", model.shared_width)
     yield from _router(model)
     yield from (before, shared) if model.shared_width else ()
+    yield from (_latent_experts(model, model.expert_hidden),) if model.expert_hidden else ()
     yield from (replace(op, is_routed=True) for op in _experts(model, cut))
     yield from (after,) if model.shared_width else ()
 
 
+def _streams(model: ModelShape) -> LayerOp:
+    """Hyper-connections before attention or an FFN: of all streams, normed together, one product
+    makes the weights by which they are read, mixed and written to (DeepSeek-V4, section 2.2)."""
+    number, elements = model.streams, model.streams * model.hidden
+    weights = number * (number + 2)
+    vectors = weights + 3  # a base of each weight, and three scales
+    return LayerOp(
+        "streams",
+        weights=(Weight("copied", WHOLE, weights * elements + vectors, vectors),),
+        products=(Product("token", elements, weights),),
+        # one sum of them is read; then they, and what is added to them, are read, and they are written
+        moves=(MemoryKernel("token", 3 * elements + 2 * model.hidden, 6 * elements + 4 * model.hidden),),
+        saved=(Saved(elements),),
+    )
+
+
+def stream_weights(model: ModelShape, is_moe: bool) -> tuple[Weight, ...]:
+    """The weights of hyper-connections in a layer, which are beside its attention and its FFN."""
+    ops = layer_table(model, LayerCut(), is_moe)
+    return tuple(each for op in ops if op.name == "streams" for each in op.weights)
+
+
 def _attention(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
-    """The rows of each kind of attention that the model has, by its part of the layers."""
+    """The rows of each kind of attention that the model has, by its part of the layers. What the
+    first of them sends, all layers are taken to send."""
     kinds = attention_kinds(model, cut)
-    for ops, layers in kinds:
+    for kind, (ops, layers) in enumerate(kinds):
         for op in ops:
-            if len(kinds) == 1 or op.exchange is not None:  # what one kind sends, all layers are taken to send
+            if op.exchange is not None:
+                yield from [op] * (kind == 0)
+            elif len(kinds) == 1:
                 yield op
-                continue
-            weights = [each._replace(elements=round(each.elements * layers / model.layers)) for each in op.weights]
-            yield replace(op, weights=tuple(weights), part=layers / model.layers)
+            else:
+                weights = [each._replace(elements=round(each.elements * layers / model.layers)) for each in op.weights]
+                yield replace(op, weights=tuple(weights), part=layers / model.layers)
 
 
 def attention_kinds(model: ModelShape, cut: LayerCut) -> list[tuple[tuple[LayerOp, ...], int]]:
     """The rows of each kind of attention that the model has, and in how many of its layers it
-    is."""
-    kinds = [(tuple(_softmax(model, cut)), model.softmax_layers)]
+    is. Modules for more tokens have the first."""
+    kinds = [(tuple(_softmax(each, cut, scores)), layers) for each, scores, layers in _scored(model)]
     if model.linear is not None:
         kinds.append((tuple(_linear(model.linear, model.hidden, cut)), model.linear.layers))
     return [(ops, layers) for ops, layers in kinds if layers]
 
 
-def _softmax(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
-    """Attention with scores, of grouped queries or latent. A window changes nothing that is kept:
-    scores never are."""
+class _Scores(NamedTuple):
+    """The scores of one kind of attention.
+
+    ``reach``: to which positions, as of :class:`Core`. ``indexer``: what chooses these; ``is_own``:
+    and scores them in the same layer. ``rate``: tokens of an entry behind the window of compressed
+    attention; 0: there are none.
+    """
+
+    reach: Reach | None = None
+    indexer: AttentionIndexer | None = None
+    is_own: bool = False
+    rate: int = 0
+
+
+def _scored(model: ModelShape) -> Iterator[tuple[ModelShape, _Scores, int]]:
+    """The kinds of attention with scores, each with the model as its layers have it, and how many
+    these are."""
+    window, indexer, compressed = model.window, model.indexer, model.compressed
+    if compressed is not None:
+        chosen = Reach(indexer.top_k if indexer else 0, compressed.sparse_rate)
+        sparse = _Scores(chosen, indexer, True, compressed.sparse_rate)
+        dense = _Scores(Reach(stride=compressed.dense_rate), rate=compressed.dense_rate)
+        alone = model.layers - compressed.sparse_layers - compressed.dense_layers
+        yield model, _Scores(), alone
+        yield model, sparse, compressed.sparse_layers
+        yield model, dense, compressed.dense_layers
+    elif indexer is not None:
+        chosen = Reach(indexer.top_k)
+        yield model, _Scores(chosen, indexer, is_own=True), indexer.scored_layers
+        yield model, _Scores(chosen, indexer), indexer.layers - indexer.scored_layers
+        yield model, _Scores(Reach()), model.softmax_layers - indexer.layers
+    elif window is not None and window.heads:
+        reach = Reach(window.tokens, chunked=window.chunked)
+        own = replace(model, heads=window.heads, kv_heads=window.kv_heads, vectors=window.vectors, window=None)
+        yield replace(model, window=None), _Scores(Reach()), model.softmax_layers - window.layers
+        yield own, _Scores(reach), window.layers
+    else:
+        yield model, _Scores(), model.softmax_layers
+
+
+def _softmax(model: ModelShape, cut: LayerCut, scores: _Scores) -> Iterator[LayerOp]:
+    """Attention with scores, of grouped queries, latent or compressed. A window changes nothing
+    that is kept: scores never are."""
     hidden, tp = model.hidden, cut.tp
     parts, axis = (tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     query, key_value, value = head_sizes(model)
@@ -300,10 +384,12 @@ def _softmax(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     if cut.splits_attention:
         gathered = Exchange("sequence", "tp", "all_gather", sequence)
         yield LayerOp("before_attention", exchange=gathered, overlaps="projections", remade=selective)
-    yield from _grouped_queries(model, cut) if model.latent is None else _latent(model, model.latent, cut)
+    yield from _projected(model, cut, scores)
     rotated: float = model.head_dim * (model.heads + model.kv_heads)
     if model.latent is not None:
         rotated = model.latent.rope_dim * (model.heads + 1)
+    elif model.compressed is not None:  # of queries, keys and the output
+        rotated = model.compressed.rope_dim * (2 * model.heads + 1)
     rotated = 2 * rotated / parts
     expanded = _ways("mla_up_proj" if model.latent else "")
     yield LayerOp("rotation", moves=(MemoryKernel("attention", rotated, rotated),), remade=expanded)
@@ -312,39 +398,113 @@ def _softmax(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
         yield LayerOp("before_attention", exchange=Exchange("heads", "tp", "all_to_all_v", to_heads))
     context = tp * max(needed) * key_value
     yield LayerOp("context", exchange=Exchange("context", "cp", "all_gather", context), overlaps="core")
-    queries = model.heads * (1 + model.gated_attention) * query
+    yield from _core(model, cut, scores, context)
+    if not cut.splits_attention:
+        to_rows = Exchange("rows", "tp", "all_to_all_v", model.heads * value)
+        yield LayerOp("after_attention", exchange=to_rows, remade=selective)
+    joined, width = model.compressed, model.heads * value
+    if joined is not None:  # groups of heads, each projected by itself
+        yield LayerOp(
+            "out",
+            weights=(Weight("sharded", axis, width * joined.out_rank // parts),),
+            products=(Product("attention", width / parts, joined.out_rank),),
+            saved=(Saved(width, selective, "attn_proj"),),
+        )
+        width = joined.groups * joined.out_rank
+    yield LayerOp(
+        "out",
+        weights=(
+            Weight("sharded", axis, width * hidden // parts),
+            *([Weight("norms", WHOLE, model.vectors)] if model.vectors else []),
+        ),
+        products=(Product("attention", width / parts, hidden),),
+        saved=_into_out(width, cut),
+    )
+    if cut.splits_attention:
+        yield LayerOp("after_attention", exchange=Exchange("attention_sum", "tp", "reduce_scatter", sequence))
+
+
+def _projected(model: ModelShape, cut: LayerCut, scores: _Scores) -> Iterator[LayerOp]:
+    """The projections of queries, keys and values, of a gate, and of what chooses positions."""
+    if model.compressed is not None:
+        yield from _compressed(model, model.compressed, cut, scores)
+    elif model.latent is not None:
+        yield from _latent(model, model.latent, cut)
+    else:
+        yield from _grouped_queries(model, cut)
+    if scores.indexer is not None and scores.is_own:
+        yield _indexer(model, scores.indexer, cut, scores.rate)
+
+
+def _core(model: ModelShape, cut: LayerCut, scores: _Scores, context: int) -> Iterator[LayerOp]:
+    """Scores, and values by them. ``context``: elements of all heads' keys and values.
+
+    Where positions are chosen, each token has keys of its own, which all heads of latent attention
+    share then, as they are in the latent space (DeepSeek-V3.2, section 2.1).
+    """
+    query, key_value, value = head_sizes(model)
+    heads = model.heads / cut.tp
+    expanded = _ways("mla_up_proj" if model.latent else "")
+    queries = model.heads * (1 + (model.gated_attention and model.latent is None)) * query
     # tp ranks hold at least one head each
-    kept = queries + (model.heads if model.latent else max(model.kv_heads, tp)) * key_value
-    heads = model.heads / tp
+    keys = (model.heads if model.latent else max(model.kv_heads, cut.tp)) * key_value
+    read, output, reach = key_value, model.heads * value, scores.reach
+    if model.compressed is not None:
+        read, keys = 2 * query, cut.tp * query  # keys are the values
+        behind, reach = scores.reach, Reach(model.compressed.window)
+        if behind is not None and scores.rate:
+            entries = Saved(cut.tp * query / scores.rate, offload="core_attn")
+            yield LayerOp(
+                "core",
+                core=Core(2.0 * read * heads, 0.0, _FLASH_BACKWARD, reach=behind),
+                saved=(entries,),
+                remade=_ways("core_attn"),
+            )
+    elif model.latent is not None and scores.indexer is not None:
+        shared, rank = model.latent.kv_rank + model.latent.rope_dim, model.latent.kv_rank
+        read, queries, keys, output = shared + rank, model.heads * shared, cut.tp * shared, model.heads * rank
+        yield LayerOp("out", saved=(Saved(model.heads * value, _ways("selective"), "attn_proj"),))
+    is_narrow = model.latent is None and model.head_dim <= _NARROW_HEAD and reach is None
     yield LayerOp(
         "core",
-        core=Core(
-            2.0 * key_value * heads,
-            0.0,
-            _FLASH_BACKWARD,
-            heads if model.latent is None and model.head_dim <= _NARROW_HEAD else 0.0,
-        ),
+        core=Core(2.0 * read * heads, 0.0, _FLASH_BACKWARD, heads if is_narrow else 0.0, reach),
         saved=(
-            Saved(kept, expanded, "core_attn"),
-            Saved(model.heads * value, offload="core_attn", format="output"),
+            Saved(queries + keys, expanded, "core_attn"),
+            Saved(output, offload="core_attn", format="output"),
             Saved((cut.cp - 1) * context * cut.keeps_context),
         ),
         remade=_ways("core_attn"),
     )
-    if not cut.splits_attention:
-        to_rows = Exchange("rows", "tp", "all_to_all_v", model.heads * value)
-        yield LayerOp("after_attention", exchange=to_rows, remade=selective)
-    yield LayerOp(
-        "out",
+
+
+def _indexer(model: ModelShape, indexer: AttentionIndexer, cut: LayerCut, rate: int) -> LayerOp:
+    """The projections and the scores of an indexer, over all earlier positions, or over entries of
+    ``rate`` tokens; each tp rank has it whole. Its backward pass is taken to make the gradients of
+    all scores, although later training only looks at those of chosen positions."""
+    latent, compressed = model.latent, model.compressed
+    inner = latent.q_rank if latent is not None else compressed.q_rank if compressed is not None else 0
+    hidden, size, queries = model.hidden, indexer.head_dim, indexer.heads * indexer.head_dim
+    weighed = indexer.heads * indexer.weighs_heads
+    keys, norms, stride = size, 2 * size, indexer.pool
+    if rate:  # two of each entry, and gates that weigh its tokens, with a bias of each place
+        keys, norms, stride = 4 * size, size + 2 * rate * size, rate
+    elif indexer.pool > 1:
+        keys, norms = 2 * size, norms + indexer.pool * size
+    gathered = cut.tp if cut.splits_attention else 1
+    return LayerOp(
+        "indexer",
         weights=(
-            Weight("sharded", axis, model.heads * value * hidden // parts),
-            *([Weight("norms", WHOLE, model.vectors)] if model.vectors else []),
+            Weight("copied", WHOLE, (inner or hidden) * queries + hidden * (keys + weighed)),
+            Weight("norms", WHOLE, norms),
         ),
-        products=(Product("attention", model.heads * value / parts, hidden),),
-        saved=_into_out(model.heads * value, cut),
+        products=(
+            Product("attention", inner or hidden, queries),
+            Product("attention", hidden, keys + weighed),
+        ),
+        core=Core(2.0 * queries, 0.0, 2.0, reach=Reach(stride=stride)),
+        # queries, keys, and the chosen positions, four bytes each
+        saved=(Saved(gathered * (queries + keys + 2 * indexer.top_k)),),
     )
-    if cut.splits_attention:
-        yield LayerOp("after_attention", exchange=Exchange("attention_sum", "tp", "reduce_scatter", sequence))
 
 
 def _into_out(output: int, cut: LayerCut) -> tuple[Saved, ...]:
@@ -361,13 +521,58 @@ def _grouped_queries(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     keys = max(model.kv_heads / parts, 1.0)  # fewer key-value heads than ranks: each has one
     is_whole = model.kv_heads % parts != 0 and cut.keeps_whole_kv
     of_keys, kv_heads = (WHOLE, model.kv_heads) if is_whole else (axis, -(-model.kv_heads // parts))
+    both, rank = (size, model.value_dim or size), model.query_rank
+    if rank:
+        yield LayerOp(
+            "projections",
+            weights=(Weight("copied", WHOLE, hidden * rank), Weight("norms", WHOLE, rank)),
+            products=(Product("attention", hidden, rank),),
+            saved=(Saved(rank, _ways("selective"), "qkv_linear"),),
+        )
+    inner = rank or hidden
     yield LayerOp(
         "projections",
         weights=(
-            Weight("sharded", axis, queries * size * (hidden + bias) // parts, queries * size * bias // parts),
-            *[Weight("keys_values", of_keys, kv_heads * size * (hidden + bias), kv_heads * size * bias)] * 2,
+            Weight("sharded", axis, queries * size * (inner + bias) // parts, queries * size * bias // parts),
+            *[
+                Weight("keys_values", of_keys, kv_heads * each * (hidden + bias), kv_heads * each * bias)
+                for each in both
+            ],
         ),
-        products=(Product("attention", hidden, (queries / parts + 2 * keys) * size),),
+        products=(
+            (Product("attention", rank, queries / parts * size), Product("attention", hidden, keys * sum(both)))
+            if rank
+            else (Product("attention", hidden, queries / parts * size + keys * sum(both)),)
+        ),
+    )
+
+
+def _compressed(
+    model: ModelShape, compressed: CompressedAttention, cut: LayerCut, scores: _Scores
+) -> Iterator[LayerOp]:
+    """Queries of a low rank, one head of keys that are the values too, and what makes entries of
+    several tokens: elements and gates that weigh them. Where entries are chosen, each is made of
+    two such, of its own tokens and of those before (DeepSeek-V4, section 2.3.1)."""
+    parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
+    hidden, size, rank = model.hidden, model.head_dim, compressed.q_rank
+    columns = (4 * size if scores.indexer else 2 * size) if scores.rate else 0
+    places = columns // 2 * scores.rate + size * (scores.rate > 0)  # a bias of each place, and a norm
+    selective = _ways("selective")
+    yield LayerOp(
+        "projections",
+        weights=(
+            Weight("copied", WHOLE, hidden * (rank + size + columns)),
+            Weight("norms", WHOLE, rank + size + places),
+            Weight("sharded", axis, rank * model.heads * size // parts),
+        ),
+        products=(
+            Product("attention", hidden, rank + size + columns),
+            Product("attention", rank, model.heads * size / parts),
+        ),
+        saved=(
+            Saved(rank + size + columns, selective, "qkv_linear"),
+            Saved(rank, selective, "qkv_linear", "operand"),
+        ),
     )
 
 
@@ -398,6 +603,14 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: LayerCut) -> Iterat
             Saved(ranks, selective | {"mla_up_proj"}, "qkv_linear", "operand"),
         ),
     )
+    if model.gated_attention:
+        gate = heads * latent.value_dim
+        yield LayerOp(
+            "projections",
+            weights=(Weight("sharded", axis, hidden * gate // parts),),
+            products=(Product("attention", hidden, gate / parts),),
+            saved=(Saved(gate, offload="core_attn"),),
+        )
     expanded = heads * (latent.nope_dim + latent.value_dim)
     yield LayerOp(
         "projections",
@@ -411,11 +624,14 @@ def _linear(linear: LinearAttention, hidden: int, cut: LayerCut) -> Iterator[Lay
     """Attention with a state in place of scores, split over tp by heads."""
     parts, axis = (cut.tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    projected = 2 if linear.kind != "kda" or linear.full_rank_gate else 1  # values, and a gate
     yield LayerOp(
         "projections",  # of queries, keys, values and the gate
-        weights=(Weight("sharded", axis, hidden * (2 * keys + 2 * values) // parts),),
-        products=(Product("attention", hidden, 2 * keys / parts + 2 * values / parts),),
+        weights=(Weight("sharded", axis, hidden * (2 * keys + projected * values) // parts),),
+        products=(Product("attention", hidden, 2 * keys / parts + projected * values / parts),),
     )
+    if linear.kind == "kda":
+        yield _through_a_head(linear, hidden, keys + (2 - projected) * values, 3 - projected, parts, axis)
     gated = (2 * keys + 3 * values) / parts  # what goes into the core, its output, and the gate's product with that
     yield LayerOp("rotation", moves=(MemoryKernel("attention", gated, 2 * gated),))
     yield LayerOp(
@@ -435,15 +651,46 @@ def _linear(linear: LinearAttention, hidden: int, cut: LayerCut) -> Iterator[Lay
     )
 
 
+def _through_a_head(
+    linear: LinearAttention,
+    hidden: int,
+    elements: int,
+    number: int,
+    parts: int,
+    axis: str,
+) -> LayerOp:
+    """Decays, and a gate, of ``elements`` in all, ``number`` projections of a low rank: each goes
+    through the size of one head (Kimi Linear, arXiv:2510.26692, section 4)."""
+    inner = number * linear.value_dim
+    return LayerOp(
+        "projections",
+        weights=(
+            Weight("copied", WHOLE, hidden * inner),
+            Weight("sharded", axis, linear.value_dim * elements // parts),
+        ),
+        products=(
+            Product("attention", hidden, inner),
+            Product("attention", linear.value_dim, elements / parts),
+        ),
+        saved=(Saved(inner, _ways("selective")), Saved(elements, offload="core_attn")),
+    )
+
+
 def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) -> list[Weight]:
     """The parameters of linear attention beside its projections."""
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
     if linear.kind == "lightning":
         return [Weight("norms", WHOLE, values)]
+    heads, kernel = linear.value_heads, linear.kernel
+    steps, taps, vectors = {  # columns of steps (and decays), a convolution's taps, and vectors
+        "gated_delta": (2 * heads, kernel, 2 * heads + linear.value_dim),
+        "kda": (heads, kernel, keys + heads + linear.value_dim),
+        "mamba2": (heads, kernel + 1, 3 * heads + values),
+    }[linear.kind]
     return [
-        Weight("sharded", axis, hidden * 2 * linear.value_heads // parts),  # of each head the decay, and the step
-        Weight("sharded", axis, (2 * keys + values) * linear.kernel // parts),
-        Weight("norms", WHOLE, 2 * linear.value_heads + linear.value_dim),
+        Weight("sharded", axis, hidden * steps // parts),
+        Weight("sharded", axis, (2 * keys + values) * taps // parts),
+        Weight("norms", WHOLE, vectors),
     ]
 
 
@@ -458,10 +705,23 @@ def _router(model: ModelShape) -> Iterator[LayerOp]:
     yield LayerOp("counts", remade=_ways("moe"))
 
 
+def _latent_experts(model: ModelShape, latent: int) -> LayerOp:
+    """The projections to the space of the routed experts, and back from it (LatentMoE). Both are
+    timed before tokens travel, although the second comes after."""
+    both = 2 * model.hidden * latent
+    return LayerOp(
+        "latent_experts",
+        weights=(Weight("shared", WHOLE, both),),
+        products=(Product("token", model.hidden, latent), Product("token", latent, model.hidden)),
+        saved=(Saved(latent, _ways("moe")),),
+        remade=_ways("moe"),
+    )
+
+
 def _experts(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     """The routed experts, and the ways of tokens to them and home. What ``permute`` and
     ``unpermute`` move depends on how tokens come (mapping/layer_work.py)."""
-    hidden, matrices, width = model.hidden, model.matrices, model.width / cut.etp
+    hidden, matrices, width = model.routed_hidden, model.matrices, model.width / cut.etp
     moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
     again = moe | {"selective"}
     yield LayerOp("permute", remade=again)

@@ -18,7 +18,7 @@ from commlayer.profiles.errors import InternalError
 from commlayer.scheduler.mapping.compute import TILE, CoreTiles, GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import Core, LayerCut, LayerOp, Per, Product, layer_table
-from commlayer.scheduler.mapping.model import ModelShape, mean_positions, mean_tiles
+from commlayer.scheduler.mapping.model import ModelShape, mean_tiles
 from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.recomputation import ways_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
@@ -250,8 +250,7 @@ class _Timing:
         """Causal attention: each token meets half the sequence, or what windows leave of it, the
         mean over the model's layers. Narrow heads are timed by tiles."""
         batch, tiles = self.batch, None
-        positions = mean_positions(batch.model, batch.sequence)
-        flops = self.group_tokens * (core.per_position * positions + core.per_token)
+        flops = self.group_tokens * core.flops(batch.model, batch.sequence)
         if core.narrow_heads:
             queries = core.narrow_heads * self.group_tokens / TILE
             tiles = CoreTiles(queries, queries * mean_tiles(batch.model, batch.sequence, TILE))
@@ -265,7 +264,7 @@ class _Timing:
         nothing for other operations."""
         if name not in ("permute", "unpermute"):
             return Times()
-        batch, hidden = self.batch, self.batch.model.hidden
+        batch, hidden = self.batch, self.batch.model.routed_hidden
         rows, arrival, sent = batch.rows * hidden, batch.arrival, batch.rows / self.cut.etp * hidden
         is_padded = batch.is_uneven and batch.precision != "bf16"  # Transformer Engine's Fp8Padding, and Fp8Unpadding
         padded = 2 * rows * is_padded

@@ -459,7 +459,7 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         for is_moe in (True, False)
     )
     exchanged = rows if setup.dispatch == "all_to_all" else routed * setup.etp * setup.ep
-    working = 2 * exchanged * model.hidden  # to the experts and back
+    working = 2 * exchanged * model.routed_hidden  # to the experts and back
     working += max(whole - kept for kept, whole in (sparse, dense))  # what recomputation brings back for one layer
     # the gradient of the widest tensor
     working += (model.matrices - 1) * max(

@@ -23,8 +23,15 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_table import WHOLE, LayerCut, Weight, attention_kinds, layer_table
-from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
+from commlayer.scheduler.mapping.layer_table import (
+    WHOLE,
+    LayerCut,
+    Weight,
+    attention_kinds,
+    layer_table,
+    stream_weights,
+)
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, split_by_tp
 from commlayer.scheduler.mapping.offloading import KEPT
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, PipelineChunk, laid_chunks
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
@@ -107,8 +114,9 @@ class LayerParameters(NamedTuple):
 
     ``sharded``: of attention, what heads have of their own (queries and output; of latent
     attention: the projections up and the output). ``keys_values``: what heads may share.
-    ``copied``: what all share (of latent attention: the projections down). ``experts``: all routed
-    ones.
+    ``copied``: what all share (of latent attention: the projections down; an indexer; the weights of
+    hyper-connections). ``shared``: what all tokens pass through beside the routed experts, as the
+    projections to a latent space of these, and back. ``experts``: all routed ones.
     """
 
     sharded: int
@@ -199,12 +207,15 @@ def count(model: ModelShape) -> Parameters:
     sparse = sum(layer_kinds(model)) + extra * layer_kinds(model)[-1]
     layers_in_all = model.layers + extra
     vocabulary = model.vocabulary * model.hidden
+    bare = model.dense_layers * model.without_ffn
     attention = norms = 0
-    for kind, layers in attention_kinds(model, LayerCut()):
-        number = layers + extra  # a model with modules for more tokens has one kind
+    for place, (kind, layers) in enumerate(attention_kinds(model, LayerCut())):
+        number = layers + extra * (place == 0)
         for each in (weight for op in kind for weight in op.weights):
             norms += number * each.elements * (each.part == "norms")
             attention += number * each.elements * (each.part != "norms")
+    for is_moe, number in ((True, sparse), (False, layers_in_all - sparse)):
+        attention += number * sum(each.elements for each in stream_weights(model, is_moe))
     return Parameters(
         embedding=vocabulary,
         head=0 if model.ties_embeddings else vocabulary,
@@ -213,7 +224,7 @@ def count(model: ModelShape) -> Parameters:
         experts=sparse * one.experts,
         shared=sparse * one.shared,
         dense_ffn=(layers_in_all - sparse) * one.dense_ffn,
-        norms=norms + (2 * layers_in_all + 1 + 3 * extra) * model.hidden + model.end_vectors,
+        norms=norms + (2 * layers_in_all - bare + 1 + 3 * extra) * model.hidden + model.end_vectors,
         active_experts=sparse * one.experts // model.experts * model.top_k,
         mtp_projections=extra * 2 * model.hidden * model.hidden,
     )
@@ -225,7 +236,7 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
     Raises:
         UsageError: tp does not divide the heads (or the width of an FFN that the software splits
             over it), ep the experts, etp an expert's width; the layers do not go into pp · vpp
-            chunks; cp with linear attention, whose states no software here passes on; or
+            chunks; cp with linear attention, whose states no software here passes on, or with compressed; or
             activations that are offloaded by software that has no way to. Names the number and what
             it must divide.
     """
@@ -236,22 +247,21 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
         raise UsageError(
             f"offload {setup.offload}: {software.name} keeps activations on the GPU: take the software megatron, or offload none"
         )
-    if model.linear is not None and setup.cp > 1:
+    if model.needs_whole_sequences and setup.cp > 1:
+        kind = "linear" if model.linear is not None else "compressed"
         raise UsageError(
-            f"cp={setup.cp}: {model.name} has layers of linear attention, which are planned without it: take cp=1"
+            f"cp={setup.cp}: {model.name} has layers of {kind} attention, which are planned without it: take cp=1"
         )
 
 
 def _check(model: ModelShape, cut: LayerCut) -> None:
-    parts = [("tp", cut.tp, "heads", model.heads), ("ep", cut.ep, "experts", model.experts)]
-    parts.append(("etp", cut.etp, "width of an expert", model.width))
+    parts = [("tp", cut.tp, *each) for each in split_by_tp(model)]
+    parts += [("ep", cut.ep, "experts", model.experts), ("etp", cut.etp, "width of an expert", model.width)]
     if cut.splits_ffn:
         parts += [
             ("tp", cut.tp, "shared width", model.shared_width),
             ("tp", cut.tp, "dense width", model.dense_width),
         ]
-    if model.linear is not None:
-        parts.append(("tp", cut.tp, "key heads of linear attention", model.linear.key_heads))
     for axis, degree, name, number in parts:
         if number % degree:
             instead = " or ".join(map(str, nearest(degree, divisors(number))))

@@ -41,6 +41,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
+from commlayer.scheduler.mapping.model import split_by_tp
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
@@ -273,7 +274,7 @@ def _attention_sides(
             if not (_heads_divide(job, tp) and _is_within(tp, job, cluster, space)):
                 continue
             for cp in _divisors(stage // tp, space.cp, job.sequence):
-                if cp > 1 and model.linear is not None:
+                if cp > 1 and model.needs_whole_sequences:
                     continue
                 dp = stage // tp // cp
                 if job.sequence % (cp * tp * (2 if cp > 1 else 1)) or job.global_batch % dp:
@@ -342,7 +343,7 @@ def _expert_sides(
 
 def _heads_divide(job: Job, tp: int) -> bool:
     model = job.model
-    if model.heads % tp or (model.linear is not None and model.linear.key_heads % tp):
+    if any(number % tp for _, number in split_by_tp(model)):
         return False
     return model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 

@@ -242,7 +242,9 @@ def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool
     """all_to_all over ep, all_gather over etp, and back."""
     model = job.model
     rows = dispatched_rows(job, setup)
-    out, home = (rows * software.row_bytes(model.hidden, to_experts=way is not of_gradients) for way in (True, False))
+    out, home = (
+        rows * software.row_bytes(model.routed_hidden, to_experts=way is not of_gradients) for way in (True, False)
+    )
     weights = rows * WEIGHT_BYTES * software.sends_weights
     return (
         StepCollective("dispatch", "ep", "ep", "all_to_all_v", out, "dispatch"),
@@ -259,7 +261,7 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollectiv
     back."""
     model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
     tokens = rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
-    size = tokens * model.hidden * software.activation_bytes
+    size = tokens * model.routed_hidden * software.activation_bytes
     return (
         StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * INDEX_BYTES, "counts"),
         StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch"),
@@ -345,7 +347,8 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
     """Activations to the next stage, their gradients to the one before. With interleaved chunks the
     last stage's neighbour is the first, but for the model's own ends; where the V of DualPipeV
     turns there is none."""
-    size = rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
+    elements = job.model.streams * job.model.hidden
+    size = rows_of_rank(job, setup) * setup.micro_batch * elements * software.activation_bytes
     sent, chunks = setup.passes(job), setup.chunks_per_rank
     turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
     forth, back = (sent * (chunks - is_end - turns) for is_end in (setup.has_head(stage), setup.has_embedding(stage)))

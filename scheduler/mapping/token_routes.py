@@ -53,7 +53,7 @@ class TokenRoutes:
             min(parts, parts_of_token(job, parts) * min(job.imbalance, setup.ep)) for parts in (count, setup.ep)
         )
         tokens = rows_of_rank(job, setup) * setup.micro_batch
-        home, out = (software.row_bytes(model.hidden, to_experts=way) for way in (False, True))
+        home, out = (software.row_bytes(model.routed_hidden, to_experts=way) for way in (False, True))
         return cls(kernels, count, shape[0], tokens, nodes, ranks, home, out)
 
     @property

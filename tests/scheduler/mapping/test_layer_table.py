@@ -20,8 +20,8 @@ from commlayer.scheduler.programs import Compute, Issue
 _softmax = layer_table._softmax  # the kind to which rows are added below
 
 
-def _indexed(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
-    """Attention with an indexer: one more projection, whose output all tp ranks need, and keep unless norms are made again."""
+def _indexed(model: ModelShape, cut: LayerCut, scores: Any) -> Iterator[LayerOp]:
+    """Attention with one more projection, whose output all tp ranks need, and keep unless norms are made again."""
     yield LayerOp(
         "indexer",
         weights=(Weight("sharded", WHOLE, model.hidden * 128),),
@@ -32,7 +32,7 @@ def _indexed(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     yield LayerOp(
         "index", exchange=Exchange("index", "tp", "all_gather", 128 * cut.tp), remade=frozenset({"layernorm"})
     )
-    yield from _softmax(model, cut)
+    yield from _softmax(model, cut, scores)
 
 
 def _forget() -> None:
