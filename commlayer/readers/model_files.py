@@ -1,10 +1,15 @@
 """A model by its name or from a file: the config.json of a Hugging Face model, or a commlayer model in JSON.
 
-A field that looks like a size and that no reader here understands is refused: a size that is silently wrong costs more than a
-message. So is a bias or a norm of queries and keys that the type is not known to have. Fields that change no size are left alone:
-token ids, dropout, initialisation, rotary embeddings, routing losses, quantisation, and the multi-token-prediction modules of
-DeepSeek-V3, which are no part of the shape. Hunyuan-Large's keys and values that pairs of layers share count twice: below 0.1 %
-of its parameters. The parameters of every type that transformers has are exactly those of its model (tests/readers).
+A field that looks like a size and that no reader here understands is refused, by the name of the
+mechanism that it asks for: a size that is silently wrong costs more than a message. So is a bias or
+a norm of queries and keys that the type is not known to have. Where the nearest shape will do
+(``approximate``), both are left out, and said to be.
+
+Fields that change no size are left alone: token ids, dropout, initialisation, rotary embeddings,
+routing losses, quantisation, and modules of multi-token prediction, which are no part of the shape.
+Hunyuan-Large's keys and values that pairs of layers share count twice: below 0.1 % of its
+parameters. The parameters of every type that transformers has are exactly those of its model
+(tests/readers).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,9 @@ from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.model import (
     MOST_LAYERS,
     MOST_OF_A_SIZE,
+    AttentionIndexer,
     AttentionWindow,
+    CompressedAttention,
     LatentAttention,
     LinearAttention,
     ModelShape,
@@ -43,7 +50,20 @@ _SIZE_LIKE = re.compile(
 )
 _HAS_VECTORS = re.compile(r"(^|_)(bias|biases)(_|$)|qk_(layer)?norm")
 _KEPT_APART = frozenset(("use_routing_bias",))  # what balances experts, and is no parameter
-_LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "chunked_attention", "linear_attention"))
+_LAYER_TYPES = frozenset(
+    ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention")
+)
+_COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention")
+_MINIMAX_TYPES = ("full_attention", "minimax_m3_sparse")
+_NEMOTRON_WORDS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "moe": "E",
+    "mlp": "-",
+}
+_STEPS = ("time_step_min", "time_step_max", "time_step_limit", "time_step_floor")
 # Of those that look like one; generation's and training's settings, which old files carry, among them.
 _HARMLESS = frozenset(
     (
@@ -53,11 +73,13 @@ _HARMLESS = frozenset(
         "ep_size",
         "layer_norm_eps",
         "max_window_layers",
+        "mtp_num_hidden_layers",
         "mtp_transformer_layers",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
         "num_labels",
+        "num_logits_to_keep",
         "num_mtp_modules",
         "num_nextn_predict_layers",
         "num_return_sequences",
@@ -66,10 +88,31 @@ _HARMLESS = frozenset(
         "top_k",
     )
 )
+_MECHANISMS = {
+    "attention with an indexer": r"index|sparse_attention|lightning_attn|topk_blocks",
+    "compressed attention": r"^compress_",
+    "attention residuals": r"^attn_res",
+    "hyper-connections": r"^hc_|hyper_connection",
+    "linear attention": r"^linear_|_linear_|kda|delta",
+    "state-space (Mamba) layers": r"mamba|ssm_|hybrid_override",
+    "experts on a latent space": r"moe_latent|routed_expert_hidden",
+    "hash-routed layers": r"hash",
+    "latent attention": r"lora_rank|_nope_|latent",
+    "windows of other heads": r"^swa_|attention_other",
+    "queries of a low rank": r"share_q",
+    "keys and values that layers share": r"kv_shared|cla_",
+    "embeddings of n-grams": r"ngram|engram",
+    "shared experts": r"shared?_(num_)?expert|n_shared|shared_intermediate",
+    "windows": r"window|chunk_size",
+    "experts": r"expert|moe",
+}
+"""Mechanisms by fields that ask for them, which a message names where a reader does not know the
+field. The first that matches counts."""
 
 
-def resolve(name_or_path: str) -> ModelShape:
+def resolve(name_or_path: str, *, approximate: bool = False) -> ModelShape:
     """A model of the catalog, or what a file (or the config.json of a folder) describes.
+    ``approximate``: as of :func:`from_config`.
 
     Raises:
         UsageError: neither; or a file that cannot be read as one (:func:`read_model`).
@@ -77,15 +120,16 @@ def resolve(name_or_path: str) -> ModelShape:
     if name_or_path in catalog.names():
         return catalog.load(name_or_path)
     if is_path(name_or_path):
-        return read_model(name_or_path)
+        return read_model(name_or_path, approximate=approximate)
     raise UsageError(
         "model: expected the name of a known model or a file such as a Hugging Face config.json (or its folder), "
         f"got {shortened(name_or_path)!r}{closest_or_all(name_or_path, catalog.names())}"
     )
 
 
-def read_model(path: str | Path) -> ModelShape:
-    """The model that a file describes, or the config.json of a folder.
+def read_model(path: str | Path, *, approximate: bool = False) -> ModelShape:
+    """The model that a file describes, or the config.json of a folder. ``approximate``: as of
+    :func:`from_config`.
 
     Raises:
         UsageError: no such file, or one that is damaged, of an unknown kind, incomplete, or with a size that is not understood;
@@ -112,38 +156,68 @@ def read_model(path: str | Path) -> ModelShape:
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
     if "format" in content:
         return _own(content, str(file))
-    return from_config(content, name or "model", str(file))
+    return from_config(content, name or "model", str(file), approximate=approximate)
 
 
-def from_config(content: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The model of a Hugging Face configuration. ``where`` begins the messages of errors.
+def from_config(content: Mapping[str, Any], name: str, where: str, *, approximate: bool = False) -> ModelShape:
+    """The model of a Hugging Face configuration; of one with several parts, its text model.
+
+    Args:
+        where: begins the messages of errors.
+        approximate: leave out what is not modelled, and take the nearest shape for an unknown type;
+            ``approximates`` of the shape says what is left out.
 
     Raises UsageError as :func:`read_model`.
     """
-    kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        got = "but it is missing" if kind is None else f"got {shortened(repr(kind))}"
-        raise UsageError(
-            f"{where}: model_type: expected {', '.join(MODEL_TYPES)}, {got}. Another model can be described in a file "
-            f'{{"format": "{FORMAT}", …}} with the fields of ModelShape'
-        )
-    part = content.get("text_config")
-    if kind == "llama4" and isinstance(part, Mapping):
+    outer, part = content.get("model_type"), content.get("text_config")
+    if isinstance(part, Mapping):
+        inner = part.get("model_type")
+        kind = inner if isinstance(inner, str) and inner in MODEL_TYPES else outer
         content = {"tie_word_embeddings": content.get("tie_word_embeddings"), **part, "model_type": kind}
-    config = _Config(content, where)
-    shape = MODEL_TYPES[kind](config)
+    kind = content.get("model_type")
+    config = _Config(content, where, approximate=approximate)
+    if isinstance(kind, str) and kind in MODEL_TYPES:
+        shape = MODEL_TYPES[kind](config)
+    elif approximate:
+        shape = _nearest(config)
+    else:
+        raise UsageError(_unknown_type(content, where))
     config.refuse_unread()
     source = f"{where} ({kind})"
     try:
-        return ModelShape(name=name, source=source, **shape)
+        return ModelShape(name=name, source=source, approximates="; ".join(config.left_out), **shape)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _unknown_type(content: Mapping[str, Any], where: str) -> str:
+    """Say what the configuration of an unknown type asks for, and what to do."""
+    kind = content.get("model_type")
+    asked = dict.fromkeys(name for field, value in content.items() if value and (name := _mechanism(field)))
+    got = "but it is missing" if kind is None else f"got {shortened(repr(kind))}"
+    has = f", whose fields ask for {', '.join(asked)}" if asked else ""
+    return (
+        f"{where}: model_type: expected a type that is known, {got}{has}. --approximate plans the "
+        "nearest shape and says what it leaves out; or describe the model in a file "
+        f'{{"format": "{FORMAT}", …}} with the fields of ModelShape. Known are {", ".join(MODEL_TYPES)}'
+    )
+
+
+def _mechanism(field: str) -> str:
+    """The mechanism that a field asks for; empty where none is known."""
+    return next((name for name, pattern in _MECHANISMS.items() if re.search(pattern, field)), "")
 
 
 def _own(content: dict[str, Any], where: str) -> ModelShape:
     if content.pop("format") != FORMAT:
         raise UsageError(f"{where}: format: expected {FORMAT!r}")
-    parts = {"latent": LatentAttention, "window": AttentionWindow, "linear": LinearAttention}
+    parts = {
+        "latent": LatentAttention,
+        "window": AttentionWindow,
+        "linear": LinearAttention,
+        "indexer": AttentionIndexer,
+        "compressed": CompressedAttention,
+    }
     records = [(content, ModelShape, ""), *((content.get(name), kind, f"{name}.") for name, kind in parts.items())]
     for record, kind, place in records:
         known = [field.name for field in fields(kind)]
@@ -156,11 +230,16 @@ def _own(content: dict[str, Any], where: str) -> ModelShape:
 
 
 class _Config:
-    """A configuration that knows which of its fields were read."""
+    """A configuration that knows which of its fields were read.
 
-    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+    ``left_out``: what the shape leaves out, where that is asked for, and about how much it weighs.
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: str, *, approximate: bool = False) -> None:
         self._content, self.where, self._read = content, where, {"model_type"}
-        self.kind = content["model_type"]
+        self.kind, self.approximate = content.get("model_type"), approximate
+        self.left_out: list[str] = []
+        self._sections: list[_Config] = []
 
     def whole(self, name: str, default: int | None = None, most: int = MOST_OF_A_SIZE) -> int:
         """A whole number of at most ``most``; of a list (one entry per layer) what all entries are. A missing one and null are
@@ -191,15 +270,61 @@ class _Config:
 
     def layer_types(self, layers: int) -> list[str] | None:
         """The kind of each layer's attention, in transformers' words; None where it is missing."""
-        value = self._value("layer_types")
+        return self.words("layer_types", layers, _LAYER_TYPES)
+
+    def words(self, name: str, layers: int, known: Iterable[str]) -> list[str] | None:
+        """A word for each layer, one of ``known``; those of modules behind them are cut off. None
+        where the field is missing."""
+        value = self._value(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != layers or set(value) - _LAYER_TYPES:
+        if not isinstance(value, list) or len(value) < layers or not set(map(str, value)) <= set(known):
             raise UsageError(
-                f"{self.where}: layer_types: expected one of {', '.join(sorted(_LAYER_TYPES))} for each of {layers} layers, got "
+                f"{self.where}: {name}: expected one of {', '.join(sorted(known))} for each of {layers} layers, got "
                 f"{shortened(str(value))}"
             )
-        return value
+        return value[:layers]
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there, and not null."""
+        return self._content.get(name) is not None
+
+    def is_list(self, name: str) -> bool:
+        """Whether a field is a list."""
+        return isinstance(self._content.get(name), list)
+
+    def either(self, *names: str) -> str:
+        """The first of these fields that is there; the first of them if none is."""
+        return next((name for name in names if self.has(name)), names[0])
+
+    def section(self, name: str) -> _Config:
+        """The fields of an object within; none where it is missing. Those that nobody reads are
+        refused as others are."""
+        value = self._value(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise UsageError(f"{self.where}: {name}: expected an object, got {shortened(repr(value))}")
+        found = _Config(
+            {**(value or {}), "model_type": self.kind}, f"{self.where}: {name}", approximate=self.approximate
+        )
+        found.left_out = self.left_out
+        self._sections.append(found)
+        return found
+
+    def passed_over(self, name: str) -> None:
+        """Pass over a field that changes no size in this type."""
+        self._read.add(name)
+
+    def leave_out(self, name: str, mechanism: str, weight: str) -> None:
+        """Leave out what a field asks for, where that may be; ``weight``: about how much it is.
+
+        Raises UsageError where only the whole model is wanted.
+        """
+        self._read.add(name)
+        if not self.approximate:
+            raise UsageError(
+                f"{self.where}: {name}: {mechanism} cannot be modelled ({weight}): --approximate plans the model without"
+            )
+        self.left_out.append(f"{mechanism} ({name}): {weight}")
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._value(name)
@@ -216,6 +341,22 @@ class _Config:
             raise UsageError(f"{self.where}: {name}: expected a list of whole numbers, got {value!r}")
         return value
 
+    def listed(self, name: str) -> list[Any]:
+        """A list; empty if it is missing."""
+        value = self._value(name) or []
+        if not isinstance(value, list):
+            raise UsageError(f"{self.where}: {name}: expected a list, got {shortened(repr(value))}")
+        return value
+
+    def word(self, name: str) -> str:
+        """A text; of a list its parts, joined by commas; empty if it is missing."""
+        value = self._value(name)
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{self.where}: {name}: expected a text, got {shortened(repr(value))}")
+        return value or ""
+
     def indices(self, name: str) -> set[int] | None:
         """A list of layers; None if it is missing."""
         value = self._value(name)
@@ -224,20 +365,32 @@ class _Config:
         return None if value is None else set(value)
 
     def refuse_unread(self) -> None:
-        """Refuse what looks like a size and was not read."""
-        for name, value in self._content.items():
-            values = value if isinstance(value, list) else [value]
-            is_number = any(type(each) in (int, float) for each in values)
-            if name not in self._read and name not in _HARMLESS and is_number and _SIZE_LIKE.search(name):
-                raise UsageError(
-                    f"{self.where}: {name}: this looks like a size, and a {self._content['model_type']} model is not known to "
-                    "have it: remove it if it changes no size"
-                )
-            if value is True and name not in self._read and name not in _KEPT_APART and _HAS_VECTORS.search(name):
-                raise UsageError(
-                    f"{self.where}: {name}: a {self._content['model_type']} model is not known to have that: remove "
-                    "it if it adds no parameters"
-                )
+        """Refuse what looks like a size, or asks for more parameters, and was not read; or name it
+        among what is left out."""
+        for section in self._sections:
+            section.refuse_unread()
+        asked = {name: why for name, value in self._content.items() if (why := self._asks(name, value))}
+        if not asked:
+            return
+        name, why = next(iter(asked.items()))
+        if not self.approximate:
+            raise UsageError(f"{self.where}: {name}: {why}, or plan without it by --approximate")
+        named = dict.fromkeys(_mechanism(each) or each for each in asked)
+        self.left_out.append(f"{', '.join(named)} (fields {', '.join(asked)}): nobody knows how much they weigh")
+
+    def _asks(self, name: str, value: Any) -> str:
+        """Why a field must not be passed over; empty where it may."""
+        if name in self._read:
+            return ""
+        numbers = value if isinstance(value, list) else [value]
+        is_size = any(type(each) in (int, float) for each in numbers) and _SIZE_LIKE.search(name)
+        mechanism, unknown = _mechanism(name), f"a {self.kind} model is not known to have"
+        if is_size and name not in _HARMLESS:
+            what = f"this asks for {mechanism}, which" if mechanism else "this looks like a size, and"
+            return f"{what} {unknown}{'' if mechanism else ' it'}: remove it if it changes no size"
+        if value is True and name not in _KEPT_APART and _HAS_VECTORS.search(name):
+            return f"{unknown} that: remove it if it adds no parameters"
+        return ""
 
     def _value(self, name: str) -> Any:
         self._read.add(name)
@@ -250,7 +403,8 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> dic
     num_attention_heads."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     head_dim = config.whole("head_dim", None if names_head_dim else 0) or config.whole("attention_head_dim", 0)
-    if not head_dim and heads and hidden % heads:
+    is_latent = config.has("kv_lora_rank")  # its heads have sizes of their own
+    if not head_dim and heads and hidden % heads and not is_latent:
         raise UsageError(
             f"{config.where}: head_dim: expected this field, as num_attention_heads={heads} does not divide hidden_size={hidden}"
         )
@@ -258,7 +412,7 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> dic
         "layers": config.whole("num_hidden_layers", most=MOST_LAYERS),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads"),
+        "kv_heads": config.whole(config.either("num_key_value_heads", "num_attention_groups")),
         "head_dim": head_dim or hidden // max(heads, 1),
         "width": config.whole(width),
         "vocabulary": config.whole("vocab_size"),
@@ -289,6 +443,17 @@ def _window(config: _Config, found: dict[str, Any], layers: Iterable[int], *, wo
     if not count or not tokens or 0 < longest <= tokens:
         return found
     return found | {"window": AttentionWindow(tokens, count, chunked=word == "chunked")}
+
+
+def _dense_layers(config: _Config, layers: int, otherwise: Iterable[int]) -> list[int]:
+    """The layers with a dense FFN: as ``mlp_layer_types`` says, which goes before others, or as a list
+    ``moe_layer_freq`` of one number for each layer; else ``otherwise``."""
+    types = config.words("mlp_layer_types", layers, ("dense", "sparse"))
+    if types is None and config.is_list("moe_layer_freq"):
+        types = ["sparse" if each else "dense" for each in config.numbers("moe_layer_freq")[:layers]]
+    if types is None:
+        return list(otherwise)
+    return [layer for layer, kind in enumerate(types) if kind == "dense"]
 
 
 def _placed(dense: list[int], width: int) -> dict[str, Any]:
@@ -496,25 +661,30 @@ def _qwen3_next(config: _Config) -> dict[str, Any]:
 
 
 def _groups(config: _Config) -> dict[str, Any]:
-    groups, limit = max(1, config.whole("n_group", 1)), config.whole("topk_group", 1)
+    groups = max(1, config.whole(config.either("n_group", "num_expert_group"), 1))
+    limit = config.whole("topk_group", 1)
     return {"router_groups": groups, "router_group_limit": limit if groups > 1 else 1}
 
 
 def _leading(config: _Config) -> dict[str, Any]:
-    """Layer i has experts from first_k_dense_replace on, where moe_layer_freq divides i."""
+    """Layer i has experts from first_k_dense_replace on, where moe_layer_freq divides i, or as
+    mlp_layer_types says."""
     found = _common(config, "moe_intermediate_size")
-    layers, frequency = found["layers"], max(1, config.whole("moe_layer_freq", 1))
-    first = config.whole("first_k_dense_replace")
-    dense = [layer for layer in range(layers) if layer < first or layer % frequency]
+    layers = found["layers"]
+    first = config.whole("first_k_dense_replace", 0 if config.has("mlp_layer_types") else None)
+    frequency = 1 if config.is_list("moe_layer_freq") else max(1, config.whole("moe_layer_freq", 1))
+    dense = _dense_layers(config, layers, (i for i in range(layers) if i < first or i % frequency))
+    experts = config.either("n_routed_experts", "num_local_experts", "num_experts")
+    shared = config.either("n_shared_experts", "num_shared_experts")
     return (
         found
         | _groups(config)
         | {
-            "experts": config.whole("n_routed_experts"),
-            "top_k": config.whole("num_experts_per_tok"),
-            "shared_width": config.whole("n_shared_experts", 0) * found["width"],
+            "experts": config.whole(experts),
+            "top_k": config.whole(config.either("num_experts_per_tok", "num_experts_per_token")),
+            "shared_width": config.whole(shared, 0) * found["width"],
         }
-        | _placed(dense, config.whole("intermediate_size"))
+        | _placed(dense, config.whole("intermediate_size", None if dense else 0))
     )
 
 
@@ -523,7 +693,8 @@ def _deepseek(config: _Config) -> dict[str, Any]:
 
 
 def _deepseek_latent(config: _Config) -> dict[str, Any]:
-    """DeepSeek-V2 and V3, and Kimi-K2. What transformers writes as head_dim and qk_head_dim follows from the other dimensions."""
+    """DeepSeek-V2 and V3, and Kimi-K2; with ``index_topk``, DeepSeek-V3.2 and GLM-5. What transformers
+    writes as head_dim and qk_head_dim follows from the other dimensions."""
     latent = LatentAttention(
         q_rank=config.whole("q_lora_rank", 0),
         kv_rank=config.whole("kv_lora_rank"),
@@ -534,12 +705,324 @@ def _deepseek_latent(config: _Config) -> dict[str, Any]:
     config.whole("qk_head_dim", 0)
     found = _leading(config)
     down = latent.q_rank + latent.kv_rank + latent.rope_dim  # the projections that may have a bias, beside the output's
-    return found | {
+    found |= {
         "latent": latent,
         "kv_heads": found["heads"],
         "head_dim": latent.value_dim,
         "vectors": down + found["hidden"] if config.flag("attention_bias") else 0,
     }
+    if config.has("index_topk"):
+        found["indexer"] = _indexer(config, found["layers"])
+    return found
+
+
+def _indexer(config: _Config, layers: int, number: int | None = None) -> AttentionIndexer:
+    """The indexer of ``number`` of the layers (None: of all), which run it or take over what the
+    layer before chose, as ``indexer_types`` says, a pattern, or a frequency (GLM-5.2)."""
+    types = config.words("indexer_types", layers, ("full", "shared"))
+    pattern, frequency = config.word("index_topk_pattern"), config.whole("index_topk_freq", 1)
+    offset = config.whole("index_skip_topk_offset", 2)
+    config.layer_types(layers)
+    if types is None and pattern:
+        types = ["full" if letter == "F" else "shared" for letter in pattern[:layers]]
+    if types is None:
+        behind = (max(layer - offset + 1, 0) for layer in range(layers))
+        types = ["shared" if each % max(1, frequency) else "full" for each in behind]
+    return AttentionIndexer(
+        heads=config.whole("index_n_heads"),
+        head_dim=config.whole("index_head_dim"),
+        top_k=config.whole("index_topk"),
+        layers=layers if number is None else number,
+        scored_layers=types.count("full") if number is None else number,
+        pool=config.whole("index_kpool", 1),
+    )
+
+
+def _streams(config: _Config, found: dict[str, Any], *, head: bool) -> dict[str, Any]:
+    """With hyper-connections; ``head``: with weights for the sum of the streams at the end."""
+    streams, hidden = config.whole("hc_mult", 1), found["hidden"]
+    config.whole("hc_sinkhorn_iters", 0)
+    end = streams * streams * hidden + streams + 1 if head and streams > 1 else 0
+    return found | {"streams": streams, "end_vectors": end}
+
+
+def _deepseek_v4(config: _Config) -> dict[str, Any]:
+    """Every layer has experts; the first of them route by hashes of tokens, with weights that are
+    those of a router. Attention is compressed, by ``layer_types`` or ``compress_ratios``."""
+    found = _common(config, "moe_intermediate_size")
+    layers, heads = found["layers"], found["heads"]
+    config.words("mlp_layer_types", layers, ("hash_moe", "moe"))
+    config.whole("num_hash_layers", 0)
+    rates = config.section("compress_rates")
+    sparse_rate = rates.whole("compressed_sparse_attention", 4)
+    dense_rate = rates.whole("heavily_compressed_attention", 128)
+    types = config.words("layer_types", layers, _COMPRESSED_TYPES)
+    ratios = config.numbers("compress_ratios")[:layers]
+    if types is not None:
+        rate_of = dict(zip(_COMPRESSED_TYPES, (sparse_rate, dense_rate, 0), strict=True))
+        ratios = [rate_of[each] for each in types]
+    if len(ratios) != layers or set(ratios) - {0, sparse_rate, dense_rate}:
+        raise UsageError(
+            f"{config.where}: compress_ratios: expected 0, {sparse_rate} or {dense_rate} for each of {layers} layers, "
+            f"got {shortened(str(ratios))}"
+        )
+    compressed = CompressedAttention(
+        q_rank=config.whole("q_lora_rank"),
+        rope_dim=config.whole("qk_rope_head_dim", 64),
+        groups=config.whole("o_groups"),
+        out_rank=config.whole("o_lora_rank"),
+        window=config.whole("sliding_window"),
+        sparse_layers=ratios.count(sparse_rate),
+        sparse_rate=sparse_rate,
+        dense_layers=ratios.count(dense_rate),
+        dense_rate=dense_rate,
+    )
+    indexer = AttentionIndexer(
+        heads=config.whole("index_n_heads"),
+        head_dim=config.whole("index_head_dim"),
+        top_k=config.whole("index_topk"),
+        layers=compressed.sparse_layers,
+        scored_layers=compressed.sparse_layers,
+    )
+    found |= {
+        "experts": config.whole(config.either("n_routed_experts", "num_local_experts")),
+        "top_k": config.whole("num_experts_per_tok"),
+        "shared_width": config.whole("n_shared_experts", 1) * found["width"],
+        "clamps": config.has("swiglu_limit"),
+        "vectors": heads,  # a sink of each
+        "compressed": compressed,
+        "indexer": indexer if compressed.sparse_layers else None,
+    }
+    return _streams(config, found, head=True)
+
+
+def _kimi_linear(config: _Config) -> dict[str, Any]:
+    """Kimi Linear and Kimi-K3: layers of Kimi Delta Attention and of latent attention in turn; K3's
+    have gates, and its experts a latent space."""
+    found = _deepseek_latent(config)
+    hidden, latent = found["hidden"], config.whole("routed_expert_hidden_size", 0)
+    if block := config.whole("attn_res_block_size", 0):
+        sources = found["layers"] // block + 1
+        config.leave_out(
+            "attn_res_block_size",
+            "attention over the outputs of earlier blocks of layers",
+            f"below 0.01 % of the parameters; each layer reads up to {sources} hidden states twice, memory's time alone",
+        )
+    norm = latent if config.flag("latent_moe_use_norm") else 0
+    return found | {
+        "linear": _kda(config, found["layers"]),
+        "gated_attention": config.flag("mla_use_output_gate"),
+        "expert_hidden": latent if latent != hidden else 0,
+        "moe_vectors": norm,
+    }
+
+
+def _kda(config: _Config, layers: int) -> LinearAttention | None:
+    """Kimi Delta Attention, in the layers that ``layer_types`` or ``linear_attn_config`` names, from 1."""
+    section = config.section("linear_attn_config")
+    head = section.whole("head_dim", 0) or config.whole("linear_head_dim", 128)
+    heads = section.whole("num_heads", 0) or config.whole("linear_num_heads")
+    kernel = section.whole("short_conv_kernel_size", 0) or config.whole("linear_conv_kernel_dim", 4)
+    named, _ = section.indices("kda_layers") or set(), section.indices("full_attn_layers")
+    types = config.layer_types(layers)
+    number = len(named) if types is None else types.count("linear_attention")
+    if not number:
+        return None
+    full = section.flag("use_full_rank_gate")
+    return LinearAttention("kda", number, heads, heads, head, head, kernel, full_rank_gate=full)
+
+
+def _glm5_next(config: _Config) -> dict[str, Any]:
+    """GLM-5.3: Kimi Delta Attention, and latent attention with an indexer over pooled keys; four
+    residual streams."""
+    found = _deepseek_latent(config)
+    linear = _kda(config, found["layers"])
+    softmax = found["layers"] - (0 if linear is None else linear.layers)
+    scored = config.words("indexer_types", found["layers"], ("full", "shared")) or ["full"] * found["layers"]
+    types = config.layer_types(found["layers"]) or []
+    own = sum(one == "full" and kind != "linear_attention" for one, kind in zip(scored, types, strict=False))
+    indexer = replace(found["indexer"], layers=softmax, scored_layers=own or softmax)
+    found |= {"linear": linear, "indexer": indexer, "clamps": config.has("swiglu_limit")}
+    return _streams(config, found, head=False)
+
+
+def _mimo(config: _Config) -> dict[str, Any]:
+    """MiMo-V2: most layers have a window, with twice the key-value heads and sinks; values are
+    narrower than keys. What an own field of windowed layers says must be the others' too."""
+    found = _common(config, "moe_intermediate_size", names_head_dim=True)
+    layers, heads = found["layers"], found["heads"]
+    types, pattern = config.layer_types(layers), config.numbers("hybrid_layer_pattern")[:layers]
+    if types is None and len(pattern) != layers:
+        raise UsageError(
+            f"{config.where}: hybrid_layer_pattern: expected a 0 or a 1 for each of {layers} layers, or layer_types"
+        )
+    windowed = sum(pattern) if types is None else types.count("sliding_attention")
+    value = config.whole("v_head_dim", found["head_dim"])
+    for name, size in (("swa_head_dim", found["head_dim"]), ("swa_v_head_dim", value)):
+        if config.whole(name, size) != size:
+            raise UsageError(
+                f"{config.where}: {name}: expected {size} as in other layers: heads of two sizes are not modelled"
+            )
+    own_heads = config.whole("swa_num_attention_heads", heads)
+    window = AttentionWindow(
+        tokens=config.whole("sliding_window"),
+        layers=windowed,
+        heads=own_heads,
+        kv_heads=config.whole("swa_num_key_value_heads", 2 * found["kv_heads"]),
+        vectors=own_heads if config.flag("add_swa_attention_sink_bias", default=True) else 0,
+    )
+    config.whole("attention_chunk_size", 0)
+    config.whole("sliding_window_size", 0)
+    dense = _dense_layers(config, layers, [0])
+    return (
+        found
+        | _groups(config)
+        | {
+            "value_dim": value if value != found["head_dim"] else 0,
+            "qkv_bias": config.flag("attention_bias"),
+            "vectors": heads if config.flag("add_full_attention_sink_bias") else 0,
+            "window": window if windowed else None,
+            "experts": config.whole("n_routed_experts"),
+            "top_k": config.whole("num_experts_per_tok"),
+            "shared_width": config.whole("n_shared_experts", 0) * found["width"],
+        }
+        | _placed(dense, config.whole("intermediate_size", None if dense else 0))
+    )
+
+
+def _minimax_m3(config: _Config) -> dict[str, Any]:
+    """MiniMax-M3: an indexer chooses blocks of keys in most layers; one shared expert."""
+    found = _head_norms(_common(config, "intermediate_size", names_head_dim=True))
+    layers, sparse = found["layers"], config.section("sparse_attention_config")
+    for name in ("sparse_disable_index_value", "sparse_init_block", "sparse_local_block"):
+        sparse.passed_over(name)
+    types = config.words("layer_types", layers, _MINIMAX_TYPES)
+    frequency = sparse.numbers("sparse_attention_freq")
+    number = sum(map(bool, frequency)) if types is None else types.count(_MINIMAX_TYPES[1])
+    numbers = {
+        name: config.whole(name, 0) or sparse.whole(legacy, default)
+        for name, legacy, default in (
+            ("index_n_heads", "sparse_num_index_heads", 4),
+            ("index_head_dim", "sparse_index_dim", 128),
+            ("index_block_size", "sparse_block_size", 128),
+            ("index_topk_blocks", "sparse_topk_blocks", 16),
+        )
+    }
+    heads, size, block, blocks = numbers.values()
+    config.whole("index_local_blocks", 1)
+    indexer = AttentionIndexer(heads, size, block * blocks, number, number, weighs_heads=False)
+    dense = _dense_layers(config, layers, ())
+    return (
+        found
+        | {
+            "experts": config.whole(config.either("num_local_experts", "num_experts")),
+            "top_k": config.whole("num_experts_per_tok"),
+            "shared_width": config.whole("shared_intermediate_size") * max(1, config.whole("n_shared_experts", 1)),
+            "indexer": indexer if number else None,
+            "clamps": config.has("swiglu_limit"),
+        }
+        | _placed(dense, config.whole("dense_intermediate_size", None if dense else 0))
+    )
+
+
+def _step3(config: _Config) -> dict[str, Any]:
+    """Step-3, whose queries go through a low rank (arXiv:2507.19427), and Step-3.5 to 3.7, most of
+    whose layers have windows with more heads, and all a gate of each head."""
+    found = _common(config, "moe_intermediate_size")
+    layers, hidden, size = found["layers"], found["hidden"], found["head_dim"]
+    is_first = config.has("share_q_dim")
+    own = 2 * size * (not is_first and config.flag("use_qk_norm", default=True))
+    gates = hidden * (not is_first and config.flag("use_head_wise_attn_gate", default=True))
+    named = [each.strip() for each in config.word("moe_layers_enum").split(",") if each.strip()]
+    if not all(each.isascii() and each.isdigit() and len(each) < 6 for each in named):
+        raise UsageError(f"{config.where}: moe_layers_enum: expected numbers of layers, got {named}")
+    sparse = set(map(int, named)) or set(range(3, layers))
+    dense = _dense_layers(config, layers, (layer for layer in range(layers) if layer not in sparse))
+    found |= {
+        "query_rank": config.whole("share_q_dim", 0),
+        "vectors": own + gates * found["heads"],
+        "experts": config.whole(config.either("moe_num_experts", "n_routed_experts", "num_local_experts")),
+        "top_k": config.whole(config.either("moe_top_k", "num_experts_per_tok")),
+        "shared_width": config.whole(config.either("share_expert_dim", "share_expert_dims")),
+    }
+    other = config.section("attention_other_setting")
+    heads = other.whole("num_attention_heads", 0) or config.whole("num_sliding_attention_heads", found["heads"])
+    groups = other.whole("num_attention_groups", found["kv_heads"])
+    other.whole("head_dim", size)
+    types = config.layer_types(layers) or []
+    if number := types.count("sliding_attention"):
+        found["window"] = AttentionWindow(
+            config.whole("sliding_window"), number, heads=heads, kv_heads=groups, vectors=own + gates * heads
+        )
+    return found | _placed(dense, config.whole("intermediate_size", None if dense else 0))
+
+
+def _nemotron_h(config: _Config) -> dict[str, Any]:
+    """Nemotron-H: blocks of one thing each, a state (Mamba-2), attention, experts or an FFN. A layer
+    here is a block that mixes tokens with the experts or the FFN behind it, if there are any."""
+    blocks, where = _nemotron_blocks(config), config.where
+    mixing = [place for place, block in enumerate(blocks) if block in ("M", "*")]
+    behind = [blocks[place + 1] if place + 1 < len(blocks) else "M" for place in mixing]
+    bare = [layer for layer, block in enumerate(behind) if block in ("M", "*")]
+    dense = [layer for layer, block in enumerate(behind) if block == "-"]
+    if len(mixing) + len(behind) - len(bare) != len(blocks):
+        raise UsageError(f"{where}: hybrid_override_pattern: expected every FFN behind a block that mixes tokens")
+    if bare and dense:
+        raise UsageError(
+            f"{where}: hybrid_override_pattern: layers without an FFN beside layers with a dense one are not modelled"
+        )
+    config.whole("num_hidden_layers", len(blocks))
+    heads, latent = config.whole("num_attention_heads"), config.whole("moe_latent_size", 0)
+    groups = config.whole(config.either("n_groups", "mamba_n_groups"))
+    kernel = config.whole(config.either("conv_kernel", "mamba_d_conv"))
+    for name in ("expand", "mamba_expand", "chunk_size", "mamba_chunk_size", *_STEPS):
+        config.passed_over(name)
+    states = LinearAttention(
+        kind="mamba2",
+        layers=sum(blocks[place] == "M" for place in mixing),
+        key_heads=groups,
+        value_heads=config.whole("mamba_num_heads"),
+        key_dim=config.whole(config.either("ssm_state_size", "mamba_d_state")),
+        value_dim=config.whole("mamba_head_dim"),
+        kernel=kernel,
+    )
+    width = config.whole("intermediate_size", 0)
+    return (
+        {
+            "layers": len(mixing),
+            "hidden": config.whole("hidden_size"),
+            "heads": heads,
+            "kv_heads": config.whole("num_key_value_heads", heads),
+            "head_dim": config.whole(config.either("head_dim", "attention_head_dim")),
+            "vocabulary": config.whole("vocab_size"),
+            "ties_embeddings": config.flag("tie_word_embeddings"),
+            "gated": False,
+            "width": config.whole("moe_intermediate_size"),
+            "experts": config.whole("n_routed_experts"),
+            "top_k": config.whole("num_experts_per_tok"),
+            "shared_width": config.whole("n_shared_experts", 1)
+            * config.whole("moe_shared_expert_intermediate_size", 0),
+            "expert_hidden": latent,
+            "linear": states if states.layers else None,
+            "without_ffn": bool(bare),
+        }
+        | _groups(config)
+        | _placed(bare or dense, width if dense else 0)
+    )
+
+
+def _nemotron_blocks(config: _Config) -> str:
+    """The letter of each block: M, *, E or -."""
+    found = config.word("hybrid_override_pattern")
+    listed = config.listed(config.either("layers_block_type", "layer_types"))
+    if not found:
+        found = "".join(_NEMOTRON_WORDS.get(str(each), "?") for each in listed)
+    if not found or set(found) - set("M*E-"):
+        raise UsageError(
+            f"{config.where}: hybrid_override_pattern: expected M, *, E or - for each block, or layers_block_type, "
+            f"got {shortened(found)}"
+        )
+    return found
 
 
 def _glm4(config: _Config) -> dict[str, Any]:
@@ -596,6 +1079,21 @@ def _hunyuan(config: _Config) -> dict[str, Any]:
     )
 
 
+def _nearest(config: _Config) -> dict[str, Any]:
+    """The nearest shape of a type that is not known, by the fields that most types share: attention
+    latent, or of grouped queries; experts from the first layers that are not dense on."""
+    kind = repr(config.kind) if config.kind else "missing"
+    config.left_out.append(f"what only the code of an unknown model_type says ({shortened(kind)}), such as norms")
+    experts = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    if any(map(config.has, experts)):
+        found = _deepseek_latent(config) if config.has("kv_lora_rank") else _leading(config)
+    else:
+        found = _dense(config, _common(config, "intermediate_size"))
+    if config.has("linear_attn_config"):
+        found["linear"] = _kda(config, found["layers"])
+    return _streams(config, found, head=False)
+
+
 #: By ``model_type``.
 MODEL_TYPES: dict[Any, Callable[[_Config], dict[str, Any]]] = {
     "llama": _llama,
@@ -615,10 +1113,28 @@ MODEL_TYPES: dict[Any, Callable[[_Config], dict[str, Any]]] = {
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen3,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_moe": _qwen3_next,
+    "qwen3_5_moe_text": _qwen3_next,
     "deepseek": _deepseek,
     "deepseek_v2": _deepseek_latent,
     "deepseek_v3": _deepseek_latent,
+    "deepseek_v32": _deepseek_latent,
+    "deepseek_v4": _deepseek_v4,
     "kimi_k2": _deepseek_latent,
+    "kimi_linear": _kimi_linear,
+    "kimi_k3": _kimi_linear,
+    "glm_moe_dsa": _deepseek_latent,
+    "glm5_next": _glm5_next,
+    "glm5_next_text": _glm5_next,
+    "mimo_v2": _mimo,
+    "mimo_v2_flash": _mimo,
+    "minimax_m3_vl": _minimax_m3,
+    "minimax_m3_vl_text": _minimax_m3,
+    "nemotron_h": _nemotron_h,
+    "step3_text": _step3,
+    "step3_vl": _step3,
+    "step3p5": _step3,
+    "step3p7": _step3,
     "glm4_moe": _glm4,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie,

@@ -13,9 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Case", "Difference", "Facts", "changes", "differences", "read_golden", "rounded", "sampled", "write_golden"]
+__all__ = [
+    "MODELS",
+    "Case",
+    "Difference",
+    "Facts",
+    "changes",
+    "differences",
+    "read_golden",
+    "rounded",
+    "sampled",
+    "write_golden",
+]
 
 GOLDENS = Path(__file__).with_name("goldens")
+MODELS = 25
+"""The models of the catalogue from which cases are drawn, its first ones: one that is added behind them
+moves no case."""
 _DIGITS = 14
 """Significant digits of a number in a golden file: rounding then stays below the tolerance."""
 _TOLERANCE = 1e-12

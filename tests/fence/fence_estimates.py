@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fence_cases import Case, Facts
+from fence_cases import MODELS, Case, Facts
 
 from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler import COMMLAYER, MEGATRON, PLANNED, Estimator, Job, Space, StepEstimate
@@ -157,7 +157,7 @@ def _drawn(number: int) -> list[_Asked]:
     gpus = draw.choice((8, 16, 32, 64, 128, 256, 1024))
     capacity = draw.choice((None, None, 1.0, 1.5))
     job = Job(
-        model=catalog.load(draw.choice(sorted(catalog.names()))),
+        model=catalog.load(draw.choice(sorted(catalog.names()[:MODELS]))),
         gpus=gpus,
         global_batch=gpus * draw.choice((1, 2, 4, 8)),
         sequence=draw.choice((2048, 4096, 8192, 32768)),

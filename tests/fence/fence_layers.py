@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fence_cases import Case, Facts
+from fence_cases import MODELS, Case, Facts
 
 from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler import COMMLAYER, MEGATRON, PLANNED, Estimator, Job
@@ -86,7 +86,7 @@ _SOFTWARE = {
 
 def cases() -> list[Case]:
     """Every case, in a fixed order."""
-    models = [*map(catalog.load, sorted(catalog.names())), _DENSE, _LATENT]
+    models = [*map(catalog.load, sorted(catalog.names()[:MODELS])), _DENSE, _LATENT]
     found = [Case(f"model {model.name}", partial(_of_model, model)) for model in models]
     for model in models:
         found += [Case(f"{model.name} {number}", partial(_of_layer, model, number)) for number in range(_PER_MODEL)]

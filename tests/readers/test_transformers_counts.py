@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commlayer.readers.model_files import MODEL_TYPES, from_config
-from commlayer.scheduler.mapping import parameters
+from commlayer.scheduler.mapping import catalog, parameters
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the trainers' extra has transformers")
@@ -21,8 +22,93 @@ _NOT_THERE = {
     "llama4": "its text_config is llama4_text",
     "minimax_m1": "minimax in transformers",
     "minimax_text_01": "minimax in transformers",
+    "mimo_v2": "its code is MiMo-V2-Flash's",
+    "kimi_k3": "its code is in its repository",
+    "step3_text": "its code is in its repository",
+    "step3_vl": "its code is in its repository",
+    "qwen3_5_moe": "its text model is qwen3_5_moe_text",
+    "minimax_m3_vl": "its text model is minimax_m3_vl_text",
+    "glm5_next": "its text model is glm5_next_text",
 }
 """Types that transformers has under another name, or not at all."""
+_SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "pad_token_id": None,
+}
+_INDEX = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 7}
+_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_key_value_heads": 4,
+}
+_KDA = {"linear_num_heads": 3, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+_HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention", "full_attention"]
+_ROUTED = {"n_routed_experts": 6, "n_shared_experts": 1, "intermediate_size": 24}
+_LEADING = _ROUTED | {"first_k_dense_replace": 1}
+_KIMI: dict[str, Any] = _LATENT | _KDA | {"num_local_experts": 6, "n_shared_experts": 1, "intermediate_size": 24}
+_KIMI |= {"first_k_dense_replace": 1, "layer_types": _HYBRID}
+_MAMBA = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 10,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_shared_expert_intermediate_size": 14,
+    **_ROUTED,
+}
+_ONE_BY_ONE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "deepseek_v4",
+        _INDEX
+        | {"num_key_value_heads": 1, "head_dim": 128, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 5, "hc_mult": 3}
+        | {"n_routed_experts": 6, "n_shared_experts": 1, "sliding_window": 8, "num_hash_layers": 1}
+        | {"compress_ratios": [0, 128, 4, 128, 4]},
+    ),
+    ("kimi_linear", _KIMI),
+    ("kimi_linear", _KIMI | {"q_lora_rank": None}),
+    (
+        "mimo_v2_flash",
+        _ROUTED
+        | {"num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8, "n_shared_experts": None, "sliding_window": 8}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 4]},
+    ),
+    (
+        "minimax_m3_vl_text",
+        {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 6, "num_local_experts": 6, "index_n_heads": 3}
+        | {"dense_intermediate_size": 24, "shared_intermediate_size": 7, "index_head_dim": 10}
+        | {
+            "layer_types": ["full_attention", *["minimax_m3_sparse"] * 4],
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        },
+    ),
+    ("nemotron_h", _MAMBA | {"hybrid_override_pattern": "MEM*EME"}),
+    ("nemotron_h", _MAMBA | {"hybrid_override_pattern": "M-*E", "moe_latent_size": 20}),
+    ("glm_moe_dsa", _LATENT | _INDEX | _LEADING | {"index_topk_freq": 2}),
+    ("deepseek_v32", _LATENT | _INDEX | _LEADING | {"n_group": 1, "topk_group": 1, "attention_bias": True}),
+]
+"""Types whose layers differ from one another, or have parts that only a few sizes go with."""
+_TEXT_MODELS = [
+    ("glm5_next", "Glm5NextText", _LATENT | _INDEX | _KDA | _ROUTED | {"qk_rope_head_dim": 0, "index_kpool": 7}),
+    (
+        "step3p7",
+        "Step3p7Text",
+        {"n_routed_experts": 6, "intermediate_size": 24}
+        | {"num_key_value_heads": 2, "head_dim": 16, "share_expert_dim": 7, "sliding_window": 8}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]}
+        | {"attention_other_setting": {"num_attention_heads": 6}, "pad_token_id": 1},
+    ),
+]
+"""Types that transformers has no head for: their text models, with one beside."""
 
 
 @st.composite
@@ -99,6 +185,11 @@ def _of_kind(draw: st.DrawFn, kind: str, base: dict[str, Any]) -> dict[str, Any]
         "qwen2_moe": sparse | shared | {"qkv_bias": draw(has)},
         "qwen3_moe": sparse | bias,
         "qwen3_next": sparse | shared | bias | linear | ({"layer_types": types} if draw(has) else {}),
+        "qwen3_5_moe_text": width
+        | {"num_experts": experts, "num_experts_per_tok": top_k, "layer_types": types}
+        | shared
+        | bias
+        | linear,
         "deepseek_v2": leading | latent | bias,
         "deepseek_v3": leading | latent | bias,
         "glm4_moe": leading | bias | {"use_qk_norm": draw(has)},
@@ -117,7 +208,8 @@ def _of_kind(draw: st.DrawFn, kind: str, base: dict[str, Any]) -> dict[str, Any]
     return own[kind]
 
 
-_KINDS = tuple(kind for kind in MODEL_TYPES if kind not in _NOT_THERE)
+_ALONE = {kind for kind, _ in _ONE_BY_ONE} | {"glm5_next_text", "step3p5", "step3p7"}
+_KINDS = tuple(kind for kind in MODEL_TYPES if kind not in _NOT_THERE and kind not in _ALONE)
 
 
 @st.composite
@@ -148,3 +240,47 @@ def test_counts_are_those_of_the_model_that_transformers_builds(config: dict[str
 def test_every_type_is_counted(kind: str, data: st.DataObject) -> None:
     config = data.draw(_configs((kind,)))
     assert parameters.count(from_config(config, "drawn", "drawn.json")).total == _built(config)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), _ONE_BY_ONE)
+def test_layers_that_differ_are_counted(kind: str, sizes: dict[str, Any]) -> None:
+    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = {"model_type": kind} | _SIZES | sizes
+    for name in {"nemotron_h": ["num_hidden_layers"], "minimax_m3_vl_text": ["moe_intermediate_size"]}.get(kind, []):
+        del config[name]
+    assert parameters.count(from_config(config, "small", "small.json")).total == _built(config)
+
+
+@pytest.mark.parametrize(("package", "name", "sizes"), _TEXT_MODELS)
+def test_text_models_within_others_are_counted(package: str, name: str, sizes: dict[str, Any]) -> None:
+    """The configuration as transformers writes it, with every field that it has a default for."""
+    where = f"transformers.models.{package}"
+    configuration = pytest.importorskip(f"{where}.configuration_{package}", reason=f"transformers has no {package}")
+    modeling = pytest.importorskip(f"{where}.modeling_{package}")
+    known = getattr(configuration, f"{name}Config")(**(_SIZES | sizes))
+    with torch.device("meta"):
+        model = getattr(modeling, f"{name}Model")(known)
+    built = sum(each.numel() for each in model.parameters()) + 99 * 64
+    assert parameters.count(from_config(known.to_dict(), "small", "small.json")).total == built
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepseek-v3.2", "deepseek_v32"),
+        ("glm-5", "glm_moe_dsa"),
+        ("kimi-linear-48b-a3b", "kimi_linear"),
+        ("mimo-v2-flash", "mimo_v2_flash"),
+        ("qwen3.5-35b-a3b", "qwen3_5_moe_text"),
+    ],
+)
+def test_the_catalogue_has_what_transformers_takes_for_published(name: str, kind: str) -> None:
+    """Their configurations' defaults are those of the checkpoints that they name."""
+    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    fields = transformers.AutoConfig.for_model(kind).to_dict()
+    shape = from_config(fields, name, "defaults.json")
+    ours = catalog.load(name)
+    assert replace(shape, source=ours.source, published=ours.published) == ours
+    assert parameters.count(ours).total == _built({"model_type": kind})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paper_activations import LayerShape, monta_activation_bytes, monta_parallel_activation_bytes
 
 from commlayer.profiles.errors import GroupError, UsageError
-from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parameters, volumes
+from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, memory, parameters, volumes
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -29,7 +29,13 @@ from commlayer.scheduler.mapping.recomputation import MODULES, canonical
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_optimizer
-from commlayer.scheduler.mapping.step_collectives import axis_size, dispatched_rows, layer_backward, layer_forward
+from commlayer.scheduler.mapping.step_collectives import (
+    axis_size,
+    dispatched_rows,
+    layer_backward,
+    layer_forward,
+    step_exchanges,
+)
 
 _software = st.sampled_from((MEGATRON, COMMLAYER))
 _powers = st.sampled_from((1, 2, 4))
@@ -773,9 +779,15 @@ def test_modules_for_more_tokens_take_time_and_memory_on_the_last_stage() -> Non
     assert more_bytes.activations > plain_bytes.activations
 
 
-def test_modules_for_more_tokens_are_refused_where_layers_differ() -> None:
-    with pytest.raises(UsageError, match="mtp_layers: expected 0"):
-        dataclasses.replace(V3, latent=None, linear=LinearAttention("lightning", 8, 8, 8, 128, 128), mtp_layers=1)
+def test_modules_for_more_tokens_have_the_attention_with_scores() -> None:
+    """Where layers differ, a module is counted as one with scores (as Qwen3-Next's is)."""
+    plain = catalog.load("qwen3-next-80b-a3b")
+    full = layer_table.attention_kinds(plain, LayerCut())[0][0]
+    attention = sum(each.elements for op in full for each in op.weights)
+    one, hidden = parameters.layer_of(plain), plain.hidden
+    both = parameters.count(dataclasses.replace(plain, mtp_layers=2)).total - parameters.count(plain).total
+    rest = one.router + one.experts + one.shared + 2 * hidden
+    assert both == 2 * (attention + rest + 2 * hidden**2 + 3 * hidden)
     with pytest.raises(UsageError, match="mtp_layers: expected a whole number of at least 0"):
         dataclasses.replace(V3, mtp_layers=-1)
 
@@ -900,3 +912,92 @@ def test_an_optimizer_in_the_host_takes_its_link() -> None:
     )
     assert times[1] > kept / 3350e3
     assert any("what its own Adam takes is not modelled" in note for note in found.notes)
+
+
+# Attention that chooses positions, compresses them, or has other heads in windows; experts on a latent space
+
+
+def test_an_indexer_scores_all_positions_and_attention_reads_those_that_it_chooses() -> None:
+    """DeepSeek-V3.2 by hand: 64 heads of 128 score, and 128 heads read 2,048 positions of 576 + 512 elements."""
+    model, sequence = catalog.load("deepseek-v3.2"), 65536
+    mean = 2048 - 2048**2 / 2 / sequence
+    scored, read = 2 * 64 * 128 * sequence / 2, 2 * 128 * (576 + 512) * mean
+    assert flops.forward(model, sequence).attention_core == pytest.approx(61 * (scored + read), rel=1e-12)
+    assert model.indexer is not None
+    shared = dataclasses.replace(model.indexer, scored_layers=21)  # others take over what these chose
+    fewer = flops.forward(dataclasses.replace(model, indexer=shared), sequence).attention_core
+    assert fewer == pytest.approx(21 * scored + 61 * read, rel=1e-12)
+
+
+def test_compressed_attention_reads_its_window_and_entries_behind_it() -> None:
+    """DeepSeek-V4-Flash by hand: 43 layers have a window of 128, 21 choose 512 entries of 4 tokens, 20 read all of 128."""
+    sequence = 32768
+    each, window = 2 * 2 * 64 * 512, 128 - 128**2 / 2 / sequence
+    entries = 512 - 512**2 / 2 / (sequence / 4)
+    scored = 2 * 64 * 128 * sequence / 4 / 2
+    by_hand = 43 * each * window + 21 * (each * entries + scored) + 20 * each * sequence / 128 / 2
+    assert flops.forward(catalog.load("deepseek-v4-flash"), sequence).attention_core == pytest.approx(
+        by_hand, rel=1e-12
+    )
+
+
+def test_windowed_layers_may_have_heads_of_their_own() -> None:
+    """MiMo-V2-Flash by hand: keys of 192 elements, values of 128; the window of 128 tokens is in 39 of 48 layers."""
+    model, sequence = catalog.load("mimo-v2-flash"), 16384
+    each, window = 2 * 64 * (192 + 128), catalog.load("mimo-v2-flash").window
+    assert window is not None
+    assert (window.layers, window.kv_heads, model.kv_heads) == (39, 8, 4)
+    mean = window.tokens - window.tokens**2 / 2 / sequence
+    by_hand = each * (39 * mean + 9 * sequence / 2)
+    assert flops.forward(model, sequence).attention_core == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_experts_on_a_latent_space_exchange_its_width() -> None:
+    """Kimi-K3 moves 3,584 of 7,168 elements of a token to each of its experts."""
+    latent = catalog.load("kimi-k3")
+    plain = dataclasses.replace(latent, expert_hidden=0)
+    setup = Setup(gpus=64, ep=64)
+    sent = [
+        {each.name: each.logical_bytes for each in layer_forward(_job(model, 64, sequence=4096), setup, MEGATRON)}
+        for model in (latent, plain)
+    ]
+    assert latent.routed_hidden == 3584
+    assert all(2 * sent[0][name] == sent[1][name] for name in ("dispatch", "combine"))
+
+
+def test_residual_streams_are_kept_and_sent_each() -> None:
+    model = catalog.load("deepseek-v4-flash")
+    one = dataclasses.replace(model, streams=1)
+    cut = LayerCut()
+    more = memory.kept_elements(model, "none", cut).token - memory.kept_elements(one, "none", cut).token
+    assert more == 2 * 4 * model.hidden
+    assert memory.kept_elements(model, "full", cut).token == 4 * model.hidden
+    boundaries = [
+        next(
+            each for each in step_exchanges(_job(shape, 2), Setup(gpus=2, pp=2), MEGATRON) if each.name == "activations"
+        )
+        for shape in (model, one)
+    ]
+    assert boundaries[0].logical_bytes == 4 * boundaries[1].logical_bytes
+
+
+def test_layers_without_an_ffn_have_one_norm_and_nothing_behind_attention() -> None:
+    model = catalog.load("nemotron-3-nano-30b-a3b")
+    assert (model.layers, model.dense_layers, model.without_ffn) == (29, 6, True)
+    bare = layer_table.layer_table(model, LayerCut(), is_moe=False)
+    assert "middle" not in {op.name for op in bare}
+    with pytest.raises(UsageError, match="dense_width: expected 0, as no dense layer has an FFN"):
+        dataclasses.replace(model, dense_width=8)
+
+
+@pytest.mark.parametrize("name", catalog.names()[25:])
+def test_whatever_is_in_the_catalogue_is_estimated(name: str) -> None:
+    """Each by one mapping with tensor, expert and pipeline parallelism."""
+    model = catalog.load(name)
+    setup = Setup(gpus=64, tp=2, ep=8, pp=4, recompute="full")
+    estimator = Estimator(
+        Job(model=model, gpus=64, global_batch=64, sequence=4096), clusters.load("h100-eos"), MEGATRON
+    )
+    found = estimator.estimate(setup)
+    assert found.step_us > 0
+    assert found.memory.total > 0
