@@ -52,6 +52,7 @@ _SECTIONS = {
         "estimate": "Estimate one mapping: time, memory, what it sends.",
         "what-if": "Vary one thing of a job or a cluster, or compare two ways.",
         "long-context": "Lay experts and context out from 4K to 1M tokens.",
+        "models": "List the models that are known.",
     },
 }
 """Our commands, each with its help. A command's module has its name, and is imported when it is

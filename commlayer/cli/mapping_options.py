@@ -143,6 +143,11 @@ cluster_options = in_order(
 
 job_options = in_order(
     model_option,
+    click.option(
+        "--approximate",
+        is_flag=True,
+        help="Plan a model's nearest shape where it cannot be modelled, and say what is left out.",
+    ),
     cluster_options,
     click.option("--gpus", "-g", type=NUM_GPUS, required=True, help="In all."),
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
@@ -342,7 +347,8 @@ def read_request(given: dict[str, Any]) -> Request:
     Raises UsageError: an unknown model or cluster, with close names; a number that cannot be; options of which one would be
     ignored.
     """
-    model, modules = resolve_model(given.pop("model_name")), given.pop("mtp")
+    model = resolve_model(given.pop("model_name"), approximate=given.pop("approximate"))
+    modules = given.pop("mtp")
     if given["routing"] is not None and given["imbalance"] != 1:
         raise UsageError("--imbalance follows from --routing: give one of them")
     if given["capacity_factor"] is not None:

@@ -308,6 +308,37 @@ def test_modules_are_offloaded_by_name() -> None:
 _AWAY = ("--offload-modules", "core_attn")
 
 
+def test_models_are_listed_with_what_counts_as_active() -> None:
+    entries = {each["name"]: each for each in call_json("models")}
+    assert list(entries) == catalog.names()
+    one = entries["kimi-k3"]
+    assert one["active_parameters"] - one["active_without_embedding"] == 163840 * 7168
+    assert "linear attention" in one["mechanisms"]
+    assert "attn_res_block_size" in one["left_out"]
+    output = call("models").stdout
+    assert all(name in output for name in entries)
+    assert "kimi-k3 is planned without" in output
+    assert "16 of 896 + shared" in output
+
+
+def test_a_model_is_approximated_where_that_is_asked_for(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    fields |= {"vocab_size": 1000, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    fields |= {"model_type": "newest", "first_k_dense_replace": 0, "engram_layers": 2}
+    config.write_text(json.dumps(fields), encoding="utf-8")
+    job = ("-m", str(config), "-c", "h100-eos", "-g", "8", "--global-batch", "8", "--sequence", "1024", "--ep", "8")
+    assert "whose fields ask for" in call("estimate", *job, status=2).output
+    found = call("estimate", *job, "--approximate")
+    assert "is planned without what only the code of an unknown model_type says ('newest')" in found.stderr
+    assert "embeddings of n-grams (fields engram_layers)" in found.stderr
+
+
 def test_a_dispatcher_by_name() -> None:
     across = ("--ep", "8", "--pp", "1", "--recompute", "full", "--domain", "4", "--software", "megatron")
     flat, kernels = (call_json("estimate", *JOB, *across, "--dispatcher", name) for name in ("nccl", "deepep"))
