@@ -35,6 +35,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work
 from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.layout_balance import LaidOut
+from commlayer.scheduler.mapping.model import ModelShape, mechanisms
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_stage import Exposed, exposed_gradients, exposed_parameters
@@ -56,6 +57,9 @@ _ORDER = (
     *("gradients", "parameters", "offload", "bubble", "optimizer"),
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
+
+_UNMEASURED = ("linear attention", "attention with an indexer", "compressed attention")
+"""Mechanisms whose kernels nobody measured here."""
 
 
 class Estimator:
@@ -95,9 +99,10 @@ class Estimator:
                 f"cluster {cluster.name!r} was measured, and nobody measured {software.kernels.name} on it: take a declared "
                 "cluster, or the dispatcher nccl or commlayer"
             )
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = _model_notes(job.model)
         if efficiency is None and compute is None:
-            efficiency, self.notes = efficiency_for(job.model)
+            efficiency, calibrated = efficiency_for(job.model)
+            self.notes += calibrated
         cluster, used = clusters.fitted(cluster, job.gpus)
         self.notes += (used,) if used else ()
         if software.offloaded_optimizer:
@@ -258,3 +263,16 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
     price, collective, size = builder.calls.price(setup, exchange), exchange.collective, exchange.logical_bytes
     names = exchange.name, exchange.axis, exchange.lane
     return Traffics(*names, collective, size, price.nodes, count, price.us, price.name, price.link)
+
+
+def _model_notes(model: ModelShape) -> tuple[str, ...]:
+    """Say what an estimate of ``model`` leaves out, and which of its kernels nobody measured."""
+    found = [f"{model.name} is planned without {model.approximates}"] if model.approximates else []
+    unmeasured = [name for name in mechanisms(model) if name in _UNMEASURED]
+    if unmeasured:
+        found.append(
+            f"the kernels of {' and '.join(unmeasured)} are taken at the rate of flash attention, "
+            "which nobody measured: published runs of such models took longer than planned "
+            "(docs/published.md)"
+        )
+    return tuple(found)
