@@ -42,6 +42,7 @@ from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canoni
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
+    GRAPHS,
     SOFTWARE,
     STATE_BYTES,
     DispatchPrecision,
@@ -50,6 +51,7 @@ from commlayer.scheduler.mapping.software import (
     with_dispatcher,
     with_fp8_activations,
     with_fused_experts,
+    with_graphs,
     with_optimizer,
     with_overlap,
 )
@@ -197,6 +199,13 @@ job_options = in_order(
     click.option("--activation-func-fp8-input-store", is_flag=True, help="What goes into SwiGLU is kept in FP8."),
     click.option(
         "--use-transformer-engine-op-fuser", is_flag=True, help="Experts' SwiGLU and casts are part of their products."
+    ),
+    click.option(
+        "--cuda-graphs",
+        type=click.Choice(list(GRAPHS)),
+        default="none",
+        show_default=True,
+        help="Parts of a layer that the host launches at once.",
     ),
     click.option(
         "--optimizer-offload-fraction",
@@ -381,7 +390,7 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
     state = {name: given.pop(name) for name in _STATE}
     keeps_fp8, dispatcher = given.pop("activation_func_fp8_input_store"), given.pop("dispatcher")
     precision, is_beside = given.pop("dispatch_precision"), given.pop("shared_expert_overlap")
-    fuses = given.pop("use_transformer_engine_op_fuser")
+    fuses, graphs = given.pop("use_transformer_engine_op_fuser"), given.pop("cuda_graphs")
     if is_beside and not job.model.shared_width:
         raise UsageError(f"--shared-expert-overlap: {job.model.name} has no shared experts")
     if keeps_fp8 and not job.model.gated:
@@ -396,6 +405,8 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
             runs = with_fused_experts(runs)
         if dispatcher is not None:
             runs = with_dispatcher(runs, dispatcher)
+        if graphs != "none":
+            runs = with_graphs(runs, graphs)
         return with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)
 
     return changed

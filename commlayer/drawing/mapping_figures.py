@@ -50,6 +50,7 @@ PARTS = {
     "head": "#a9d0e4",
     "memory": "#8fcbb6",
     "recompute": "#c3d9a5",
+    "host": "#8a7a5c",
     "dispatch": "#d55e00",
     "combine": "#e98a4b",
     "tp": "#e69f00",

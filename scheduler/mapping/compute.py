@@ -121,6 +121,11 @@ class GpuCompute:
             return 0.0
         return nbytes / (self.gpu.memory_gbps * self.gpu.memory * 1e3) + kernels * self.gpu.launch_us
 
+    def launched_us(self, launches: int, *, waits: bool) -> float:
+        """The time that the GPU waits for its host, which launches so many kernels; ``waits``: it waits for the GPU between
+        them."""
+        return launches * (self.gpu.waited_launch_us if waits else self.gpu.exposed_launch_us)
+
     def _peak(self, precision: str) -> tuple[float, float]:
         """TFLOP/s that large products reach, and the bytes of an operand's element."""
         recipe = recipe_of(precision, self.gpu)
@@ -187,6 +192,10 @@ class MeasuredCompute:
 
     def cast_bytes(self, precision: str) -> float:
         """Nothing, as :meth:`cast_us`."""
+        return 0.0
+
+    def launched_us(self, launches: int, *, waits: bool) -> float:
+        """Nothing: launches are in the times of products."""
         return 0.0
 
     def memory_us(self, nbytes: float, kernels: int = 1) -> float:

@@ -334,9 +334,22 @@ def _state(setup: Setup, software: Software) -> Iterator[str]:
         yield "--activation-func-fp8-input-store"
     if software.fuses_experts:
         yield "--use-transformer-engine-op-fuser"
+    if software.graphs:
+        yield from _graphs(software)
     if software.offloaded_optimizer:
         yield "--optimizer-cpu-offload"
         yield from _flag("optimizer-offload-fraction", f"{software.offloaded_optimizer:g}")
+
+
+def _graphs(software: Software) -> Iterator[str]:
+    """CUDA graphs, as Megatron-Core's page on them has their flags (user-guide/features/cuda_graph)."""
+    if "step" in software.graphs:
+        yield from _flag("cuda-graph-impl", "full_iteration")
+        return
+    modules = {"attention": ("attn",), "router": ("moe_router", "moe_preprocess")}
+    yield from _flag("cuda-graph-impl", "transformer_engine")
+    yield "--cuda-graph-modules"
+    yield from (word for part in sorted(software.graphs) for word in modules[part])
 
 
 def _flag(name: str, value: object) -> tuple[str, str]:

@@ -46,6 +46,12 @@ class AttentionTiles(NamedTuple):
     met_backward_us: float
 
 
+_EXPOSED_LAUNCH_US, _WAITED_LAUNCH_US = 12.0, 25.0
+"""Fitted, with :data:`_GRACE_LAUNCHES`, to the runs of Megatron-Core in benchmarks/published_rows.json (docs/published.md)."""
+_GRACE_LAUNCHES = 1.5
+"""A Grace's launches over those of x86. For one nn.Linear they are 2.75 (37.08 and 13.48 µs: NVIDIA/TransformerEngine#2053)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU: its peaks, and what public benchmarks reach of them (fractions).
@@ -63,6 +69,8 @@ class Gpu:
             ones.
         memory: of memory_gbps, by kernels that only move data.
         launch_us: of each kernel that nothing hides.
+        exposed_launch_us, waited_launch_us: the part of a kernel's launch by the host for which the GPU waits; the latter where
+            the host waits for the GPU in every layer (mapping/host_launches.py).
         host_gbps: between the GPU's memory and its host's, 1e9 B/s, as copies reach in the slower direction.
     """
 
@@ -81,6 +89,8 @@ class Gpu:
     narrow_attention: AttentionTiles | None = None
     memory: float = 0.80
     launch_us: float = 3.0
+    exposed_launch_us: float = _EXPOSED_LAUNCH_US
+    waited_launch_us: float = _WAITED_LAUNCH_US
     host_gbps: float = 53.0
     source: str = ""
 
@@ -92,7 +102,7 @@ class Gpu:
             _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
         for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
             _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
-        for name in ("fp8_tflops", "launch_us", "tile_us"):
+        for name in ("fp8_tflops", "launch_us", "tile_us", "exposed_launch_us", "waited_launch_us"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
 
@@ -268,8 +278,10 @@ def _blackwell(
     host_gbps: float = 53.0,
     source: str = "",
     ultra: bool = False,
+    launches: float = 1.0,
 ) -> Gpu:
-    """``ultra``: Blackwell Ultra, whose units for exponentials are twice as fast."""
+    """``ultra``: Blackwell Ultra, whose units for exponentials are twice as fast. ``launches``: how much longer its host takes
+    for a launch than an x86 host."""
     attention, backward = _ULTRA_ATTENTION if ultra else (0.63, 0.50)
     return Gpu(
         name=name,
@@ -285,6 +297,8 @@ def _blackwell(
         attention_backward=backward * 2250 / bf16,
         narrow_attention=_NARROW_ULTRA if ultra else _NARROW_BLACKWELL,
         memory=0.75,
+        exposed_launch_us=_EXPOSED_LAUNCH_US * launches,
+        waited_launch_us=_WAITED_LAUNCH_US * launches,
         host_gbps=host_gbps,
         source=f"NVIDIA's data sheet; {_BLACKWELL}; {_NARROW_HEADS}; {f'{_ULTRA}; ' if ultra else ''}{source or _PCIE5}",
     )
@@ -304,7 +318,7 @@ GPUS: dict[str, Gpu] = {
     "a800": _ampere("A800 SXM 80GB"),
     "b200": _blackwell("B200 SXM", 2250, 180),
     "b300": _blackwell("B300 SXM", 2250, 268, ultra=True),
-    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=_GRACE),
+    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=_GRACE, launches=_GRACE_LAUNCHES),
     # Its BF16 and FP8 are a GB200's by the data sheet; nobody has published its products.
     "gb300": _blackwell(
         "GB300",
@@ -315,6 +329,7 @@ GPUS: dict[str, Gpu] = {
         host_gbps=150.0,
         source=f"{_GRACE}; products as GB200",
         ultra=True,
+        launches=_GRACE_LAUNCHES,
     ),
     "h100": _hopper("H100 SXM 80GB", 80, 3350),
     "h200": _hopper("H200 SXM", 141, 4800),

@@ -37,6 +37,7 @@ from commlayer.scheduler.dispatch_price import row_maps_us
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.host_copies import host_copy
+from commlayer.scheduler.mapping.host_launches import layer_launches, waits_for_counts
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_calls import AGAIN, LayerCalls
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenArrival, layer_work
@@ -147,21 +148,33 @@ class LayerBuilder:
         """One layer's forward pass of a micro-batch."""
         work = self.work(setup, is_moe)
         at = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
-        return self._beside_copies("offload", setup, is_moe, self._forward(setup, work, at))
+        program = sequence(self.launches(setup, is_moe)[0], self._forward(setup, work, at))
+        return self._beside_copies("offload", setup, is_moe, program)
 
     def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for
         it."""
-        work = self.work(setup, is_moe)
+        work, launches = self.work(setup, is_moe), self.launches(setup, is_moe)[1]
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
         at, resent = self._told_apart(setup, exchanges)
         if setup.recompute == "full":
             # What the forward pass sends comes first; a sequence that is gathered once more for a weight's gradient after it.
             gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
             resent |= {place: resent[place][:1] for place in gathered}
-            return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
+            again = _renamed(self._forward(setup, work, resent))
+            return sequence(launches, again, self._backward(setup, work, at, gathered))
         remade, resent = _remade(setup, work, resent)
-        return self._beside_copies("reload", setup, is_moe, sequence(remade, self._backward(setup, work, at, resent)))
+        program = sequence(launches, remade, self._backward(setup, work, at, resent))
+        return self._beside_copies("reload", setup, is_moe, program)
+
+    def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
+        """The time for which a layer waits for its host, forward and backward."""
+        waits = is_moe and waits_for_counts(self.job, setup, self.software)
+        forward, backward = (
+            Compute(self.compute.launched_us(launches, waits=waits), "host")
+            for launches in layer_launches(self.job, setup, self.software, is_moe=is_moe)
+        )
+        return forward, backward
 
     def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
         """With the copies to the host, or from it, that are under way meanwhile: as many bytes as
@@ -190,6 +203,7 @@ class LayerBuilder:
         before, after = self._forward_around(setup, work, there)
         before_back, after_back, later = self._backward_around(setup, work, back, resent, puts_off=True)
         program = sequence(
+            self.launches(setup, is_moe),
             remade,
             before_back,
             home.first,

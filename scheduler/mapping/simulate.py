@@ -17,8 +17,8 @@ memory (mapping/step_memory.py); a search asks for bounds of its time first
   do not hide them (mapping/pipeline_stage.py);
 - the optimizer: Adam reads and writes the sharded state once, bound by memory.
 
-Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that
-mapping/step_collectives.py lacks.
+Of the host only the launches of layers are modelled (mapping/host_launches.py). Not modelled: data
+loading, checkpoints, stragglers, and collectives that mapping/step_collectives.py lacks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from commlayer.scheduler.programs import Breakdown, Item
 __all__ = ["Estimator"]
 
 _ORDER = (
-    *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),
+    *("attention", "experts", "dense", "memory", "head", "recompute", "host"),
+    *("dispatch", "combine", "tp", "cp", "pp"),
     *("gradients", "parameters", "offload", "bubble", "optimizer"),
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
@@ -254,7 +255,8 @@ class Estimator:
 
 
 def _bottleneck(times: Breakdown) -> str:
-    busy = {"compute": sum(times.parts.get(part, 0.0) for part in _WORK), **times.links}
+    compute, host = sum(times.parts.get(part, 0.0) for part in _WORK), times.parts.get("host", 0.0)
+    busy = {"compute": compute, "host": host, **times.links}
     return max(busy, key=lambda name: busy[name])
 
 

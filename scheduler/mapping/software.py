@@ -14,22 +14,27 @@ from commlayer.scheduler.plan import Strategy
 __all__ = [
     "COMMLAYER",
     "DISPATCHERS",
+    "GRAPHS",
     "MEGATRON",
     "PLANNED",
     "SOFTWARE",
     "STATE_BYTES",
+    "Graphed",
     "Software",
     "software",
     "splits_ffn",
     "with_dispatcher",
     "with_fp8_activations",
     "with_fused_experts",
+    "with_graphs",
     "with_optimizer",
     "with_overlap",
 ]
 
 
 DispatchPrecision = Literal["bf16", "fp8"]
+Graphed = Literal["attention", "router", "step"]
+"""What a CUDA graph holds: of each layer its attention, or its router (with shared experts), or the whole step."""
 _SCALED = 128
 """Elements of a row that share an FP32 scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; DeepEP's FP8 dispatch)."""
 _SCALE_BYTES = 4
@@ -67,6 +72,9 @@ class Software:
         fuses_experts: experts' activation function, biases and clamps are part of their products (Transformer Engine's fused
             operations, Megatron-LM's --use-transformer-engine-op-fuser); else kernels of their own, and in FP8 each expert's
             rows are cast by one.
+        graphs: what CUDA graphs hold, and the host launches at once.
+        host: whether it ``waits`` in every layer for the counts of tokens that calls of all_to_all bring, or ``runs ahead`` of
+            the GPU; ``unknown``: no time is added for its launches (mapping/host_launches.py).
         sends_weights: gating weights (FP32) go with the tokens, and experts apply them; else they stay, for the combine.
         count_words: int64 numbers that a rank tells the others of etp·ep before its tokens go: so many, so many per expert, and,
             without etp, so many per rank of ep.
@@ -102,6 +110,8 @@ class Software:
     keeps_whole_kv: bool = False
     sums_replicas_over_tp: bool = True
     fuses_experts: bool = False
+    graphs: frozenset[Graphed] = frozenset()
+    host: Literal["waits", "runs ahead", "unknown"] = "waits"
     sends_weights: bool = True
     count_words: tuple[int, int, int] = (0, 1, 0)
     bucket_bytes: int | None = None
@@ -236,6 +246,29 @@ def with_fused_experts(software: Software) -> Software:
     if software.hides_dispatch:
         raise UsageError(f"{software.name} has no fused experts: take --software megatron")
     return replace(software, name=f"{software.name}, fused experts", fuses_experts=True)
+
+
+GRAPHS: dict[str, frozenset[Graphed]] = {
+    "none": frozenset(),
+    "router": frozenset({"router"}),
+    "attention": frozenset({"attention"}),
+    "attention+router": frozenset({"attention", "router"}),
+    "full-iteration": frozenset({"step"}),
+}
+"""What CUDA graphs can hold, by the names of Megatron-Core's scopes (docs, user-guide/features/cuda_graph)."""
+
+
+def with_graphs(software: Software, graphs: str) -> Software:
+    """The same software with CUDA graphs of a kind in GRAPHS.
+
+    Raises UsageError for an unknown one, and where it is this project's own, whose calls no graph can hold.
+    """
+    if graphs not in GRAPHS:
+        raise UsageError(f"cuda graphs: expected {', '.join(GRAPHS)}, got {graphs!r}")
+    if graphs != "none" and software.hides_dispatch:
+        raise UsageError(f"{software.name} has no CUDA graphs: take --software megatron")
+    name = software.name if graphs == "none" else f"{software.name}, graphs of {graphs}"
+    return replace(software, name=name, graphs=GRAPHS[graphs])
 
 
 def with_dispatcher(software: Software, dispatcher: str) -> Software:
