@@ -138,6 +138,7 @@ cluster_options = in_order(
     ),
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
     click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
+    click.option("--fabric", type=click.Choice(list(hardware.FABRICS)), help="What the network is, in place of the cluster's."),
     click.option("--intra-gbps", type=RATE_GBPS, help="Peak inside a node."),
     click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
 )
@@ -429,7 +430,7 @@ def _loads(routing: Path | None, model: ModelShape) -> Loads | None:
 
 def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
     """Take what :func:`cluster_options` gave out of ``given``, and return the cluster. Raises as :func:`read_request`."""
-    name, gpu = given.pop("cluster_name"), given.pop("gpu")
+    name, gpu, fabric = given.pop("cluster_name"), given.pop("gpu"), given.pop("fabric")
     if _is_profile(name):
         if gpu is None:
             raise UsageError(
@@ -440,6 +441,13 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         cluster = resolve_cluster(name)
         if gpu is not None:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
+    if fabric is not None:
+        cluster = cluster.on(fabric)
+    elif given["inter_gbps"] is not None and cluster.fabric:
+        raise UsageError(
+            f"--inter-gbps {given['inter_gbps']:g}: {cluster.name} has {hardware.FABRICS[cluster.fabric].words}: say what "
+            f"network has this rate with --fabric, one of {', '.join(hardware.FABRICS)}"
+        )
     for kind in ("inter_gbps", "intra_gbps", "domain"):
         value = given.pop(kind)
         if value is not None:

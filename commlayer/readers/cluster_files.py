@@ -82,6 +82,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     inter: Link | None = None
     intra: Link | None = None
     device: Link | None = None
+    fabric: str = ""
     interference: tuple[Interference, ...] = ()
     profiles: tuple[str, ...] = ()
     source: str = ""
@@ -98,7 +99,7 @@ def _built(file: _File, folder: Path) -> Cluster:
         gpu = hardware.GPUS[gpu]
     if file.profiles:
         given = [
-            name for name in ("domain", "peaks", "inter", "intra", "device", "interference") if getattr(file, name)
+            name for name in ("domain", "peaks", "inter", "intra", "device", "fabric", "interference") if getattr(file, name)
         ]
         if given:
             raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")
@@ -110,6 +111,8 @@ def _built(file: _File, folder: Path) -> Cluster:
     cluster = from_peaks(
         file.name, gpu, file.domain, peaks.inter_gbps, peaks.intra_gbps, peaks.device_gbps, source=file.source
     )
+    if file.fabric:
+        cluster = cluster.on(file.fabric)
     links = {name: link for name in ("inter", "intra", "device") if (link := getattr(file, name)) is not None}
     return cluster.replace(**links, interference=file.interference)
 

@@ -19,7 +19,7 @@ from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
-from commlayer.scheduler.mapping.hardware import Gpu, Link, Points
+from commlayer.scheduler.mapping.hardware import FABRICS, Gpu, Link, Points
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -32,6 +32,7 @@ class Cluster:
         domain: GPUs that NVLink joins (8 in a node; 72 in a rack): what the rest of this code calls a node.
         peaks: of one GPU, one direction (:class:`~commlayer.profiles.links.Peaks`).
         inter, intra, device: what calls reach of them; None in a measured cluster. ``device``: of copies and sums in memory.
+        fabric: the network's kind, of :data:`~commlayer.scheduler.mapping.hardware.FABRICS`; empty: not known, or measured.
         interference: slowdowns of resources that work side by side; nothing listed, nothing slowed.
         measured: profiles instead, each for its own shape (:meth:`from_profile`).
 
@@ -46,6 +47,7 @@ class Cluster:
     inter: Link | None = None
     intra: Link | None = None
     device: Link | None = None
+    fabric: str = ""
     interference: tuple[Interference, ...] = ()
     source: str = ""
     measured: tuple[Profile, ...] = ()
@@ -94,6 +96,15 @@ class Cluster:
     @property
     def kind(self) -> Literal["declared", "profile"]:
         return "profile" if self.measured else "declared"
+
+    def on(self, fabric: str) -> Cluster:
+        """The same cluster on a network of another kind, of FABRICS. Raises UsageError for an unknown one, or a measured
+        cluster."""
+        if fabric not in FABRICS:
+            raise UsageError(f"fabric: expected {', '.join(FABRICS)}, got {fabric!r}")
+        if self.measured:
+            raise UsageError(f"cluster {self.name!r} was measured: its fabric is in its curves, so leave --fabric out")
+        return self.replace(fabric=fabric, inter=FABRICS[fabric].link)
 
     def replace(self, **changes: Any) -> Cluster:
         """A copy with other fields. Raises UsageError for a field that does not exist."""

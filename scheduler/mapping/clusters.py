@@ -56,7 +56,8 @@ def from_peaks(
 
 
 class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``: its name in :data:`hardware.GPUS`."""
+    """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``, ``fabric``: its names in :data:`hardware.GPUS` and
+    :data:`hardware.FABRICS`."""
 
     name: str
     gpu: str
@@ -64,6 +65,7 @@ class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inter_gbps: float
     intra_gbps: float
     source: str
+    fabric: str = "infiniband"
 
 
 class _Clusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +96,7 @@ def load(name: str) -> Cluster:
             f"{closest_or_all(name, names())}"
         )
     gpu, peaks = hardware.GPUS[declared.gpu], (declared.inter_gbps, declared.intra_gbps)
-    cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source)
+    cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source).on(declared.fabric)
     return cluster.replace(intra=hardware.NVLINK5) if declared.intra_gbps == _NVLINK5_GBPS else cluster
 
 

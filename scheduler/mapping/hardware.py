@@ -17,6 +17,8 @@ from commlayer.profiles.errors import UsageError
 __all__ = [
     "A800_MONTA_NETWORK",
     "A800_MONTA_NVLINK",
+    "EFA",
+    "FABRICS",
     "GPUS",
     "MEMORY",
     "MONTA_MEMORY",
@@ -25,6 +27,7 @@ __all__ = [
     "NVLINK5",
     "Architecture",
     "AttentionTiles",
+    "Fabric",
     "Gpu",
     "Link",
     "Points",
@@ -375,6 +378,54 @@ NETWORK = Link(
     source="NVIDIA/nccl-tests#232, #290, #293; NVIDIA GTC 2025 S72583; NCCL's tuning.cc; a message's cost is assumed",
 )
 """InfiniBand or RoCE, a card for each GPU."""
+
+_EFA_RING: Points = (
+    # aws-samples/awsome-distributed-training, micro-benchmarks/nccl-tests/README.md (commit 0162aac, read 2026-11-28): an
+    # all_reduce of 4 MiB to 16 GiB over two p5.48xlarge, 8 H100 and 400 GB/s of EFA each: 168.6, 298.1, 601.5, 1468, 4608,
+    # 17286 and 66132 µs. Of S bytes each GPU's card sends S/8. At large sizes NVLink may be what the call waits for.
+    (0.5 * _MIB, 0.062),
+    (2.0 * _MIB, 0.141),
+    (8.0 * _MIB, 0.279),
+    (32.0 * _MIB, 0.457),
+    (128.0 * _MIB, 0.583),
+    (512.0 * _MIB, 0.621),
+    (2.0 * _GIB, 0.649),
+)
+EFA = Link(
+    ring=_EFA_RING,
+    messages=_scaled(_EFA_RING, 0.744 / 0.94),
+    gbps=50.0,
+    latency_us=69.0,
+    hop_us=16.0,
+    message_us=1.0,
+    measured_hops=1,
+    source="AWS's awsome-distributed-training, nccl-tests of all_reduce on two p5.48xlarge; messages by as much below rings as "
+    "on InfiniBand, and a hop's time by the ratio of latencies (69 to 17 µs): both assumed, as nobody has published all_to_all",
+)
+"""AWS's Elastic Fabric Adapter under NCCL, by libfabric."""
+
+
+class Fabric(NamedTuple):
+    """A kind of network between domains.
+
+    ``link``: what calls reach of it. ``proxy_us``: for each other node, what a library's kernels take longer where a thread of
+    the host posts what they send; 0: their GPUs ring the card themselves. ``words``: for people to read.
+    """
+
+    link: Link
+    words: str
+    proxy_us: float = 0.0
+
+
+FABRICS = {
+    "infiniband": Fabric(NETWORK, "InfiniBand"),
+    "roce": Fabric(NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"),
+    # UCCL-EP, ep/README.md (commit 021c2c0, read 2026-11-28), p5en and p6-b200: lines through the times of 128 tokens (low-latency
+    # kernels) and of 4096 (normal ones) begin at 98 to 265 µs over 2 nodes, 346 to 491 over 3 and 352 to 558 over 4, of which an
+    # InfiniBand card and NVLink have 30: some 160 for each other node.
+    "efa": Fabric(EFA, "AWS's Elastic Fabric Adapter", proxy_us=160.0),
+}
+"""The known fabrics, by the names that --fabric and a cluster file have."""
 
 _NVLINK_RING: Points = (
     # ml-engineering (stas00), network, all_reduce of 1 to 32 MiB on 8 H200: bus bandwidth 39.9, 64.5, 107, 156, 220 and 276

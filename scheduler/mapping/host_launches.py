@@ -97,8 +97,9 @@ def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> Launches:
     return Launches(forward, backward)
 
 
-def waits_for_counts(job: Job, setup: Setup, software: Software) -> bool:
+def waits_for_counts(job: Job, setup: Setup, software: Software, *, posts: bool = False) -> bool:
     """Whether the host reads in every layer with experts how many tokens come: with calls of
-    all_to_all, but where every expert has its capacity."""
-    by_calls = setup.ep > 1 and software.kernels is None and job.capacity_factor is None
-    return by_calls and software.host == "waits"
+    all_to_all, but where every expert has its capacity; and with kernels, where the host ``posts``
+    what they send."""
+    reads = setup.ep > 1 and job.capacity_factor is None and (software.kernels is None or posts)
+    return reads and software.host == "waits"

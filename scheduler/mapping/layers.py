@@ -169,7 +169,7 @@ class LayerBuilder:
 
     def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
         """The time for which a layer waits for its host, forward and backward."""
-        waits = is_moe and waits_for_counts(self.job, setup, self.software)
+        waits = is_moe and waits_for_counts(self.job, setup, self.software, posts=self.calls.are_posted(setup))
         forward, backward = (
             Compute(self.compute.launched_us(launches, waits=waits), "host")
             for launches in layer_launches(self.job, setup, self.software, is_moe=is_moe)

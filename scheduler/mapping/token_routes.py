@@ -97,7 +97,7 @@ class TokenRoutes:
     def replaced(self, exchanges: tuple[StepCollective, ...]) -> tuple[StepCollective, ...]:
         """Put these kernels' rows in place of the flat ones to the experts and back; weights travel with them."""
         return tuple(
-            each.renamed("", logical_bytes=round(self.sent_rows * self._bytes_of(each))) if self.takes(each) else each
+            each.renamed("", logical_bytes=round(self.sent_rows * self.bytes_of(each))) if self.takes(each) else each
             for each in exchanges
             if not each.name.startswith("dispatch_weights")
         )
@@ -108,9 +108,10 @@ class TokenRoutes:
         A row that crosses is read, put into a buffer, read by the card, written by the other one and read there; one that is
         passed on is written there, read and put into its place.
         """
-        return (5 * self.network_rows + 3 * self.sent_rows) * self._bytes_of(exchange)
+        return (5 * self.network_rows + 3 * self.sent_rows) * self.bytes_of(exchange)
 
-    def _bytes_of(self, exchange: StepCollective) -> int:
+    def bytes_of(self, exchange: StepCollective) -> int:
+        """Bytes of a row in a call."""
         return self.out_bytes if _goes_to_experts(exchange) else self.row_bytes
 
     def takes(self, exchange: StepCollective) -> bool:

@@ -24,6 +24,7 @@ JOB = ("--model", "mixtral-8x7b", "--cluster", "h100-eos", "--gpus", "16", "--gl
 FEW = ("--tp", "1", "--tp", "2", "--pp", "2", "--vpp", "1", "--micro-batch", "1", "--ep", "8", "--recompute", "full")
 ONE = ("--tp", "2", "--ep", "8", "--pp", "2", "--recompute", "full")
 PARTS = {"attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"} | {
+    "host",
     "gradients",
     "parameters",
     "bubble",
@@ -164,12 +165,38 @@ def test_search_draws_and_reports(tmp_path: Path) -> None:
 
 
 def test_overrides_change_the_cluster() -> None:
-    slow = call_json("search", *JOB, *FEW, "--top", "1", "--inter-gbps", "1")
-    fast = call_json("search", *JOB, *FEW, "--top", "1", "--inter-gbps", "100")
+    slow = call_json("search", *JOB, *FEW, "--top", "1", "--fabric", "infiniband", "--inter-gbps", "1")
+    fast = call_json("search", *JOB, *FEW, "--top", "1", "--fabric", "infiniband", "--inter-gbps", "100")
     assert slow["mappings"][0]["step_us"] > fast["mappings"][0]["step_us"]
     assert "100 GB/s" in fast["cluster"]
     later = call_json("estimate", *JOB, *ONE, "--gpu", "b200")
     assert later["estimate"]["step_us"] < call_json("estimate", *JOB, *ONE)["estimate"]["step_us"]
+
+
+def test_a_rate_of_the_network_asks_which_network_it_is() -> None:
+    failed = call("estimate", *JOB, *ONE, "--inter-gbps", "25", status=2)
+    assert "has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa" in failed.stderr
+    infiniband, efa = (call_json("estimate", *JOB, *ONE, "--fabric", name) for name in ("infiniband", "efa"))
+    assert efa["estimate"]["step_us"] > infiniband["estimate"]["step_us"]
+
+
+def test_clusters_are_listed() -> None:
+    listed = {each["name"]: each for each in call_json("clusters")}
+    assert listed["aws-p6-b200"]["fabric"] == "efa"
+    assert listed["h100-eos"]["domain"] == 8
+    assert all(each["source"] and each["gpu_source"] and each["fabric_source"] for each in listed.values())
+    text = call("clusters").stdout
+    assert all(name in text for name in listed)
+
+
+def test_graphs_leave_the_host_less_to_launch() -> None:
+    megatron = ("--software", "megatron")
+    plain = call_json("estimate", *JOB, *ONE, *megatron)["estimate"]
+    graphs = call_json("estimate", *JOB, *ONE, *megatron, "--cuda-graphs", "attention+router")["estimate"]
+    assert graphs["parts"]["host"] < plain["parts"]["host"]
+    assert graphs["step_us"] < plain["step_us"]
+    failed = call("estimate", *JOB, *ONE, "--cuda-graphs", "router", status=2)
+    assert "commlayer has no CUDA graphs: take --software megatron" in failed.stderr
 
 
 # 80 columns

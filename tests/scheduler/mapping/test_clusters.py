@@ -19,8 +19,11 @@ from commlayer.scheduler.decision import Policy, choose
 from commlayer.scheduler.mapping import clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Link
 from commlayer.scheduler.mapping.folded import FoldedMapping
-from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.catalog import load as load_model
+from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -240,6 +243,40 @@ def test_large_calls_have_the_published_bus_bandwidth(
     name: str, collective: str, nodes: tuple[int, ...], published: float
 ) -> None:
     assert busbw(clusters.load(name), collective, 8 << 30, nodes) == pytest.approx(published, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "us"),  # AWS's awsome-distributed-training, two p5.48xlarge
+    [(4, 168.6), (16, 298.1), (64, 601.5), (256, 1468.2), (1024, 4607.6), (4096, 17286), (16384, 66132)],
+)
+def test_rings_over_efa_take_the_published_times(megabytes: int, us: float) -> None:
+    assert flat_us(clusters.load("aws-p5"), "all_reduce", megabytes * MIB, (8, 8)) == pytest.approx(us, rel=0.2)
+
+
+def test_another_fabric_changes_the_network_alone() -> None:
+    on_efa = H100.on("efa")
+    assert (on_efa.fabric, on_efa.inter) == ("efa", clusters.load("aws-p5").inter)
+    assert (on_efa.intra, on_efa.peaks) == (H100.intra, H100.peaks)
+    with pytest.raises(UsageError, match="fabric: expected infiniband, roce, efa, got 'ethernet'"):
+        H100.on("ethernet")
+    measured = Cluster.from_profile(H100.profile_of((8, 8)), H100.gpu)
+    with pytest.raises(UsageError, match="was measured: its fabric is in its curves"):
+        measured.on("efa")
+
+
+def test_kernels_lose_to_calls_where_the_host_posts_for_them() -> None:
+    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA it is not."""
+    job = Job(model=load_model("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
+    setup = Setup(gpus=256, ep=32, pp=8, pipeline_layout="auto", recompute="full")
+    ratios = []
+    for cluster in (clusters.load("h200"), clusters.load("aws-p5en")):
+        steps = [
+            Estimator(job, cluster, with_dispatcher(MEGATRON, name)).estimate(setup, detail=False).step_us
+            for name in ("deepep", "nccl")
+        ]
+        ratios.append(steps[0] / steps[1])
+    assert ratios[0] < 0.7
+    assert 0.98 < ratios[1] < 1.1
 
 
 def test_a_ring_over_nodes_uses_every_card() -> None:

@@ -1,0 +1,53 @@
+"""``commlayer clusters``: the clusters that search, estimate and what-if know by name."""
+
+from __future__ import annotations
+
+import click
+
+from commlayer.cli.commands import Command
+from commlayer.cli.option_types import json_option
+from commlayer.cli.tables import print_json, print_table
+from commlayer.scheduler.mapping import clusters as known
+
+__all__ = ["clusters"]
+
+
+@click.command("clusters", cls=Command)
+@json_option
+def clusters(as_json: bool) -> None:
+    """List the clusters that are known by name: GPU, GPUs that NVLink joins, network, rates of a GPU, source.
+
+    Others are described in a file (docs/clusters.md), or measured with `commlayer profile`.
+    """
+    rows = [known.load(name) for name in known.names()]
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": each.name,
+                    "gpu": each.gpu.name,
+                    "domain": each.domain,
+                    "fabric": each.fabric,
+                    "inter_gbps": each.peaks.inter_gbps,
+                    "intra_gbps": each.peaks.intra_gbps,
+                    "source": each.source,
+                    "gpu_source": each.gpu.source,
+                    "fabric_source": each.inter.source if each.inter else "",
+                }
+                for each in rows
+            ]
+        )
+        return
+    table = [
+        [
+            each.name,
+            each.gpu.name,
+            str(each.domain),
+            each.fabric or "as its source",
+            f"{each.peaks.inter_gbps:g}",
+            f"{each.peaks.intra_gbps:g}",
+            each.source,
+        ]
+        for each in rows
+    ]
+    print_table(["name", "GPU", ">GPUs on NVLink", "network", ">inter GB/s", ">intra GB/s", "~source"], table, spare=(6,))
