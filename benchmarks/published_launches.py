@@ -28,21 +28,21 @@ _TEXT = """
 ### Launches
 
 Sources call runs like many of these bound by the host, which launches kernels one by one. For each launch of a layer that no
-CUDA graph holds, a step is taken to be longer by {waits:g} µs where the host waits in every layer for how many tokens come (calls
-of all_to_all without a capacity), by {ahead:g} µs where it does not, and by {grace:g} times as much on a Grace
+CUDA graph holds, a step is taken to be longer by {waits:g} µs where the host waits in every layer for how many tokens come
+(calls of all_to_all without a capacity), by {ahead:g} µs where it does not, and by {grace:g} times as much on a Grace
 (`scheduler/mapping/host_launches.py` says what is counted). No public number says these, so they are fitted to the rows of
-Megatron-Core here: by the mean error, rounded. Without them that is {without}, with them {within}; where each model of a source is
-predicted by numbers fitted to the others, {beyond}. With micro-batches of one sequence it is {single_without} without and
-{single} with them. Nothing is added for FSDP, whose rows show none of it, and DeepSeek's and MegaScale's own software is taken
+Megatron-Core here: by the mean error, rounded. Without them that is {without}, with them {within}; where each model of a
+source is predicted by numbers fitted to the others, {beyond}. With micro-batches of one sequence it is {single_without}
+without and {single} with them. Nothing is added for FSDP, whose rows show none of it, and MegaScale's own software is taken
 to run ahead.
 
-Rejected: a layer that takes the longer of its launches and its kernels (19 % with the best of such numbers, before this was built); launches of
-experts' products that cost less than others (no better); and PyTorch's own time for `nn.Linear` (13.48 µs on a DGX H100's Xeon,
-37.08 on a GB200's Grace: TransformerEngine#2053), which is a launch, not the part of it that is exposed. Other sources say that
-launches matter, and that they are not all: of what the steps in NVIDIA's guide to DeepSeek-V3 on GB200 saved, 37 % is of those
-that concern the host alone; and CUDA graphs of attention and router shortened one Qwen3-30B's step on 16 H100 from 623 to 484 ms
-(TP2 PP2 EP4), and another's not at all (EP16: 41.36 s without, 42.00 s with; Megatron-Bridge, docs/training/cuda-graphs.md and
-skills/nemo-mbridge-perf-cuda-graphs/card.yaml).
+Rejected: a layer that takes the longer of its launches and its kernels (19 % with the best of such numbers, before this was
+built); launches of experts' products that cost less than others (no better); and PyTorch's own time for `nn.Linear` (13.48 µs
+on a DGX H100's Xeon, 37.08 on a GB200's Grace: TransformerEngine#2053), which is a launch, not the part of it that is exposed.
+Other sources say that launches matter, and that they are not all: of what the steps in NVIDIA's guide to DeepSeek-V3 on GB200
+saved, 37 % is of those that concern the host alone; and CUDA graphs of attention and router shortened one Qwen3-30B's step on
+16 H100 from 623 to 484 ms (TP2 PP2 EP4), and another's not at all (EP16: 41.36 s without, 42.00 s with; Megatron-Bridge,
+docs/training/cuda-graphs.md and skills/nemo-mbridge-perf-cuda-graphs/card.yaml).
 """
 
 
@@ -67,7 +67,9 @@ class _Row:
 
 def section(found: Sequence[Outcome]) -> str:
     """How well launches explain the rows."""
-    rows = [_row(each, each.estimate) for each in found if each.estimate is not None and each.row.software == "megatron"]
+    rows = [
+        _row(each, each.estimate) for each in found if each.estimate is not None and each.row.software == "megatron"
+    ]
     own = GPUS["h100"].waited_launch_us, GPUS["h100"].exposed_launch_us, _grace_factor()
     groups: dict[tuple[str, str], list[_Row]] = defaultdict(list)
     for row in rows:
@@ -100,7 +102,9 @@ def _row(outcome: Outcome, estimate: StepEstimate) -> _Row:
     host_us = estimate.parts.get("host", 0.0) / (1 - estimate.bubble)
     waits = outcome.row.dispatcher == "nccl" and outcome.row.capacity is None and outcome.row.ep > 1
     grace = outcome.row.system.startswith("gb")
-    launches = host_us / (gpu.waited_launch_us if waits else gpu.exposed_launch_us) * (_grace_factor() if grace else 1.0)
+    launches = (
+        host_us / (gpu.waited_launch_us if waits else gpu.exposed_launch_us) * (_grace_factor() if grace else 1.0)
+    )
     return _Row(
         (outcome.row.source.split(",")[0], outcome.row.model),
         outcome.row.micro_batch == 1,

@@ -50,4 +50,6 @@ def clusters(as_json: bool) -> None:
         ]
         for each in rows
     ]
-    print_table(["name", "GPU", ">GPUs on NVLink", "network", ">inter GB/s", ">intra GB/s", "~source"], table, spare=(6,))
+    print_table(
+        ["name", "GPU", ">GPUs on NVLink", "network", ">inter GB/s", ">intra GB/s", "~source"], table, spare=(6,)
+    )

@@ -138,7 +138,9 @@ cluster_options = in_order(
     ),
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
     click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
-    click.option("--fabric", type=click.Choice(list(hardware.FABRICS)), help="What the network is, in place of the cluster's."),
+    click.option(
+        "--fabric", type=click.Choice(list(hardware.FABRICS)), help="What the network is, in place of the cluster's."
+    ),
     click.option("--intra-gbps", type=RATE_GBPS, help="Peak inside a node."),
     click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
 )

@@ -99,7 +99,9 @@ def _built(file: _File, folder: Path) -> Cluster:
         gpu = hardware.GPUS[gpu]
     if file.profiles:
         given = [
-            name for name in ("domain", "peaks", "inter", "intra", "device", "fabric", "interference") if getattr(file, name)
+            name
+            for name in ("domain", "peaks", "inter", "intra", "device", "fabric", "interference")
+            if getattr(file, name)
         ]
         if given:
             raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")

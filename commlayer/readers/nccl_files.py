@@ -55,8 +55,11 @@ _MARK = "commlayer "
 """The beginning of the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
 _Kind = Literal["measured", "emulated", "published", "paper"]
 _KINDS = get_args(_Kind)
-_FIRST_COLUMNS = 5
-"""Size, count, type, redop and root, before the time out of place."""
+_SIDE, _BOTH = 4, 11
+"""Columns of a time, its two rates and its errors; and the fewest words of a line that has them out of place and in place, behind
+size, count and type. Between, redop and root stand, or not: versions differ, and all_to_all had neither."""
+_LAUNCHER = re.compile(r"^\s*(?:\[\d+,\d+\]<stdout>:|\d+: )")
+"""The beginning of a line as mpirun (--tag-output) and srun (--label) write it."""
 
 
 class _TestsTime(msgspec.Struct):
@@ -212,7 +215,7 @@ def _of_text(text: str, where: str, collective: str, nodes: tuple[int, ...]) -> 
     times: dict[int, float] = {}
     hosts: list[str] = []
     program = ""
-    for line in text.splitlines():
+    for line in (_LAUNCHER.sub("", each) for each in text.splitlines()):
         if device := _DEVICE.match(line):
             hosts += [device[2]] if device[1] == "0" else []
         elif starting := _STARTING.match(line):
@@ -227,7 +230,7 @@ def _row(line: str) -> tuple[int, float] | None:
     """Size and time of a line of the table, in place where there is nothing else."""
     words = line.split()
     try:
-        size, time_us = int(words[0]), float(words[_FIRST_COLUMNS])
+        size, time_us = int(words[0]), float(words[-2 * _SIDE if len(words) >= _BOTH else -_SIDE])
     except (IndexError, ValueError):
         return None
     return (size, time_us) if size > 0 and time_us > 0 else None

@@ -321,7 +321,16 @@ GPUS: dict[str, Gpu] = {
     "a800": _ampere("A800 SXM 80GB"),
     "b200": _blackwell("B200 SXM", 2250, 180),
     "b300": _blackwell("B300 SXM", 2250, 268, ultra=True),
-    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=150.0, source=_GRACE, launches=_GRACE_LAUNCHES),
+    "gb200": _blackwell(
+        "GB200",
+        2500,
+        186,
+        gemm=_GRACE_BF16,
+        gemm_fp8=_GRACE_FP8,
+        host_gbps=150.0,
+        source=_GRACE,
+        launches=_GRACE_LAUNCHES,
+    ),
     # Its BF16 and FP8 are a GB200's by the data sheet; nobody has published its products.
     "gb300": _blackwell(
         "GB300",
@@ -420,9 +429,9 @@ class Fabric(NamedTuple):
 FABRICS = {
     "infiniband": Fabric(NETWORK, "InfiniBand"),
     "roce": Fabric(NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"),
-    # UCCL-EP, ep/README.md (commit 021c2c0, read 2026-11-28), p5en and p6-b200: lines through the times of 128 tokens (low-latency
-    # kernels) and of 4096 (normal ones) begin at 98 to 265 µs over 2 nodes, 346 to 491 over 3 and 352 to 558 over 4, of which an
-    # InfiniBand card and NVLink have 30: some 160 for each other node.
+    # UCCL-EP, ep/README.md (commit 021c2c0, read 2026-11-28), p5en and p6-b200: lines through the times of 128 tokens
+    # (low-latency kernels) and of 4096 (normal ones) begin at 98 to 265 µs over 2 nodes, 346 to 491 over 3 and 352 to 558
+    # over 4, of which an InfiniBand card and NVLink have 30: some 160 for each other node.
     "efa": Fabric(EFA, "AWS's Elastic Fabric Adapter", proxy_us=160.0),
 }
 """The known fabrics, by the names that --fabric and a cluster file have."""

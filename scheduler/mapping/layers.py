@@ -169,10 +169,13 @@ class LayerBuilder:
 
     def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
         """The time for which a layer waits for its host, forward and backward."""
-        waits = is_moe and waits_for_counts(self.job, setup, self.software, posts=self.calls.are_posted(setup))
+        software = self.software
+        if software.kernels is not None and self.calls.routes(setup) is None:
+            software = replace(software, kernels=None)  # tokens go by calls
+        waits = is_moe and waits_for_counts(self.job, setup, software, posts=self.calls.are_posted(setup))
         forward, backward = (
             Compute(self.compute.launched_us(launches, waits=waits), "host")
-            for launches in layer_launches(self.job, setup, self.software, is_moe=is_moe)
+            for launches in layer_launches(self.job, setup, software, is_moe=is_moe)
         )
         return forward, backward
 

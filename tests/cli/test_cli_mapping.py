@@ -193,7 +193,7 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
     megatron = ("--software", "megatron")
     plain = call_json("estimate", *JOB, *ONE, *megatron)["estimate"]
     graphs = call_json("estimate", *JOB, *ONE, *megatron, "--cuda-graphs", "attention+router")["estimate"]
-    assert graphs["parts"]["host"] < plain["parts"]["host"]
+    assert graphs["parts_us"]["host"] < plain["parts_us"]["host"]
     assert graphs["step_us"] < plain["step_us"]
     failed = call("estimate", *JOB, *ONE, "--cuda-graphs", "router", status=2)
     assert "commlayer has no CUDA graphs: take --software megatron" in failed.stderr

@@ -304,3 +304,27 @@ def test_a_damaged_field_is_named(tmp_path: Path, damage: dict[str, Any], says: 
     path.write_text(json.dumps(document(**damage)), encoding="utf-8")
     with pytest.raises(ProfileError, match=says):
         read_nccl_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("collective", "line", "time_us"),
+    [
+        # NVIDIA/nccl#527, nccl-tests of 2022: no root, and errors in place of counts of wrong elements
+        ("all_reduce", "  1073741824  268435456  float  sum  35215  30.49  57.17  4e-07  35198  30.51  57.20  4e-07", 35215),
+        # NVIDIA/nccl-tests of 2020: all_to_all without an operation
+        ("alltoall", " 33554432  1048576  float  817.8  41.03  35.90  0e+00  785.1  42.74  37.40  0e+00", 817.8),
+        # awsome-distributed-training: srun --label
+        ("all_reduce", "0:  4194304  1048576  float  sum  -1  168.6  24.87  46.64  0  167.7  25.02  46.91  0", 168.6),
+        # aws-k8s-tester#503 and its like: mpirun --tag-output
+        ("alltoall", "[1,0]<stdout>: 524288 8192 float none -1 212.76 2.46 2.31 0 223.82 2.34 2.20 N/A", 212.76),
+    ],
+    ids=["old errors", "no operation", "srun", "mpirun"],
+)  # fmt: skip
+def test_lines_of_other_versions_and_launchers_are_read(
+    tmp_path: Path, collective: str, line: str, time_us: float
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(line + "\n", encoding="utf-8")
+    runs, left_out = read_nccl_runs(path, collective, (8, 8))
+    assert list(runs[0].times_us.values()) == [time_us]
+    assert not left_out
