@@ -233,7 +233,8 @@ by cuDNN's times, experts' biases and clamps as kernels of their own, rows put i
 it, padding and casts of FP8 experts one by one, small rows at lower rates; and launches (below), which are fitted. After that
 three kinds of runs are still slower than predicted. We know of no number for what they have beyond others, and fit none; an
 estimate of such a case says so in a note, and its interval has their errors. Rejected: attention of gpt-oss that writes its
-scores, which would be 8.6 GB for each layer of a micro-batch of 4 × 4,096 tokens (64 heads, BF16), and no GPU of its rows has room for that.
+scores, which would be 8.6 GB for each layer of a micro-batch of 4 × 4,096 tokens (64 heads, BF16), and no GPU
+of its rows has room for that.
 """
 
 

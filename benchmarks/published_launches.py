@@ -1,5 +1,5 @@
-"""What hosts add to published runs by launching kernels: the numbers of mapping/host_launches.py, fitted to the rows and held
-against those of other models and sources.
+"""Launches in the published runs: the numbers of mapping/host_launches.py, fitted to the rows, and held against those of other
+models and sources.
 
 Fitted are three numbers: the exposed part of a launch where the host waits in every layer for counts of tokens, and where it
 runs ahead, and how much longer both are on a Grace. Rows are those of Megatron-Core. Each model of a source is left out once,
@@ -102,9 +102,7 @@ def _row(outcome: Outcome, estimate: StepEstimate) -> _Row:
     host_us = estimate.parts.get("host", 0.0) / (1 - estimate.bubble)
     waits = outcome.row.dispatcher == "nccl" and outcome.row.capacity is None and outcome.row.ep > 1
     grace = outcome.row.system.startswith("gb")
-    launches = (
-        host_us / (gpu.waited_launch_us if waits else gpu.exposed_launch_us) * (_grace_factor() if grace else 1.0)
-    )
+    launches = host_us / (gpu.waited_launch_us if waits else gpu.exposed_launch_us)
     return _Row(
         (outcome.row.source.split(",")[0], outcome.row.model),
         outcome.row.micro_batch == 1,

@@ -27,9 +27,9 @@ __all__ = [
     "NVLINK5",
     "Architecture",
     "AttentionTiles",
-    "Fabric",
     "Gpu",
     "Link",
+    "NetworkKind",
     "Points",
 ]
 
@@ -414,7 +414,7 @@ EFA = Link(
 """AWS's Elastic Fabric Adapter under NCCL, by libfabric."""
 
 
-class Fabric(NamedTuple):
+class NetworkKind(NamedTuple):
     """A kind of network between domains.
 
     ``link``: what calls reach of it. ``proxy_us``: for each other node, what a library's kernels take longer where a thread of
@@ -427,12 +427,14 @@ class Fabric(NamedTuple):
 
 
 FABRICS = {
-    "infiniband": Fabric(NETWORK, "InfiniBand"),
-    "roce": Fabric(NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"),
+    "infiniband": NetworkKind(NETWORK, "InfiniBand"),
+    "roce": NetworkKind(
+        NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"
+    ),
     # UCCL-EP, ep/README.md (commit 021c2c0, read 2026-11-28), p5en and p6-b200: lines through the times of 128 tokens
     # (low-latency kernels) and of 4096 (normal ones) begin at 98 to 265 µs over 2 nodes, 346 to 491 over 3 and 352 to 558
     # over 4, of which an InfiniBand card and NVLink have 30: some 160 for each other node.
-    "efa": Fabric(EFA, "AWS's Elastic Fabric Adapter", proxy_us=160.0),
+    "efa": NetworkKind(EFA, "AWS's Elastic Fabric Adapter", proxy_us=160.0),
 }
 """The known fabrics, by the names that --fabric and a cluster file have."""
 

@@ -29,7 +29,7 @@ from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.software import Graphed, Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, layer_backward, layer_forward
 
-__all__ = ["Launches", "layer_launches", "waits_for_counts"]
+__all__ = ["LayerLaunches", "layer_launches", "waits_for_counts"]
 
 _ROUTER, _ROUTER_BESIDE_KERNELS = 31, 17
 """Kernels of a router's forward pass, with calls of all_to_all, and where kernels dispatch (NVIDIA's
@@ -43,44 +43,44 @@ _GRAPHED: dict[str, Graphed] = {
 shared experts too (the guide, section 2.3)."""
 
 
-class Launches(NamedTuple):
+class LayerLaunches(NamedTuple):
     """Kernels and graphs that a host launches for a micro-batch in one layer."""
 
     forward: int
     backward: int
 
-    def __add__(self, other: object) -> Launches:
-        if not isinstance(other, Launches):
+    def __add__(self, other: object) -> LayerLaunches:
+        if not isinstance(other, LayerLaunches):
             return NotImplemented
-        return Launches(self.forward + other.forward, self.backward + other.backward)
+        return LayerLaunches(self.forward + other.forward, self.backward + other.backward)
 
 
-_NOTHING = Launches(0, 0)
+_NOTHING = LayerLaunches(0, 0)
 
 
-def layer_launches(job: Job, setup: Setup, software: Software, *, is_moe: bool = True) -> Launches:
+def layer_launches(job: Job, setup: Setup, software: Software, *, is_moe: bool = True) -> LayerLaunches:
     """Count what a host launches for one layer. With full recomputation the backward pass launches
     the forward pass's again."""
     if software.host == "unknown" or "step" in software.graphs:
         return _NOTHING
-    found: dict[str, Launches] = {}
+    found: dict[str, LayerLaunches] = {}
     for op in layer_table(job.model, cut_of(setup, software), is_moe):
         part = _GRAPHED.get(op.name, "")
         found[part] = found.get(part, _NOTHING) + _of_op(op, job, setup, software)
     for forward, calls in ((1, layer_forward), (0, layer_backward)):
         for part in _parts_of(calls(job, setup, software, moe=is_moe)):
-            found[part] = found.get(part, _NOTHING) + Launches(forward, 1 - forward)
+            found[part] = found.get(part, _NOTHING) + LayerLaunches(forward, 1 - forward)
     launches = _NOTHING
     for part, each in found.items():
-        launches += Launches(1, 1) if part in software.graphs else each
-    return Launches(launches.forward, launches.backward + launches.forward * (setup.recompute == "full"))
+        launches += LayerLaunches(1, 1) if part in software.graphs else each
+    return LayerLaunches(launches.forward, launches.backward + launches.forward * (setup.recompute == "full"))
 
 
 def _parts_of(calls: Iterable[StepCollective]) -> Iterable[str]:
     return (_GRAPHED.get(call.place, "") for call in calls for _ in range(call.count))
 
 
-def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> Launches:
+def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:
     """Count the kernels of an operation, its calls aside."""
     in_fp8 = setup.precision != "bf16" and op.name != "router"
     forward = backward = len(op.moves) + (op.core is not None)
@@ -94,7 +94,7 @@ def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> Launches:
     if op.name in ("permute", "unpermute"):  # calls bring rows by sender, and experts want them in their own order
         again = software.kernels is None and job.model.experts > setup.ep
         forward, backward = forward + 1 + again, backward + 1 + again
-    return Launches(forward, backward)
+    return LayerLaunches(forward, backward)
 
 
 def waits_for_counts(job: Job, setup: Setup, software: Software, *, posts: bool = False) -> bool:

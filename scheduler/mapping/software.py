@@ -34,7 +34,7 @@ __all__ = [
 
 DispatchPrecision = Literal["bf16", "fp8"]
 Graphed = Literal["attention", "router", "step"]
-"""What a CUDA graph holds: of each layer its attention, or its router (with shared experts), or the whole step."""
+"""The part of a step that a CUDA graph holds: of each layer attention, or the router (with shared experts); or all."""
 _SCALED = 128
 """Elements of a row that share an FP32 scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; DeepEP's FP8 dispatch)."""
 _SCALE_BYTES = 4
@@ -255,7 +255,7 @@ GRAPHS: dict[str, frozenset[Graphed]] = {
     "attention+router": frozenset({"attention", "router"}),
     "full-iteration": frozenset({"step"}),
 }
-"""What CUDA graphs can hold, by the names of Megatron-Core's scopes (docs, user-guide/features/cuda_graph)."""
+"""The parts that CUDA graphs can hold, by the names of Megatron-Core's scopes (docs, user-guide/features/cuda_graph)."""
 
 
 def with_graphs(software: Software, graphs: str) -> Software:

@@ -26,6 +26,7 @@ from commlayer.scheduler.mapping.software import (
     with_dispatcher,
     with_fp8_activations,
     with_fused_experts,
+    with_graphs,
     with_optimizer,
     with_overlap,
 )
@@ -509,6 +510,21 @@ def test_megatron_has_the_flags_of_recipes_modules_and_state() -> None:
         assert wanted in flags
     plain = " ".join(megatron(job, replace(setup, precision="bf16", recompute="none")))
     assert not any(word in plain for word in ("fp8", "recompute", "dtype", "offload", "precision-aware"))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "wanted"),
+    [
+        ("router", "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router moe_preprocess"),
+        ("attention+router", "--cuda-graph-modules attn moe_router moe_preprocess"),
+        ("full-iteration", "--cuda-graph-impl full_iteration"),
+    ],
+)
+def test_megatron_has_the_flags_of_graphs(graphs: str, wanted: str) -> None:
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=64, sequence=4096)
+    flags = " ".join(megatron(job, Setup(gpus=8, ep=8), with_graphs(MEGATRON, graphs)))
+    assert wanted in flags
+    assert "cuda-graph" not in " ".join(megatron(job, Setup(gpus=8, ep=8), MEGATRON))
 
 
 def test_megatron_core_reads_a_layout_as_it_was_laid() -> None:

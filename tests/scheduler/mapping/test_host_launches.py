@@ -8,7 +8,7 @@ import pytest
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters
-from commlayer.scheduler.mapping.host_launches import Launches, layer_launches, waits_for_counts
+from commlayer.scheduler.mapping.host_launches import LayerLaunches, layer_launches, waits_for_counts
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
@@ -56,7 +56,7 @@ def test_graphs_leave_fewer_launches(graphs: str) -> None:
     all_alone, held = (layer_launches(_JOB, _SETUP, each) for each in (MEGATRON, with_graphs(MEGATRON, graphs)))
     assert held.forward < all_alone.forward
     assert held.backward < all_alone.backward
-    assert (held == Launches(0, 0)) == (graphs == "full-iteration")
+    assert (held == LayerLaunches(0, 0)) == (graphs == "full-iteration")
 
 
 def test_fused_experts_are_launched_together() -> None:
