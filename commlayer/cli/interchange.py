@@ -60,10 +60,10 @@ def import_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Make a profile of what nccl-tests or NCCL Inspector have measured.
+    """Make a profile of what nccl-tests, NCCL Inspector or aiconfigurator have measured.
 
-    FILES are nccl-tests' output, its JSON (-J), and NCCL Inspector's JSON, in any mixture. Where several have times of one size,
-    the shortest counts.
+    FILES are nccl-tests' output, its JSON (-J), NCCL Inspector's JSON, and aiconfigurator's tables of NCCL (nccl_perf.parquet,
+    with pyarrow), in any mixture. Where several have times of one size, the shortest counts.
 
     \b
       commlayer profiles import all_reduce.json alltoall.txt --output cluster.json

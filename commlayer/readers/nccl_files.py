@@ -1,10 +1,12 @@
-"""Times of NCCL that others have measured, as a profile: nccl-tests' text and ``-J`` JSON, and NCCL Inspector's JSON.
+"""Times of NCCL that others have measured, as a profile: nccl-tests' text and ``-J`` JSON, NCCL Inspector's JSON, and the
+tables of aiconfigurator.
 
 Sizes become nccl-tests' S in all of them. Inspector counts what one rank sends in an all_gather, and what one receives of a
 reduce_scatter, so these are multiplied by the ranks. Every rank of a call is in its files with the time of its own kernel, which
 waits for who comes last: the shortest of a call counts, and of the calls of one size the median.
 
-Sources: nccl-tests 2.18, src/util.cu (the columns, and version 3 of the JSON); NCCL 2.30, plugins/profiler/inspector (v4.0).
+Sources: nccl-tests 2.18, src/util.cu (the columns, and version 3 of the JSON); NCCL 2.30, plugins/profiler/inspector (v4.0);
+ai-dynamo/aiconfigurator, aic-core's systems/data/*/comm/nccl/*/nccl_perf.parquet (sizes in elements of S, times in ms, one node).
 """
 
 from __future__ import annotations
@@ -51,6 +53,9 @@ _INSPECTED = {
 """Inspector's names: those of nccl-tests, and whether its size is a rank's part of S."""
 _DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device")
 _STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
+_PARQUET = b"PAR1"
+_MOST_ROWS = 1_000_000
+_ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float": 4, "int8": 1}
 _MARK = "commlayer "
 """The beginning of the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
 _Kind = Literal["measured", "emulated", "published", "paper"]
@@ -88,6 +93,16 @@ class _TestsFile(msgspec.Struct):
     args: list[str] | None = None
     holdout_error: float | None = None
     profile_kind: _Kind = "measured"
+
+
+class _TabledTime(msgspec.Struct):
+    """A row of aiconfigurator's table: ``message_size`` elements of ``nccl_dtype``, ``latency`` in ms."""
+
+    nccl_dtype: str
+    num_gpus: int
+    message_size: int
+    op_name: str
+    latency: float
 
 
 class _InspectedHeader(msgspec.Struct):
@@ -146,13 +161,23 @@ def read_nccl_runs(
         collective, nodes: in place of what the file says; texts of nccl-tests before 2.17 do not say which collective it was.
 
     Raises:
-        ProfileError: no file, or none of the three kinds; a collective or nodes that are not known; no times.
+        ProfileError: no file, or none of the four kinds; a collective or nodes that are not known; no times; a table where
+            pyarrow is not installed.
     """
     where = os.fspath(path)
     try:
-        text = read_file(path).decode()
+        data = read_file(path)
     except OSError as error:
         raise ProfileError(f"{where}: cannot read times of NCCL: {error.strerror or error}") from error
+    if data.startswith(_PARQUET):
+        return _of_table(data, where, collective, nodes)
+    return _of_words(data, where, collective, nodes)
+
+
+def _of_words(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) -> tuple[list[NcclRun], list[str]]:
+    """The runs of a file of text or JSON."""
+    try:
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ProfileError(
             f"{where}: expected UTF-8 text with times of NCCL, got other bytes at {error.start}"
@@ -308,6 +333,45 @@ def _of_inspector(content: Sequence[Any], where: str) -> tuple[list[NcclRun], li
     source = f"NCCL Inspector's {os.path.basename(where)}"
     runs = [NcclRun(collective, nodes, sizes, source) for (collective, nodes), sizes in times.items()]
     return runs, [f"{count} {what}" for what, count in left_out.items()]
+
+
+def _of_table(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) -> tuple[list[NcclRun], list[str]]:
+    """The runs of aiconfigurator's table of NCCL, each inside one node."""
+    if collective or nodes:
+        raise ProfileError(f"{where}: a table says itself of what its times are: leave --collective and --topology out")
+    times: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    left_out: Counter[str] = Counter()
+    for row in convert(_rows(data, where), list[_TabledTime], f"{where}, as aiconfigurator's table", {}):
+        size, time_us = row.message_size * _ELEMENT_BYTES.get(row.nccl_dtype, 0), row.latency * 1e3
+        if row.op_name not in _TESTS or row.num_gpus < 2 or size < 1 or not 0 < time_us < math.inf:
+            left_out["rows of another operation or format, or without a size or a time"] += 1
+            continue
+        known = times[row.op_name, row.num_gpus]
+        known[size] = min(time_us, known.get(size, time_us))
+    if not times:
+        raise ProfileError(f"{where}: expected times of {', '.join(_TESTS)}, got none")
+    source = f"aiconfigurator's table {where}"
+    runs = [NcclRun(name, (ranks,), sizes, source) for (name, ranks), sizes in times.items()]
+    return runs, [f"{count} {what}" for what, count in left_out.items()]
+
+
+def _rows(data: bytes, where: str) -> list[dict[str, Any]]:
+    """The columns of a parquet table that :class:`_TabledTime` has, row by row."""
+    try:
+        from pyarrow import BufferReader
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ProfileError(
+            f"{where}: reading a parquet table needs pyarrow: pip install 'commlayer[parquet]'"
+        ) from error
+    try:
+        file = ParquetFile(BufferReader(data))
+        if file.metadata.num_rows > _MOST_ROWS:
+            raise ProfileError(f"{where}: expected at most {_MOST_ROWS:,} rows, got {file.metadata.num_rows:,}")
+        found: list[dict[str, Any]] = file.read(columns=list(_TabledTime.__struct_fields__)).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{where}: expected a parquet table with times of NCCL: {error}") from error
+    return found
 
 
 def _program(program: str, where: str) -> str:

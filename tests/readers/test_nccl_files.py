@@ -328,3 +328,41 @@ def test_lines_of_other_versions_and_launchers_are_read(
     runs, left_out = read_nccl_runs(path, collective, (8, 8))
     assert list(runs[0].times_us.values()) == [time_us]
     assert not left_out
+
+
+def _table(path: Path, **columns: list[Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_table_of_aiconfigurator_is_a_node_s_profile(tmp_path: Path) -> None:
+    path = _table(
+        tmp_path / "nccl_perf.parquet",
+        nccl_dtype=["half", "half", "int8", "half", "fp4"],
+        num_gpus=[8, 2, 8, 8, 8],
+        message_size=[1 << 20, 1 << 20, 2 << 20, 4 << 20, 8],
+        op_name=["alltoall", "alltoall", "alltoall", "alltoall", "alltoall"],
+        latency=[0.0262, 0.0100, 0.0250, 0.0500, 1.0],
+    )
+    runs, left_out = read_nccl_runs(path)
+    assert [(run.collective, run.nodes, dict(run.times_us)) for run in runs] == [
+        ("alltoall", (8,), {2 << 20: 25.0, 8 << 20: 50.0}),  # the shortest of two formats of one size
+        ("alltoall", (2,), {2 << 20: 10.0}),
+    ]
+    assert left_out == ["1 rows of another operation or format, or without a size or a time"]
+    profile = nccl_profile(runs, name="node")
+    assert profile.topology == "1x8"
+    with pytest.raises(ProfileError, match="leave --collective and --topology out"):
+        read_nccl_runs(path, "alltoall")
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = _table(tmp_path / "other.parquet", size=[1])
+    with pytest.raises(ProfileError, match=r"as aiconfigurator's table: field \[0\].nccl_dtype: expected this field"):
+        read_nccl_runs(path)
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(ProfileError, match="expected a parquet table with times of NCCL"):
+        read_nccl_runs(path)
