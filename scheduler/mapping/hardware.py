@@ -1,8 +1,8 @@
 """GPUs and links as they are declared: data sheets, and what public benchmarks reach of them, each with its source.
 
-Nothing here was measured by us, and nothing was fitted to a paper's training throughput. An efficiency is bytes that one
-rank sends over the link in one call → fraction of the peak, at the peak of the hardware that was measured; see
-:class:`Link` for how it is carried over to a faster or a slower link.
+Nothing here was measured by us, and nothing but the exposed part of a host's launches was fitted to a training throughput. An
+efficiency is bytes that one rank sends over the link in one call → fraction of the peak, at the peak of the hardware that was
+measured; see :class:`Link` for how it is carried over to a faster or a slower link.
 """
 
 from __future__ import annotations
