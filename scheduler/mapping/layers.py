@@ -80,6 +80,7 @@ class LayerBuilder:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
         self.calls = LayerCalls(job, cluster, software, pricer)
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
+        self._known_launches: dict[tuple[object, ...], tuple[Compute, Compute]] = {}
         self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
@@ -168,16 +169,23 @@ class LayerBuilder:
         return self._beside_copies("reload", setup, is_moe, program)
 
     def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
-        """The time for which a layer waits for its host, forward and backward."""
-        software = self.software
-        if software.kernels is not None and self.calls.routes(setup) is None:
-            software = replace(software, kernels=None)  # tokens go by calls
-        waits = is_moe and waits_for_counts(self.job, setup, software, posts=self.calls.are_posted(setup))
-        forward, backward = (
-            Compute(self.compute.launched_us(launches, waits=waits), "host")
-            for launches in layer_launches(self.job, setup, software, is_moe=is_moe)
-        )
-        return forward, backward
+        """The time for which a layer waits for its host, forward and backward; counted once for all
+        setups that have the same."""
+        by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
+        posts = self.calls.are_posted(setup)
+        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.dispatch)
+        ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
+        size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances else 0
+        key = (is_moe, by_calls, posts, *degrees, *ways, size)
+        if key not in self._known_launches:
+            software = replace(self.software, kernels=None) if by_calls else self.software
+            waits = is_moe and waits_for_counts(self.job, setup, software, posts=posts)
+            forward, backward = (
+                Compute(self.compute.launched_us(launches, waits=waits), "host")
+                for launches in layer_launches(self.job, setup, software, is_moe=is_moe)
+            )
+            self._known_launches[key] = forward, backward
+        return self._known_launches[key]
 
     def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
         """With the copies to the host, or from it, that are under way meanwhile: as many bytes as

@@ -126,11 +126,9 @@ class StepBounds:
         degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
-        def least_us() -> float:
-            launches = self.parts.builder(setup).launches(setup, is_moe)
-            return self.parts.work(setup, is_moe).step_us(setup.recompute) + sum(each.us for each in launches)
-
-        return self.parts.once(key, least_us)
+        forward, backward = self.parts.builder(setup).launches(setup, is_moe)
+        computed = self.parts.once(key, lambda: self.parts.work(setup, is_moe).step_us(setup.recompute))
+        return computed + forward.us + backward.us
 
     def least_pipeline_us(self, setup: Setup, level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`us` says."""
