@@ -361,9 +361,7 @@ def _rows(data: bytes, where: str) -> list[dict[str, Any]]:
         from pyarrow import BufferReader
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ProfileError(
-            f"{where}: reading a parquet table needs pyarrow: pip install 'commlayer[parquet]'"
-        ) from error
+        raise ProfileError(f"{where}: reading a parquet table needs pyarrow: pip install pyarrow") from error
     try:
         file = ParquetFile(BufferReader(data))
         if file.metadata.num_rows > _MOST_ROWS:
