@@ -20,18 +20,20 @@ from papers_folding import CLUSTER, SOFTWARE_OF
 from papers_folding import predict_all as predict_papers
 from published_data import Published, load
 from published_document import document
+from published_fits import errors_of, pairs_of
 from published_pictures import errors_figure, scatter_figure
 from published_predict import Outcome, predict_all
 
 from commlayer.drawing.style import save_figure
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.calibrated import FACTORS
-from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, kind_of
+from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, FittedErrors, kind_of
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 ROWS = HERE.parent / "scheduler" / "mapping" / "checked_rows.json"
 HELD = HERE / "published_held.json"
+_FOLDING = "MoE Parallel Folding"
 
 
 def main() -> None:
@@ -46,8 +48,10 @@ def main() -> None:
     outcomes = predict_all(row for row in rows if row.group != "held" or first is not None)
     papers = _papers()
     checked = [*filter(None, (each.checked for each in outcomes)), *papers]
-    ROWS.write_text(rows_text(checked), encoding="utf-8")
-    text = document(outcomes=outcomes, held=[row for row in rows if row.group == "held"], first=first, papers=papers)
+    pairs = pairs_of(outcomes)
+    ROWS.write_text(rows_text(checked, errors_of(pairs)), encoding="utf-8")
+    held = [row for row in rows if row.group == "held"]
+    text = document(outcomes=outcomes, held=held, first=first, papers=papers, pairs=pairs)
     (DOCS / "published.md").write_text(text, encoding="utf-8")
     content = {"date": date.today().isoformat(), "rows": [_as_json(each) for each in outcomes]}
     result = HERE / "results" / f"{date.today().isoformat()}-published.json"
@@ -82,14 +86,18 @@ def _papers() -> list[CheckedRow]:
             continue
         busy_us = estimate.step_us * (1 - estimate.bubble)
         kind = kind_of(estimate.job, estimate.setup, clusters.load(CLUSTER), SOFTWARE_OF[row.method], busy_us)
-        found.append(CheckedRow(f"MoE Parallel Folding, {row.name}", kind, round(each.error, 4)))
+        found.append(CheckedRow(f"{_FOLDING}, {row.name}", _FOLDING, kind, round(each.error, 4)))
     return found
 
 
-def rows_text(rows: Sequence[CheckedRow]) -> str:
+def rows_text(rows: Sequence[CheckedRow], fitted: Sequence[FittedErrors]) -> str:
     """The file of the rows that are shipped: one a line, so that a difference shows which."""
-    lines = ",\n    ".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    return f'{{\n  "kind": {json.dumps(CaseKind._fields)},\n  "rows": [\n    {lines}\n  ]\n}}\n'
+    lists = {
+        name: ",\n    ".join(json.dumps(each, ensure_ascii=False) for each in entries)
+        for name, entries in (("rows", rows), ("fitted", fitted))
+    }
+    parts = ",\n".join(f'  "{name}": [\n    {lines}\n  ]' for name, lines in lists.items())
+    return f'{{\n  "kind": {json.dumps(CaseKind._fields)},\n{parts}\n}}\n'
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:

@@ -80,6 +80,11 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"{self.key}: its degrees do not divide {self.gpus} GPUs")
 
     @property
+    def project(self) -> str:
+        """The project or paper of its source, without the table: what shares errors (validity.py)."""
+        return self.source.partition(",")[0].partition(" (")[0]
+
+    @property
     def group(self) -> Group:
         """Which part of the rows it belongs to."""
         if self.named:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
-from typing import Any
+from typing import Any, get_args
 
 from papers_text import percent, prose, table
 from published_data import Published
+from published_fits import Pair
+from published_fits import section as fits_section
 from published_launches import section as launches_section
 from published_predict import Outcome, order_pairs
 
 from commlayer.scheduler.mapping.result import kind_words
-from commlayer.scheduler.mapping.validity import COVERAGE, UNEXPLAINED, CheckedRow, assess
+from commlayer.scheduler.mapping.validity import (
+    CLOSE,
+    COVERAGE,
+    EXTREMES,
+    ROUGH,
+    UNEXPLAINED,
+    CheckedRow,
+    Validity,
+    Word,
+    assess,
+)
 
 __all__ = ["document"]
 
@@ -52,15 +64,19 @@ An error is predicted over published throughput, less 1: +10 % is a step that wa
 _READ = """
 ## How to read an estimate
 
-A case is of a kind: the GPUs' generation, the precision, where experts lie (alone, inside an NVLink domain, between domains),
-what carries tokens to them, what hides the exchange, whether a layer takes a micro-batch less than 12 ms, and whether weights
-are sharded. An estimate is *checked* where at least three published runs are of its kind, one of them of a like model
-(attention of the same kind, at most three times as many parameters or as few), *interpolated* where that many of its
-generation differ from it in one thing, else *unchecked*. Its interval is what the errors of the nine nearest runs span, and of
-those that are as near as the last of them, but for a tenth at each end (of all runs of its kind, where none is of a like
-model); runs of the same model count as nearer, those of an unlike one as farther. How much each difference counts was chosen
-among some hundred choices on these very rows, so that the shares below flatter it a little. The runs are correlated (one
-group's benchmarks, one software in several releases), so that a new kind of case may lie outside more often than that.
+An estimate has an interval, in which 8 of 10 real steps are meant to lie, and a word for its width: *close* where its ends are
+at most {close:g} times apart, *rough* where they are at most {rough:g} times apart, else *unknown*. The estimate itself always lies
+in the interval; where runs like it were all slower than predicted, it is the lower end. Beside it stands the time that half of
+such steps take longer than.
+
+The interval comes from the errors of the runs on this page and of [the papers](papers.md). A project (or a paper) is one source,
+whatever it publishes in how many releases: its runs share people, machines and software, and so their errors. Each source has
+one vote, and a weaker one the more its nearest run differs from the case: in the GPUs' generation, the network, the trainer's
+software, the precision, what carries tokens to experts, where experts lie, what hides the exchange, whether layers are short
+(less than 12 ms a micro-batch), whether weights are sharded, the kind of attention, and the model. Half a vote goes to all runs
+alike, for a source that nobody has seen. Where no run was on such a machine at all (a generation of GPUs, or a network), no run
+is near, and the interval reaches from {fastest:g} to {slowest:g} times the estimate: so far apart were runs on networks that the
+planner did not know.
 """
 
 
@@ -70,6 +86,7 @@ def document(
     held: Sequence[Published],
     first: Mapping[str, Any] | None,
     papers: Sequence[CheckedRow],
+    pairs: Sequence[Pair],
 ) -> str:
     """The whole page. ``first``: what came out when the held-back rows were predicted first; None: they have not been."""
     found = [each for each in outcomes if each.error is not None]
@@ -80,8 +97,9 @@ def document(
         prose(_SEEN),
         _models(found, first),
         "![Predicted over published throughput](pictures/published-scatter.svg)",
-        prose(_READ),
-        _coverage(rows, papers, {row.key for row in held} if first is not None else set()),
+        prose(_READ.format(close=CLOSE, rough=ROUGH, fastest=EXTREMES[0], slowest=EXTREMES[1])),
+        _coverage([*rows, *papers]),
+        fits_section(pairs),
         "![Errors by kind of case](pictures/published-errors.svg)",
         _kinds(rows),
         "## The rows",
@@ -153,37 +171,87 @@ def _models(found: Sequence[Outcome], first: Mapping[str, Any] | None) -> str:
     return table(("model", "mean error, named and first two thirds", "last third, as predicted first"), lines)
 
 
-def _coverage(rows: Sequence[CheckedRow], papers: Sequence[CheckedRow], held: set[str]) -> str:
-    """How many rows lie in the interval that the others give them; and the held-back ones in that of the rows that were seen."""
-    known = [*rows, *papers]
-    words: dict[str, list[bool]] = defaultdict(list)
-    widths: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        others = [other for other in known if other.key != row.key]
-        validity = assess(row.kind, others)
-        words[validity.word].append(validity.low <= row.error <= validity.high)
-        widths[validity.word].append(validity.high - validity.low)
-    lines = [
-        (word, len(inside), percent(sum(inside) / len(inside)), percent(median(widths[word])))
-        for word, inside in sorted(words.items())
-    ]
-    every = [inside for each in words.values() for inside in each]
-    if every:
-        lines.append(("all", len(every), percent(sum(every) / len(every)), ""))
+def _coverage(rows: Sequence[CheckedRow]) -> str:
+    """How many rows lie in the interval that the rows of the other sources give them."""
     text = f"""
-Each row beside the interval that all others (the papers' too) give a case of its kind; target: {COVERAGE:.0%} and more inside.
+Below, each source's runs beside the intervals that they get from all other sources, its own left out: what a new source can
+expect. Target: {COVERAGE:.0%} and more inside. How fast a vote fades with each difference was chosen on these runs among a dozen
+values; {COVERAGE:.0%} hold for all of them.
 """
-    head = ("word", "rows", "inside their interval", "median width")
-    said = prose(text) + "\n\n" + table(head, lines)
-    seen = [row for row in known if row.key not in held]
-    beyond = [(row, assess(row.kind, seen)) for row in rows if row.key in held]
-    if beyond:
-        inside = sum(validity.low <= row.error <= validity.high for row, validity in beyond)
-        said += "\n\n" + prose(
-            f"Of the {len(beyond)} held-back rows {inside} ({inside / len(beyond):.0%}) lie in the intervals that the rows which "
-            "were seen, and the papers', give them."
+    parts = [prose(text), _by_source(rows), _by_word(rows)]
+    releases = {row.key.partition("/")[0] for row in rows}
+    blind = [
+        each
+        for release in releases
+        for each in _blind(rows, lambda row, name=release: row.key.partition("/")[0] == name)
+    ]
+    deployed = [assess(row.kind, rows) for row in rows]
+    parts.append(
+        prose(
+            f"With one release or table left out at a time, and all else of its project kept, {_share_inside(blind)} are inside, "
+            f"with a median width of {_width(validity for _, validity in blind)}. With nothing left out, as an estimate of such a "
+            f"case has it today, the median width is {_width(deployed)}."
         )
-    return said
+    )
+    return "\n\n".join(parts)
+
+
+_Blind = list[tuple[CheckedRow, Validity]]
+
+
+def _blind(rows: Sequence[CheckedRow], is_out: Callable[[CheckedRow], bool]) -> _Blind:
+    """The rows that are left out, each with what the others say of it."""
+    others = [row for row in rows if not is_out(row)]
+    return [(row, assess(row.kind, others)) for row in rows if is_out(row)]
+
+
+def _is_inside(row: CheckedRow, validity: Validity) -> bool:
+    return validity.low <= row.error <= validity.high
+
+
+def _share_inside(blind: _Blind) -> str:
+    return percent(mean(_is_inside(*each) for each in blind))
+
+
+def _width(validities: Iterable[Validity]) -> str:
+    return f"{median((1 + each.high) / (1 + each.low) for each in validities):.2f}"
+
+
+def _by_source(rows: Sequence[CheckedRow]) -> str:
+    sources = sorted({row.source for row in rows})
+    blind = {source: _blind(rows, lambda row, name=source: row.source == name) for source in sources}
+    lines = [
+        (source, len(each), _share_inside(each), _width(validity for _, validity in each), *_errors(each))
+        for source, each in blind.items()
+    ]
+    every = [each for of_source in blind.values() for each in of_source]
+    lines.append(
+        ("all runs", len(every), _share_inside(every), _width(validity for _, validity in every), *_errors(every))
+    )
+    shares = [mean(_is_inside(*each) for each in of_source) for of_source in blind.values()]
+    lines.append(("mean of the sources", len(sources), percent(mean(shares)), "", "", ""))
+    head = ("source left out", "runs", "inside", "median width (high / low)", "mean error", "of the median")
+    return table(head, lines)
+
+
+def _errors(blind: _Blind) -> tuple[str, str]:
+    """The mean errors of a predicted step: as estimated, and with what half of such runs take."""
+    estimated = mean(abs(row.error) for row, _ in blind)
+    likely = mean(abs((1 + row.error) / (1 + validity.middle) - 1) for row, validity in blind)
+    return percent(estimated), percent(likely)
+
+
+def _by_word(rows: Sequence[CheckedRow]) -> str:
+    words: dict[str, _Blind] = defaultdict(list)
+    for source in sorted({row.source for row in rows}):
+        for row, validity in _blind(rows, lambda row, name=source: row.source == name):
+            words[validity.word].append((row, validity))
+    lines = [
+        (word, len(words[word]), _share_inside(words[word]), *_errors(words[word]))
+        for word in get_args(Word)
+        if words[word]
+    ]
+    return table(("word", "runs", "inside", "mean error", "of the median"), lines)
 
 
 def _kinds(rows: Sequence[CheckedRow]) -> str:

@@ -21,6 +21,7 @@ from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import canonical
 from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.run_fit import Fit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     COMMLAYER,
@@ -79,6 +80,11 @@ class Outcome:
         return 0.0 if self.estimate is None else self.estimate.tokens_per_s / self.row.gpus
 
     @property
+    def step_us(self) -> float:
+        """The published step, µs."""
+        return 0.0 if self.estimate is None else self.estimate.step_us * self.predicted / self.published
+
+    @property
     def error(self) -> float | None:
         """The error of the predicted throughput; None where there is none."""
         return None if self.estimate is None else prediction_error(self.predicted, self.published)
@@ -89,7 +95,7 @@ class Outcome:
         return (
             None
             if self.error is None or self.kind is None
-            else CheckedRow(self.row.key, self.kind, round(self.error, 4))
+            else CheckedRow(self.row.key, self.row.project, self.kind, round(self.error, 4))
         )
 
 
@@ -97,15 +103,15 @@ def predict_all(rows: Iterable[Published]) -> list[Outcome]:
     return [predict(row) for row in rows]
 
 
-def predict(row: Published) -> Outcome:
-    """Predict one row."""
+def predict(row: Published, fit: Fit | None = None) -> Outcome:
+    """Predict one row; ``fit``: by a model that was fitted to others."""
     if row.cannot:
         return Outcome(row, reason=row.cannot)
     try:
         job = _job(row)
         cluster = clusters.load(CLUSTERS.get(row.system, row.system))
         software, left_out = _software(row)
-        estimator = Estimator(job, cluster, software)
+        estimator = Estimator(job, cluster, software, fit=fit)
         setup, more = _setup(row, estimator)
         estimate = estimator.estimate(setup, detail=False)
     except CommlayerError as error:

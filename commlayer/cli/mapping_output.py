@@ -65,16 +65,20 @@ def _validity_dict(estimate: StepEstimate) -> dict[str, Any] | None:
     if validity is None:
         return None
     low, high = estimate.interval_us
-    known = bool(validity.nearest)
+    kind = validity.kind
     return {
         "word": validity.word,
-        "kind": validity.kind._asdict(),
-        "step_us": [rounded(low), rounded(high)] if known else None,
-        "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in (high, low)] if known else None,
-        "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in (high, low)] if known else None,
-        "num_rows": validity.num_rows,
-        "num_of_kind": validity.num_kind,
-        "nearest": [{"row": row.key, "error": row.error} for row in validity.nearest],
+        "kind": kind._asdict(),
+        "step_us": [rounded(low), rounded(high)],
+        "likely_us": rounded(estimate.likely_us),
+        "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in (high, low)],
+        "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in (high, low)],
+        "num_of_kind": validity.num_rows,
+        "num_sources": validity.num_sources,
+        "is_new_machine": validity.is_new,
+        "nearest": [
+            {"row": row.key, "error": row.error, "differs": list(kind.differs(row.kind))} for row in validity.nearest
+        ],
     }
 
 

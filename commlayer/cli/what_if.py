@@ -295,14 +295,12 @@ def _not_estimated(each: WhatIf) -> list[str]:
 
 
 def _trust(each: WhatIf) -> list[str]:
-    """How far the estimates have been checked: once for each word."""
+    """How far to trust the estimates: once for each kind."""
     values: dict[str, list[str]] = {}
     for point in each.points:
         if point.estimate is not None and (validity := point.estimate.validity) is not None:
             low, high = (f"{end:+.0%}" for end in (validity.low, validity.high))
-            words = (
-                f"{validity.word} ({kind_words(validity.kind)}): predicted speeds of such runs were {low} to {high} off"
-            )
+            words = f"{validity.word} ({kind_words(validity.kind)}): 8 of 10 such steps are {low} to {high} longer"
             values.setdefault(words, []).append(_written(point.value))
     return [f"at {', '.join(where)}: {words}" for words, where in values.items()]
 

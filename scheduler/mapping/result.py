@@ -9,7 +9,7 @@ from commlayer.profiles.counted import counted
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes
-from commlayer.scheduler.mapping.validity import LEAST, CaseKind, Validity
+from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, Validity
 
 __all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory", "describe_validity", "kind_words"]
 
@@ -112,12 +112,19 @@ class StepEstimate:
 
     @property
     def interval_us(self) -> tuple[float, float]:
-        """The interval in which the step lies, by published runs of its kind; of no width where nobody asked. Products in BF16 do
-        not go beyond their peak."""
+        """The interval in which the step lies, by published runs, and in which ``step_us`` does; of no
+        width where nobody asked. Products in BF16 do not go beyond their peak."""
         if self.validity is None:
             return self.step_us, self.step_us
         low, high = self.validity.interval(self.step_us)
         return (max(low, self.step_us * min(self.mfu, 1.0)) if self.setup.precision == "bf16" else low), high
+
+    @property
+    def likely_us(self) -> float:
+        """The step that half of such runs take longer than; ``step_us`` where nobody asked."""
+        low, high = self.interval_us
+        likely = self.step_us * (1 + (self.validity.middle if self.validity else 0.0))
+        return min(max(likely, low), high)
 
     @property
     def fits(self) -> bool:
@@ -132,33 +139,50 @@ def describe_memory(needed: Memory) -> str:
 
 
 def describe_validity(estimate: StepEstimate) -> list[str]:
-    """How far an estimate has been checked, in sentences: its word and its interval, then the nearest published runs. Empty where
-    nobody asked."""
+    """How far to trust an estimate, in sentences: its interval, then the nearest published runs. Empty
+    where nobody asked."""
     validity = estimate.validity
     if validity is None:
         return []
     low, high = estimate.interval_us
-    kind, tokens = kind_words(validity.kind), estimate.job.tokens
-    if not validity.nearest:
-        return [f"unchecked: no published run is known to compare it with ({kind})"]
-    others = "none of a model like it" if validity.num_kind >= LEAST else "others near it"
-    words = {
-        "checked": f"{validity.num_kind} published runs are of its kind ({kind})",
-        "interpolated": f"{validity.num_kind or 'no'} published runs are of its kind ({kind}), {others}",
-        "unchecked": f"no published run is of its kind or near it ({kind})",
-    }
+    tokens = estimate.job.tokens
     said = (
-        f"{validity.word}: {words[validity.word]}; by the errors of {validity.num_rows} a step takes {low / 1e3:,.0f} to "
-        f"{high / 1e3:,.0f} ms, MFU {estimate.mfu * estimate.step_us / high:.1%} to {estimate.mfu * estimate.step_us / low:.1%}, "
-        f"{tokens / high * 1e6:,.0f} to {tokens / low * 1e6:,.0f} tokens/s"
+        f"{validity.word}: a step takes {low / 1e3:,.0f} to {high / 1e3:,.0f} ms in 8 of 10 such cases, "
+        f"more than {estimate.likely_us / 1e3:,.0f} ms in half of them; "
+        f"MFU {estimate.mfu * estimate.step_us / high:.1%} to {estimate.mfu * estimate.step_us / low:.1%}, "
+        f"{tokens / high * 1e6:,.0f} to {tokens / low * 1e6:,.0f} tokens/s; {_known(validity)}"
     )
-    return [said, *(f"nearest: {row.key} ({row.error:+.0%})" for row in validity.nearest)]
+    return [said, *(_near(validity.kind, row) for row in validity.nearest)]
+
+
+def _known(validity: Validity) -> str:
+    kind = kind_words(validity.kind)
+    if validity.fitted is not None:
+        pairs, differences = validity.fitted.num_pairs, counted(validity.fitted.differences, "trait")
+        return (
+            f"fitted to what was measured: by {pairs} published runs that were predicted from another which differs from "
+            f"them in {differences} ({kind})"
+        )
+    if validity.is_new:
+        return f"no published run that we know of was on such a machine ({kind})"
+    if not validity.num_rows:
+        return f"no published run is of this kind ({kind})"
+    runs, sources = counted(validity.num_rows, "published run"), counted(validity.num_sources, "source")
+    return f"{runs} of this kind ({kind}), of {sources}"
+
+
+def _near(kind: CaseKind, row: CheckedRow) -> str:
+    """A near run: how far off it was predicted, and what is different about it."""
+    others = kind.differs(row.kind)
+    difference = f"differs in {', '.join(others)}" if others else "of this kind"
+    return f"nearest: {row.key}: took {1 + row.error:.2f} times as long as predicted; {difference}"
 
 
 def kind_words(kind: CaseKind) -> str:
     """A kind of case in words, without its model and size."""
     where = {"alone": "experts whole", "inside": "experts inside a node", "between": "experts between nodes"}
-    words = [kind.generation.capitalize(), kind.precision.upper(), where[kind.experts], kind.dispatcher]
+    machine = [kind.generation.capitalize(), kind.fabric, kind.software]
+    words = [*machine, kind.precision.upper(), where[kind.experts], kind.dispatcher]
     if kind.overlap != "none":
         words.append(f"overlap {kind.overlap}")
     return ", ".join([*words, *["short layers"] * kind.short, *["sharded weights"] * kind.sharded])

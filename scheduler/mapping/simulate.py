@@ -41,13 +41,14 @@ from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_stage import Exposed, exposed_gradients, exposed_parameters
 from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
+from commlayer.scheduler.mapping.run_fit import Fit
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.step_bounds import StepBounds
 from commlayer.scheduler.mapping.step_collectives import StepCollective, whole_step
 from commlayer.scheduler.mapping.step_memory import StepMemory
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
-from commlayer.scheduler.mapping.validity import assess, cautions, kind_of
+from commlayer.scheduler.mapping.validity import CaseKind, Validity, after_fit, assess, cautions, kind_of
 from commlayer.scheduler.programs import Breakdown, Item
 
 __all__ = ["Estimator"]
@@ -74,6 +75,7 @@ class Estimator:
         compute: in place of the GPU's declared one, such as a measured one.
         loads: experts' popularity, in place of ``job.loads``; and both in place of
             ``job.imbalance``, which then follows from ep.
+        fit: the model as fitted to measured runs; ``notes`` of every estimate say so then.
 
     Raises:
         UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a
@@ -89,6 +91,7 @@ class Estimator:
         efficiency: float | None = None,
         compute: AnyCompute | None = None,
         loads: Loads | None = None,
+        fit: Fit | None = None,
     ) -> None:
         loads = job.loads if loads is None else loads
         if loads is not None and len(loads.shares) != job.model.experts:
@@ -106,12 +109,15 @@ class Estimator:
             self.notes += calibrated
         cluster, used = clusters.fitted(cluster, job.gpus)
         self.notes += (used,) if used else ()
+        if fit is not None:
+            cluster, efficiency = fit.slowed(cluster), (efficiency or DEFAULT_FACTOR) * fit.efficiency
+            self.notes += (str(fit),)
         if software.offloaded_optimizer:
             self.notes += (
                 f"{software.offloaded_optimizer:.0%} of the optimizer's state is in the host's memory: gradients and weights "
                 f"cross to it at {cluster.gpu.host_gbps:g} GB/s, but what its own Adam takes is not modelled",
             )
-        self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
+        self.job, self.cluster, self.software, self.loads, self.fit = job, cluster, software, loads, fit
         self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self._parts = StepParts(job, cluster, software, self.compute, loads)
         self._pipeline = StepPipeline(self._parts)
@@ -229,6 +235,11 @@ class Estimator:
         if mfu > 1:
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
+    def _validity(self, kind: CaseKind) -> Validity:
+        validity = assess(kind)
+        differences = None if self.fit is None else self.fit.differences(kind)
+        return validity if differences is None else after_fit(validity, differences)
+
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed
     ) -> StepEstimate:
@@ -250,7 +261,7 @@ class Estimator:
             backward=gradients.forecast or builder.simulated(backward)[1],
             merged=builder.simulated(self._parts.merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._pipeline.rank_times(setup, stages),
-            validity=assess(kind),
+            validity=self._validity(kind),
         )
 
 

@@ -1,29 +1,37 @@
-"""How far to trust an estimate: published runs of its kind, how far off their predictions were, and the interval that follows.
+"""How far to trust an estimate: published runs of its kind, how far off their predictions were, and
+the interval that follows.
 
-A case is of a kind (:class:`CaseKind`): GPUs' generation, precision, where experts lie and what carries tokens to them, what
-hides the exchange. Published runs were predicted once (docs/published.md), and their errors are shipped
-(checked_rows.json, which `make published` writes). An estimate is
+Published runs were predicted (docs/published.md), and their errors are shipped (checked_rows.json,
+which `make published` writes). Runs of one project share people, machines and software, and so their
+errors: a project is one source, whatever it publishes in how many releases. A new case is a draw from
+a source that may be none of them. So its error has the distribution of a mixture (pooling of
+distributions over groups, each group with one vote: Dunn, Wasserman, Ramdas, Distribution-Free
+Prediction Sets for Two-Layer Hierarchical Models, JASA 2022, arXiv:1809.07441):
 
-- ``checked`` where at least :data:`LEAST` published runs are of its kind, one of them of a like model: with the same kind of
-  attention, and at most :data:`SIZES_ALIKE` times as large or as small,
-- ``interpolated`` where that many differ from it in one thing only, but for the generation,
-- ``unchecked`` else.
+- each source votes with the weight of its nearest run; among its runs the vote is split by nearness.
+  The nearness of a run is exp(-n), where n of the case's traits differ (:class:`CaseKind`);
+- the case's own source, which nobody has seen, votes with all runs, each source alike
+  (:data:`UNSEEN`), and with both :data:`EXTREMES` (:data:`BEYOND` each).
 
-The interval is that of the errors of the :data:`NEAREST` runs, and of those that are as near as the last of them; of all runs
-of its kind where none is of a like model; and of all there are where an estimate is unchecked. Runs of the same model come
-first among those that differ as much. A tenth at each end lies outside, counted as in conformal prediction (Vovk, Gammerman,
-Shafer: Algorithmic Learning in a Random World, 2005), so that the next run lies inside with a probability of :data:`COVERAGE`
-if it comes from the same place. Rejected: a normal distribution, whose ends a few far misses decide; and all runs of a kind,
-of whatever model, whose intervals were 1.8 times as wide (median of what is checked). How much each difference counts was
-chosen on the runs themselves, so that leaving one out at a time holds what is promised (docs/published.md).
+The interval leaves a tenth of the votes outside at each end (:data:`COVERAGE`). It is as wide as few
+or far sources leave it: where no run was on such a machine at all, nothing is near, and it reaches to
+the extremes. An estimate always lies in its interval: where runs of its kind were all slower than
+predicted, it is one end.
+
+With one whole source left out at a time the intervals hold more than they promise (docs/published.md
+has the shares). Rejected: leaving out a run at a time, for the others of its source know its error;
+releases of a project as sources of their own, which promised 80 % and held 72 % of the runs of a
+project that was left out; a normal distribution, whose ends a few far misses decide; traits of
+unequal weight, which gained nothing.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Literal, NamedTuple
@@ -31,99 +39,127 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from commlayer.profiles.shipped import shipped_data
-from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import Software
 
 __all__ = [
+    "CLOSE",
     "COVERAGE",
+    "EXTREMES",
     "LEAST",
-    "NEAREST",
+    "ROUGH",
     "SHORT_LAYER_US",
-    "SIZES_ALIKE",
+    "TRAITS",
     "UNEXPLAINED",
     "CaseKind",
     "CheckedRow",
     "CheckedRows",
+    "FittedErrors",
     "Validity",
     "Word",
+    "after_fit",
     "assess",
     "cautions",
     "checked_rows",
+    "fitted_errors",
     "kind_of",
+    "quantiles",
 ]
 
-Word = Literal["checked", "interpolated", "unchecked"]
+Word = Literal["close", "rough", "unknown"]
+"""How wide an interval is: its ends at most :data:`CLOSE` times apart, at most :data:`ROUGH`, or farther."""
 
+CLOSE, ROUGH = 1.5, 2.5
 COVERAGE = 0.8
-"""The share of runs of its kind that an interval is meant to hold."""
+"""The share of runs that an interval is meant to hold."""
+UNSEEN, BEYOND = 0.5, 0.07
+"""Votes of the source that nobody has seen: with all runs, and with each of the :data:`EXTREMES`; a near source has one vote."""
+EXTREMES = (0.7, 6.0)
+"""A step over its estimate, at the fastest and at the slowest: a little beyond what any published run took at the fast end
+(0.78), and as slow as runs on Elastic Fabric Adapter with micro-batches of one sequence, of which none is among the rows."""
 LEAST = 3
-"""The number of runs that make a kind a checked one."""
-SIZES_ALIKE = 3.0
-"""The ratio of two models' parameters up to which they are alike, with attention of one kind."""
-NEAREST = 9
-"""The fewest errors that an interval is made of: of fewer, the lowest and the highest would hold less than COVERAGE."""
+"""The number of runs from which on what they have in common is worth a caution."""
 SHORT_LAYER_US = 12_000.0
 """Below this, by our estimate, a layer takes a micro-batch forward and backward so fast that its host may be late with launching
 kernels, unless CUDA graphs hold them (NVIDIA's guide to DeepSeek-V3 on GB200 calls steps host-bound whose layers are as long).
 Launches are modelled by their mean (mapping/host_launches.py)."""
 _SHOWN = 3
+_MEASURED = "measured"
 _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell"}
-_WEIGHTS = {
-    "generation": 4.0,
-    "experts": 3.0,
-    "dispatcher": 3.0,
-    "precision": 1.0,
-    "overlap": 1.0,
-    "short": 1.0,
-    "sharded": 1.0,
-}
-_FAMILY, _UNLIKE, _SCALE, _MOST_SCALE = 1.0, 1.0, 0.25, 4.0
-"""Distances: of another model, of one that is not alike beside that, and of each doubling of the GPUs, up to so many."""
 
 
 class CaseKind(NamedTuple):
-    """The kind of a case.
+    """The kind of a case: what decides how near a published run is to it (:data:`TRAITS`), and its size.
 
-    ``generation``: of the GPU (ampere, hopper, blackwell, other). ``precision``: bf16 or fp8, of whichever recipe.
+    ``generation``: of the GPU (ampere, hopper, blackwell, other). ``fabric``: the network between nodes, or ``measured``: links as
+    a profile has them. ``software``: the trainer's, by name. ``precision``: bf16 or fp8, of whichever recipe.
     ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside (an
     NVLink domain) or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other micro-batches' passes).
     ``short``: whether a layer's passes are (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights.
-    ``family``: the model. ``attention``: its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any
-    layer is). ``billions``: its parameters, rounded, at least 1.
+    ``attention``: its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer is). ``family``:
+    the model. ``gpus``: no trait: cluster sizes of one run have like errors.
     """
 
     generation: str
+    fabric: str
+    software: str
     precision: str
     dispatcher: str
     experts: str
     overlap: str
     short: bool
     sharded: bool
-    family: str
     attention: str
-    billions: int
+    family: str
     gpus: int
+
+    def differs(self, other: CaseKind) -> tuple[str, ...]:
+        """The names of the traits in which two cases differ."""
+        return tuple(name for name in TRAITS if getattr(self, name) != getattr(other, name))
+
+
+TRAITS = CaseKind._fields[:-1]
+"""What a case has or has not in common with a published run; each counts alike."""
 
 
 class CheckedRow(NamedTuple):
     """A published run.
 
-    ``key``: its name in docs/published.md or docs/papers.md. ``error``: predicted over published throughput, less 1.
+    ``key``: its name in docs/published.md or docs/papers.md. ``source``: the project or paper that published it. ``error``:
+    predicted over published throughput, less 1: so the published step over the predicted one, less 1.
     """
 
     key: str
+    source: str
     kind: CaseKind
     error: float
 
 
+class FittedErrors(NamedTuple):
+    """How far off published runs were predicted by a model that was fitted to one other run of their
+    source, cluster and software (mapping/run_fit.py).
+
+    ``differences``: traits in which the two runs differ. ``num_pairs``: as many differences have.
+    ``low``, ``middle``, ``high``: of the published step over the predicted one, less 1, as in
+    :class:`Validity`; each source, cluster and software has one vote, split by nearness.
+    """
+
+    differences: int
+    num_pairs: int
+    low: float
+    middle: float
+    high: float
+
+
 class CheckedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of the published runs whose errors are shipped. ``kind``: the fields of each row's kind, in order."""
+    """The file of the published runs whose errors are shipped. ``kind``: the fields of each row's kind, in order. ``fitted``: by
+    increasing differences."""
 
     kind: tuple[str, ...]
     rows: tuple[CheckedRow, ...]
+    fitted: tuple[FittedErrors, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +167,29 @@ class Validity:
     """The error that an estimate of some kind may have, and the published runs that say so.
 
     Attributes:
-        low, high: the ends between which the ratio of predicted to real throughput lies, less 1, by the nearest runs.
-        num_rows: that they come from. num_kind: how many of these are of the very kind.
+        low, middle, high: a real step over the estimated one, less 1: the ends of the interval, with 0 between them, and the
+            median.
+        num_rows, num_sources: runs of the very kind, whatever their size, and how many sources they come from.
+        is_new: no run was on such a machine: with GPUs of this generation, or with this network.
         nearest: the nearest runs, the nearest first.
+        fitted: what a fit to measured runs is worth, from which the interval comes; None: there was no fit.
     """
 
-    word: Word
     kind: CaseKind
     low: float
+    middle: float
     high: float
     num_rows: int
-    num_kind: int
+    num_sources: int
+    is_new: bool
     nearest: tuple[CheckedRow, ...]
+    fitted: FittedErrors | None = None
+
+    @property
+    def word(self) -> Word:
+        """How close the ends of the interval are."""
+        ratio = (1 + self.high) / (1 + self.low)
+        return "close" if ratio <= CLOSE else "rough" if ratio <= ROUGH else "unknown"
 
     def interval(self, step_us: float) -> tuple[float, float]:
         """The interval of a step that was estimated at ``step_us``, µs."""
@@ -160,44 +207,100 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
     chunks = software.hides_dispatch or software.two_levels
     return CaseKind(
         generation=_generation(cluster.gpu.name),
+        fabric=_MEASURED if cluster.measured else "infiniband",
+        software=re.split("[,@]", software.name)[0],
         precision="bf16" if setup.precision == "bf16" else "fp8",
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
         experts=experts,
         overlap=_overlap(setup, software),
         short=layer_us < SHORT_LAYER_US,
         sharded=setup.zero == 3,
-        family=job.model.family or job.model.name,
         attention=_attention(job.model),
-        billions=max(1, round(parameters.count(job.model).total / 1e9)),
+        family=job.model.family or job.model.name,
         gpus=setup.gpus,
     )
 
 
 @cache
+def _shipped() -> CheckedRows:
+    """The file, read once."""
+    return shipped_data("commlayer.scheduler.mapping", "checked_rows.json", CheckedRows, "list of published runs")
+
+
 def checked_rows() -> tuple[CheckedRow, ...]:
-    """The published runs whose errors are shipped: read once."""
-    return shipped_data("commlayer.scheduler.mapping", "checked_rows.json", CheckedRows, "list of published runs").rows
+    """The published runs whose errors are shipped."""
+    return _shipped().rows
+
+
+def fitted_errors() -> tuple[FittedErrors, ...]:
+    """What a fit to one run is worth for another one, by how much they differ."""
+    return _shipped().fitted
+
+
+def after_fit(validity: Validity, differences: int) -> Validity:
+    """What is known of an estimate by a model that was fitted to a run which differs in so many traits: the interval is that of
+    published runs that were predicted so. Unchanged where none is shipped."""
+    like = [each for each in fitted_errors() if each.differences <= differences]
+    if not like:
+        return validity
+    low, middle, high = like[-1][-3:]
+    return replace(validity, low=min(low, 0.0), middle=middle, high=max(high, 0.0), fitted=like[-1])
 
 
 def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:
-    """Label an estimate of ``kind`` by ``rows``, or by the shipped ones. Without any row nothing is known: −100 % to ∞."""
+    """The interval of an estimate of ``kind`` by ``rows``, or by the shipped ones; without any, all between the extremes."""
     known = checked_rows() if rows is None else rows
-    near = sorted(known, key=lambda row: (_distance(kind, row.kind), row.key))
-    same = [row for row in near if not _differences(kind, row.kind)]
-    is_known = any(_are_models_alike(kind, row.kind) for row in same)
-    alike = sum(_is_alike(kind, row.kind) for row in near)
-    word: Word = "checked" if is_known and len(same) >= LEAST else "interpolated" if alike >= LEAST else "unchecked"
-    used = near if word == "unchecked" else _nearest(kind, near, NEAREST if is_known else max(NEAREST, len(same)))
-    low, high = _interval([row.error for row in used])
-    return Validity(
-        word=word,
-        kind=kind,
-        low=low,
-        high=high,
-        num_rows=len(used),
-        num_kind=len(same),
-        nearest=tuple(near[:_SHOWN]),
+    is_new = not known or any(
+        getattr(kind, name) not in {_MEASURED, *(getattr(row.kind, name) for row in known)}
+        for name in ("generation", "fabric")
     )
+    low, middle, high = quantiles(_votes(kind, known, is_new))
+    same = [row for row in known if not kind.differs(row.kind)]
+    return Validity(
+        kind=kind,
+        low=min(low, 0.0),
+        middle=middle,
+        high=max(high, 0.0),
+        num_rows=len(same),
+        num_sources=len({row.source for row in same}),
+        is_new=is_new,
+        nearest=tuple(sorted(known, key=lambda row: _farness(kind, row)))[:_SHOWN],
+    )
+
+
+def _votes(kind: CaseKind, rows: Sequence[CheckedRow], is_new: bool) -> list[tuple[float, float]]:
+    """Errors and their votes, by increasing error."""
+    sources: dict[str, list[CheckedRow]] = defaultdict(list)
+    for row in rows:
+        sources[row.source].append(row)
+    votes = [(extreme - 1, BEYOND) for extreme in EXTREMES]
+    for of_source in sources.values():
+        near = [math.exp(-len(kind.differs(row.kind))) for row in of_source]
+        vote = 0.0 if is_new else max(near) / sum(near)
+        unseen = UNSEEN / len(sources) / len(of_source)
+        votes += [(row.error, vote * each + unseen) for row, each in zip(of_source, near, strict=True)]
+    return sorted(votes)
+
+
+def quantiles(votes: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The errors below which a tenth, a half and nine tenths of the votes lie. ``votes``: errors, each with its votes, in order."""
+    total = sum(vote for _, vote in votes)
+
+    def below(share: float) -> float:
+        counted = 0.0
+        for error, vote in votes:
+            counted += vote
+            if counted >= share * total:
+                return error
+        return votes[-1][0]
+
+    outside = (1 - COVERAGE) / 2
+    return below(outside), below(0.5), below(1 - outside)
+
+
+def _farness(kind: CaseKind, row: CheckedRow) -> tuple[float, ...]:
+    """The traits that differ, then the doublings between the sizes: what puts runs in order."""
+    return len(kind.differs(row.kind)), abs(math.log2(kind.gpus / row.kind.gpus))
 
 
 UNEXPLAINED: tuple[tuple[str, Callable[[CaseKind], bool]], ...] = (
@@ -216,50 +319,16 @@ _FAR = 0.15
 
 def cautions(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> tuple[str, ...]:
     """Say of what in a case of ``kind`` published runs are slower than predicted, without that any public number says why."""
-    known, found = checked_rows() if rows is None else rows, []
+    known, said = checked_rows() if rows is None else rows, []
     for words, has in UNEXPLAINED:
         errors = [row.error for row in known if has(row.kind)]
         if has(kind) and len(errors) >= LEAST and median(errors) > _FAR:
-            found.append(
+            said.append(
                 f"{words}: the prediction is likely too fast: for {len(errors)} published runs with that it was off by "
                 f"{min(errors):+.0%} to {max(errors):+.0%}, half of them by more than {median(errors):+.0%}, and no public "
                 "number that we found explains it"
             )
-    return tuple(found)
-
-
-def _nearest(kind: CaseKind, near: Sequence[CheckedRow], wanted: int) -> Sequence[CheckedRow]:
-    """The first that are ``wanted``, and those that are as near as the last of them: names decide nothing."""
-    far = _distance(kind, near[:wanted][-1].kind)
-    return [row for row in near if _distance(kind, row.kind) <= far]
-
-
-def _interval(errors: Sequence[float]) -> tuple[float, float]:
-    if not errors:
-        return -1.0, math.inf
-    ordered, count = sorted(errors), len(errors)
-    outside = max(1, math.floor((1 - COVERAGE) / 2 * (count + 1)))
-    return ordered[outside - 1], ordered[-outside]
-
-
-def _is_alike(one: CaseKind, other: CaseKind) -> bool:
-    return one.generation == other.generation and len(_differences(one, other)) <= 1
-
-
-def _differences(one: CaseKind, other: CaseKind) -> set[str]:
-    return {name for name in _WEIGHTS if getattr(one, name) != getattr(other, name)}
-
-
-def _distance(one: CaseKind, other: CaseKind) -> float:
-    apart = sum(_WEIGHTS[name] for name in _differences(one, other))
-    scale = min(abs(math.log2(one.gpus / other.gpus)), _MOST_SCALE)
-    model = _FAMILY * (one.family != other.family) + _UNLIKE * (not _are_models_alike(one, other))
-    return apart + model + _SCALE * scale
-
-
-def _are_models_alike(one: CaseKind, other: CaseKind) -> bool:
-    sizes = sorted((one.billions, other.billions))
-    return one.attention == other.attention and sizes[1] <= SIZES_ALIKE * sizes[0]
+    return tuple(said)
 
 
 def _attention(model: ModelShape) -> str:
@@ -277,5 +346,5 @@ def _overlap(setup: Setup, software: Software) -> str:
 
 
 def _generation(gpu: str) -> str:
-    found = re.match(r"(GB|[ABH])\d+", gpu)
-    return _GENERATIONS[found.group(1)] if found else "other"
+    name = re.match(r"(GB|[ABH])\d+", gpu)
+    return _GENERATIONS[name.group(1)] if name else "other"

@@ -86,8 +86,8 @@ def test_search_prints_a_table_and_reasons(searched: Any) -> None:
         assert f"{each['mfu']:.1%}" in output
     assert searched["reasons"][0] in output
     assert "46.7 B parameters" in output
-    assert re.search(r"^(checked|interpolated|unchecked): ", output, re.MULTILINE)
-    assert searched["mappings"][0]["validity"]["word"] in ("checked", "interpolated", "unchecked")
+    assert re.search(r"^(close|rough|unknown): ", output, re.MULTILINE)
+    assert searched["mappings"][0]["validity"]["word"] in ("close", "rough", "unknown")
     assert searched["memory_margin"] == 0.05
 
 
@@ -101,7 +101,7 @@ def test_a_row_of_the_search_is_a_line_at_80_columns(monkeypatch: pytest.MonkeyP
 
 def test_estimate_says_how_far_it_was_checked() -> None:
     output = call("estimate", *JOB, "--ep", "8").stdout
-    assert re.search(r"^(checked|interpolated|unchecked): .* a step takes [\d,]+ to [\d,]+ ms", output, re.MULTILINE)
+    assert re.search(r"^(close|rough|unknown): .* a step takes [\d,]+ to [\d,]+ ms", output, re.MULTILINE)
     assert "nearest: " in output
     validity = call_json("estimate", *JOB, "--ep", "8")["estimate"]["validity"]
     low, high = validity["step_us"]

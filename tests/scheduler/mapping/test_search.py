@@ -25,7 +25,7 @@ from commlayer.scheduler.mapping.search import CLOSEST, renames, search, smalles
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
-from commlayer.scheduler.mapping.validity import CaseKind, Validity
+from commlayer.scheduler.mapping.validity import assess, checked_rows
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
 SMALL = ModelShape(
@@ -333,8 +333,7 @@ def test_a_margin_of_the_memory_stays_free() -> None:
 
 def test_the_best_is_equal_to_those_whose_intervals_meet_its_own() -> None:
     job = job_of(4)
-    kind = CaseKind("hopper", "bf16", "nccl", "inside", "none", False, False, "small", "gqa", 1, 4)
-    close = Validity(word="checked", kind=kind, low=-0.05, high=0.05, num_rows=9, num_kind=9, nearest=())
+    close = replace(assess(checked_rows()[0].kind), low=-0.05, high=0.05)
     ranked = [replace(estimate_of(job, Setup(gpus=4), us), validity=close) for us in (1000.0, 1050.0, 1200.0)]
     result = replace(search(job, Flat(job, NODE, seed=0, fits=1.0)), ranked=tuple(ranked))
     assert result.num_equal == 2

@@ -1,0 +1,153 @@
+"""The model fitted to runs that somebody measured: a factor each on named parts of a step, what such a
+fit is worth for other runs, and the measured speed of a run in words.
+
+A step's parts belong to compute or to exchange (:data:`PARTS`); a bubble grows with both. The fit has
+the factors that explain the measured times, and are small: it minimizes, over runs and factors,
+
+    sum (log measured - log fitted)² + NOISE · sum (log factor)²
+
+(ridge regression in logarithms). One run says one number, so its deviation is split by how much of the
+step each part is, and only a part of it is taken over: the rest is the run's own, as published runs
+show, whose neighbours differ as well (docs/published.md). Rejected: taking all of it over, by which
+published runs of 7 of 16 groups (source, cluster, software) were predicted worse than without a fit.
+
+The factors change what the model is made of, not its result: the GPU's rates and the links' peaks
+(:meth:`Fit.slowed`), so that a search, and overlap, follow from them. Times between that depend on
+neither stay: the latencies of links, and what dispatch kernels take before rows go.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
+from commlayer.scheduler.mapping import flops
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.job import Job
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.validity import CaseKind
+
+__all__ = ["NOISE", "PARTS", "Fit", "MeasuredRun", "fit_to", "measured_step_us"]
+
+PARTS = {
+    "compute": ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer"),
+    "exchange": ("dispatch", "combine", "tp", "cp", "pp", "gradients", "parameters"),
+}
+"""The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor is on."""
+NOISE = 0.7
+"""How much of a run's deviation is its own, over how much it shares with others: one run of compute alone
+passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least mean error on
+published runs that were predicted from another of their source, system and software."""
+_SWEEPS = 100
+_FARTHEST = 10.0
+_SPEED = re.compile(r"\s*([0-9,]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", re.IGNORECASE)
+_STEP_US = {"ms": 1e3, "s": 1e6, "min": 6e7}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """A run that somebody measured: its estimate without a fit, and its step, µs.
+
+    Raises:
+        UsageError: a step that is more than ten times as long or as short as estimated.
+    """
+
+    estimate: StepEstimate
+    kind: CaseKind
+    step_us: float
+
+    def __post_init__(self) -> None:
+        if not 1 / _FARTHEST <= self.step_us / self.estimate.step_us <= _FARTHEST:
+            raise UsageError(
+                f"measured: a step of {self.step_us / 1e3:,.4g} ms, where {self.estimate.step_us / 1e3:,.4g} ms are estimated: "
+                f"expected at most {_FARTHEST:g} times as much or as little: check the unit, the batch and the mapping"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Factors on the times of a step's parts, by the names of :data:`PARTS`, and the runs that they come from."""
+
+    factors: Mapping[str, float]
+    runs: tuple[MeasuredRun, ...]
+
+    def slowed(self, cluster: Cluster) -> Cluster:
+        """The cluster on whose GPUs and links everything takes so much longer, but for matrix products and attention, which
+        :attr:`efficiency` has. The links of a measured cluster stay: somebody measured them."""
+        compute, exchange, peaks = self.factors["compute"], self.factors["exchange"], cluster.peaks
+        gpu = replace(
+            cluster.gpu, memory_gbps=cluster.gpu.memory_gbps / compute, launch_us=cluster.gpu.launch_us * compute
+        )
+        slower = msgspec.structs.replace(
+            peaks, inter_gbps=peaks.inter_gbps / exchange, intra_gbps=peaks.intra_gbps / exchange
+        )
+        return cluster.replace(gpu=gpu) if cluster.measured else cluster.replace(gpu=gpu, peaks=slower)
+
+    @property
+    def efficiency(self) -> float:
+        """The factor on the rates of matrix products and attention."""
+        return 1 / self.factors["compute"]
+
+    def differences(self, kind: CaseKind) -> int | None:
+        """The traits in which a case differs from the most alike of the runs; None where all were on other machines or with
+        other software: what the fit is worth there nobody knows."""
+        counts = [
+            len(differs)
+            for differs in (kind.differs(run.kind) for run in self.runs)
+            if not {"generation", "fabric", "software"} & set(differs)
+        ]
+        return min(counts, default=None)
+
+    def __str__(self) -> str:
+        times = " and ".join(f"{name} takes {factor:.3g} times" for name, factor in self.factors.items())
+        return f"{times} as long as declared"
+
+
+def fit_to(runs: Sequence[MeasuredRun]) -> Fit:
+    """The factors that explain ``runs``, of which there is at least one."""
+    parts = [_parts_us(run.estimate) for run in runs]
+    logs = dict.fromkeys(PARTS, 0.0)
+    for _ in range(_SWEEPS):  # Gauss-Newton, a factor at a time
+        for name in PARTS:
+            step, weight = -NOISE * logs[name], NOISE
+            for run, part in zip(runs, parts, strict=True):
+                fitted = {other: us * math.exp(logs[other]) for other, us in part.items()}
+                total_us = sum(fitted.values())
+                share = fitted[name] / total_us
+                step += share * math.log(run.step_us / total_us)
+                weight += share * share
+            logs[name] += step / weight
+    return Fit(factors={name: math.exp(log) for name, log in logs.items()}, runs=tuple(runs))
+
+
+def _parts_us(estimate: StepEstimate) -> dict[str, float]:
+    """The step by the names of :data:`PARTS`; what belongs to neither is spread over them."""
+    own = {name: sum(estimate.parts.get(part, 0.0) for part in parts) for name, parts in PARTS.items()}
+    return {name: us * estimate.step_us / sum(own.values()) for name, us in own.items()}
+
+
+def measured_step_us(text: str, job: Job) -> float:
+    """The step of ``job``, µs, that a measured speed means: a time (``19.7 s``), ``tokens/s``, ``tokens/s/GPU`` or ``TFLOP/s`` of
+    a GPU (by our count of FLOPs: causal attention counted by half).
+
+    Raises UsageError for any other text.
+    """
+    match = _SPEED.fullmatch(text)
+    number, unit = (float(match.group(1).replace(",", "")), match.group(2).lower()) if match else (0.0, "")
+    if not 0 < number < math.inf:
+        unit = ""
+    if unit in _STEP_US:
+        return number * _STEP_US[unit]
+    if unit in ("tokens/s", "tokens/s/gpu"):
+        return job.tokens / number * 1e6 / (job.gpus if unit.endswith("gpu") else 1)
+    if unit in ("tflop/s", "tflops", "tflop/s/gpu", "tflops/gpu"):
+        return flops.of_step(job) / job.gpus / number * 1e-6
+    raise UsageError(
+        f"measured: expected a number and s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s, such as '19.7 s', got {shortened(text)!r}"
+    )
