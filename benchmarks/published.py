@@ -3,7 +3,9 @@
 ``make published`` predicts the rows of published_rows.json (and takes the papers' along, whose errors are known as well), writes
 docs/published.md, its pictures, a dated JSON file, and ``scheduler/mapping/checked_rows.json``, from which estimates have their
 intervals. Held-back rows are left alone until ``make published ARGS=--held`` predicts them: once, with the model as it is then,
-and keeps what came out in published_held.json. Some two minutes on one core, most of it the papers.
+and keeps what came out in published_held.json. `make published ARGS=--blind` only prints the rows of
+published_blind.json, of which nothing is made, beside their intervals. Some half a minute on one core,
+most of it pairs of runs of which one is predicted from the other (published_fits.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 
 from papers_folding import CLUSTER, SOFTWARE_OF
 from papers_folding import predict_all as predict_papers
-from published_data import Published, load
+from published_blind import blind_table
+from published_data import BLIND, Published, load
 from published_document import document
 from published_fits import errors_of, pairs_of
 from published_pictures import errors_figure, scatter_figure
@@ -27,7 +30,7 @@ from published_predict import Outcome, predict_all
 from commlayer.drawing.style import save_figure
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.calibrated import FACTORS
-from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, FittedErrors, kind_of
+from commlayer.scheduler.mapping.validity import CaseKind, CheckedRow, FittedErrors, checked_rows, kind_of
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -39,8 +42,13 @@ _FOLDING = "MoE Parallel Folding"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--held", action="store_true", help="predict the held-back third, once and for all")
+    parser.add_argument("--blind", action="store_true", help="only print the blind rows beside their intervals")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures as they are (matplotlib)")
     options = parser.parse_args()
+    blind = predict_all(load(BLIND))
+    if options.blind:
+        print(blind_table(blind, checked_rows()))
+        return
     rows = load()
     if options.held:
         _predict_held(rows)
@@ -51,7 +59,7 @@ def main() -> None:
     pairs = pairs_of(outcomes)
     ROWS.write_text(rows_text(checked, errors_of(pairs)), encoding="utf-8")
     held = [row for row in rows if row.group == "held"]
-    text = document(outcomes=outcomes, held=held, first=first, papers=papers, pairs=pairs)
+    text = document(outcomes=outcomes, held=held, first=first, papers=papers, pairs=pairs, blind=blind)
     (DOCS / "published.md").write_text(text, encoding="utf-8")
     content = {"date": date.today().isoformat(), "rows": [_as_json(each) for each in outcomes]}
     result = HERE / "results" / f"{date.today().isoformat()}-published.json"

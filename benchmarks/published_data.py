@@ -16,9 +16,11 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Published", "load"]
+__all__ = ["BLIND", "Published", "load"]
 
 PATH = Path(__file__).parent / "published_rows.json"
+BLIND = Path(__file__).parent / "published_blind.json"
+"""Rows that nothing is made of: no interval and no constant, only a test of both."""
 
 Unit = Literal["tokens/s/GPU", "TFLOP/s/GPU", "step s"]
 Group = Literal["named", "open", "held"]
@@ -93,9 +95,9 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return "held" if number % 3 == 2 else "open"
 
 
-def load() -> tuple[Published, ...]:
-    """Read all rows. Raises ValueError, msgspec.ValidationError: a row that cannot be, or a key that stands twice."""
-    rows = msgspec.json.decode(PATH.read_bytes(), type=tuple[Published, ...])
+def load(path: Path = PATH) -> tuple[Published, ...]:
+    """Read all rows of a file. Raises ValueError, msgspec.ValidationError: a row that cannot be, or a key that stands twice."""
+    rows = msgspec.json.decode(path.read_bytes(), type=tuple[Published, ...])
     keys = [row.key for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ValueError(f"keys stand twice: {', '.join(sorted(twice))}")

@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any, get_args
 
 from papers_text import percent, prose, table
+from published_blind import section as blind_section
 from published_data import Published
 from published_fits import Pair
 from published_fits import section as fits_section
@@ -65,15 +66,16 @@ _READ = """
 ## How to read an estimate
 
 An estimate has an interval, in which 8 of 10 real steps are meant to lie, and a word for its width: *close* where its ends are
-at most {close:g} times apart, *rough* where they are at most {rough:g} times apart, else *unknown*. The estimate itself always lies
-in the interval; where runs like it were all slower than predicted, it is the lower end. Beside it stands the time that half of
-such steps take longer than.
+at most {close:g} times apart, *rough* where they are at most {rough:g} times apart, else *unknown*. The estimate itself always
+lies in the interval; where runs like it were all slower than predicted, it is the lower end. Beside it stands the time that half
+of such steps take longer than.
 
 The interval comes from the errors of the runs on this page and of [the papers](papers.md). A project (or a paper) is one source,
 whatever it publishes in how many releases: its runs share people, machines and software, and so their errors. Each source has
 one vote, and a weaker one the more its nearest run differs from the case: in the GPUs' generation, the network, the trainer's
-software, the precision, what carries tokens to experts, where experts lie, what hides the exchange, whether layers are short
-(less than 12 ms a micro-batch), whether weights are sharded, the kind of attention, and the model. Half a vote goes to all runs
+software, the precision, what carries tokens to experts, where experts lie, what hides the exchange, whether experts are fused,
+whether layers are short (less than 12 ms a micro-batch), whether weights are sharded, the kind of attention, and the model. Half
+a vote goes to all runs
 alike, for a source that nobody has seen. Where no run was on such a machine at all (a generation of GPUs, or a network), no run
 is near, and the interval reaches from {fastest:g} to {slowest:g} times the estimate: so far apart were runs on networks that the
 planner did not know.
@@ -87,6 +89,7 @@ def document(
     first: Mapping[str, Any] | None,
     papers: Sequence[CheckedRow],
     pairs: Sequence[Pair],
+    blind: Sequence[Outcome],
 ) -> str:
     """The whole page. ``first``: what came out when the held-back rows were predicted first; None: they have not been."""
     found = [each for each in outcomes if each.error is not None]
@@ -100,6 +103,7 @@ def document(
         prose(_READ.format(close=CLOSE, rough=ROUGH, fastest=EXTREMES[0], slowest=EXTREMES[1])),
         _coverage([*rows, *papers]),
         fits_section(pairs),
+        blind_section(blind, [*rows, *papers]),
         "![Errors by kind of case](pictures/published-errors.svg)",
         _kinds(rows),
         "## The rows",
@@ -188,9 +192,10 @@ values; {COVERAGE:.0%} hold for all of them.
     deployed = [assess(row.kind, rows) for row in rows]
     parts.append(
         prose(
-            f"With one release or table left out at a time, and all else of its project kept, {_share_inside(blind)} are inside, "
-            f"with a median width of {_width(validity for _, validity in blind)}. With nothing left out, as an estimate of such a "
-            f"case has it today, the median width is {_width(deployed)}."
+            f"With one release or table left out at a time, and all else of its project kept, "
+            f"{_share_inside(blind)} are inside, with a median width of "
+            f"{_width(validity for _, validity in blind)}. With nothing left out, as an estimate of such a case "
+            f"has it today, the median width is {_width(deployed)}."
         )
     )
     return "\n\n".join(parts)

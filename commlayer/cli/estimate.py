@@ -17,6 +17,8 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
+from commlayer.cli.measured_runs import fitted, measured_options, runs_of
+from commlayer.cli.measured_runs import keep_run as add_run
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
@@ -34,6 +36,7 @@ from commlayer.drawing.mapping_cells import (
     traffic_cells,
 )
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
+from commlayer.scheduler.mapping.run_fit import Fit
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
@@ -44,6 +47,7 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
 @click.command("estimate", cls=Command)
 @job_options
 @setup_options
+@measured_options
 @report_option
 @click.option("--picture", type=PICTURE, help="Draw the course of forward and backward (.svg, .png, .pdf).")
 @click.option("--trace", type=OUTPUT_FILE, help="Write that course for Chrome or Perfetto.")
@@ -56,6 +60,8 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
 @click.option("--output", "-o", "folder", type=OUTPUT_FOLDER, help="The folder of --export chakra.")
 @json_option
 def estimate_command(
+    measured: str | None,
+    keep_run: Path | None,
     report: Path | None,
     picture: Path | None,
     trace: Path | None,
@@ -72,6 +78,7 @@ def estimate_command(
     \b
       commlayer estimate -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --tp 2 --ep 8 --pp 8 --vpp 7
       commlayer estimate … --tp 2 --ep 8 --pp 8 --trace step.json --picture step.svg
+      commlayer estimate … --tp 2 --ep 8 --pp 8 --measured "19.7 s" --keep-run runs.json
     """
     request = read_request(given)
     setup = read_setup(given, request.job.gpus)
@@ -82,6 +89,9 @@ def estimate_command(
         ep=[setup.ep],
         etp=[setup.etp],
     )
+    runs = runs_of(measured, request, setup)
+    add_run(keep_run, measured)
+    request = fitted(request, runs)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)
@@ -104,11 +114,31 @@ def estimate_command(
     for note in _notes(found):
         echo(f"note: {note}", err=True)
     if as_json:
-        print_json({**_as_dict(found, request), "export": export_dict(exported)})
+        print_json({**_as_dict(found, request), "fit": _fit_dict(request.fit), "export": export_dict(exported)})
     elif exported is not None:
         print_export(exported)
     else:
         _show(found, request)
+        for run in runs:
+            if run.estimate.setup == found.setup:
+                echo(
+                    f"measured {format_us(run.step_us)}, estimated {format_us(run.estimate.step_us)} without the fit and "
+                    f"{format_us(found.step_us)} with it: the rest is taken for this run's own"
+                )
+
+
+def _fit_dict(fit: Fit | None) -> dict[str, Any] | None:
+    if fit is None:
+        return None
+    runs = [
+        {
+            "mapping": str(run.estimate.setup),
+            "measured_us": rounded(run.step_us),
+            "estimated_us": rounded(run.estimate.step_us),
+        }
+        for run in fit.runs
+    ]
+    return {"factors": {name: rounded(factor, 6) for name, factor in fit.factors.items()}, "runs": runs}
 
 
 def _notes(found: StepEstimate) -> list[str]:

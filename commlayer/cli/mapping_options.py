@@ -39,6 +39,7 @@ from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical, unfit_recomputation
+from commlayer.scheduler.mapping.run_fit import Fit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
@@ -277,20 +278,22 @@ setup_options = in_order(
 
 @dataclass(frozen=True)
 class Request:
-    """The job, cluster and software that a command is asked about. ``changed``: other software with what was asked of this."""
+    """The job, cluster and software that a command is asked about. ``changed``: other software with what was asked of this.
+    ``fit``: of the model, to runs that were measured."""
 
     job: Job
     cluster: Cluster
     software: Software
     changed: Callable[[Software], Software]
     efficiency: float | None = None
+    fit: Fit | None = None
 
     def estimator(self) -> Estimator:
         return self.make(self.job, self.cluster, self.software)
 
     def make(self, job: Job, cluster: Cluster, software: Software) -> Estimator:
         """Make the request for a variation of the job or the cluster."""
-        return Estimator(job, cluster, software, efficiency=self.efficiency)
+        return Estimator(job, cluster, software, efficiency=self.efficiency, fit=self.fit)
 
     def check(
         self,

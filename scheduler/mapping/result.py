@@ -185,4 +185,6 @@ def kind_words(kind: CaseKind) -> str:
     words = [*machine, kind.precision.upper(), where[kind.experts], kind.dispatcher]
     if kind.overlap != "none":
         words.append(f"overlap {kind.overlap}")
-    return ", ".join([*words, *["short layers"] * kind.short, *["sharded weights"] * kind.sharded])
+    return ", ".join(
+        [*words, *["fused experts"] * kind.fused, *["short layers"] * kind.short, *["sharded weights"] * kind.sharded]
+    )

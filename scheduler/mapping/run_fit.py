@@ -1,8 +1,8 @@
 """The model fitted to runs that somebody measured: a factor each on named parts of a step, what such a
 fit is worth for other runs, and the measured speed of a run in words.
 
-A step's parts belong to compute or to exchange (:data:`PARTS`); a bubble grows with both. The fit has
-the factors that explain the measured times, and are small: it minimizes, over runs and factors,
+A step's parts belong to compute, to exchange or to the host, which launches kernels (:data:`PARTS`); a
+bubble grows with all of them. The fit has the factors that explain the measured times, and are small: it minimizes, over runs and factors,
 
     sum (log measured - log fitted)² + NOISE · sum (log factor)²
 
@@ -12,8 +12,8 @@ show, whose neighbours differ as well (docs/published.md). Rejected: taking all 
 published runs of 7 of 16 groups (source, cluster, software) were predicted worse than without a fit.
 
 The factors change what the model is made of, not its result: the GPU's rates and the links' peaks
-(:meth:`Fit.slowed`), so that a search, and overlap, follow from them. Times between that depend on
-neither stay: the latencies of links, and what dispatch kernels take before rows go.
+(:meth:`Fit.slowed`), so that a search, and overlap, follow from them. Times that depend on none of
+these stay: the latencies of links, and what dispatch kernels take before rows go.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping import flops
@@ -38,6 +39,7 @@ __all__ = ["NOISE", "PARTS", "Fit", "MeasuredRun", "fit_to", "measured_step_us"]
 PARTS = {
     "compute": ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer"),
     "exchange": ("dispatch", "combine", "tp", "cp", "pp", "gradients", "parameters"),
+    "host": ("host",),
 }
 """The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor is on."""
 NOISE = 0.7
@@ -80,10 +82,12 @@ class Fit:
     def slowed(self, cluster: Cluster) -> Cluster:
         """The cluster on whose GPUs and links everything takes so much longer, but for matrix products and attention, which
         :attr:`efficiency` has. The links of a measured cluster stay: somebody measured them."""
-        compute, exchange, peaks = self.factors["compute"], self.factors["exchange"], cluster.peaks
-        gpu = replace(
-            cluster.gpu, memory_gbps=cluster.gpu.memory_gbps / compute, launch_us=cluster.gpu.launch_us * compute
-        )
+        compute, exchange, host = (self.factors[name] for name in PARTS)
+        gpu, peaks = cluster.gpu, cluster.peaks
+        launches = {
+            field.name: getattr(gpu, field.name) * host for field in fields(gpu) if field.name.endswith("_launch_us")
+        }  # of the host; a kernel's own launch_us is the GPU's
+        gpu = replace(gpu, memory_gbps=gpu.memory_gbps / compute, launch_us=gpu.launch_us * compute, **launches)
         slower = msgspec.structs.replace(
             peaks, inter_gbps=peaks.inter_gbps / exchange, intra_gbps=peaks.intra_gbps / exchange
         )
@@ -105,8 +109,11 @@ class Fit:
         return min(counts, default=None)
 
     def __str__(self) -> str:
-        times = " and ".join(f"{name} takes {factor:.3g} times" for name, factor in self.factors.items())
-        return f"{times} as long as declared"
+        deviations = sorted(run.step_us / run.estimate.step_us - 1 for run in self.runs)
+        ends = " to ".join(dict.fromkeys(f"{each:+.1%}" for each in (deviations[0], deviations[-1])))
+        changed = {name: factor for name, factor in self.factors.items() if factor != 1}
+        times = ", ".join(f"{name} takes {factor:.3g} times" for name, factor in changed.items()) or "all takes"
+        return f"fitted to {counted(len(self.runs), 'measured run')} ({ends} beside the estimate): {times} as long as declared"
 
 
 def fit_to(runs: Sequence[MeasuredRun]) -> Fit:
@@ -127,7 +134,7 @@ def fit_to(runs: Sequence[MeasuredRun]) -> Fit:
 
 
 def _parts_us(estimate: StepEstimate) -> dict[str, float]:
-    """The step by the names of :data:`PARTS`; what belongs to neither is spread over them."""
+    """The step by the names of :data:`PARTS`; what belongs to none is spread over them."""
     own = {name: sum(estimate.parts.get(part, 0.0) for part in parts) for name, parts in PARTS.items()}
     return {name: us * estimate.step_us / sum(own.values()) for name, us in own.items()}
 
@@ -149,5 +156,6 @@ def measured_step_us(text: str, job: Job) -> float:
     if unit in ("tflop/s", "tflops", "tflop/s/gpu", "tflops/gpu"):
         return flops.of_step(job) / job.gpus / number * 1e-6
     raise UsageError(
-        f"measured: expected a number and s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s, such as '19.7 s', got {shortened(text)!r}"
+        "measured: expected a number and s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s, such as '19.7 s', got "
+        f"{shortened(text)!r}"
     )

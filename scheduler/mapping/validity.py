@@ -93,13 +93,16 @@ _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell
 class CaseKind(NamedTuple):
     """The kind of a case: what decides how near a published run is to it (:data:`TRAITS`), and its size.
 
-    ``generation``: of the GPU (ampere, hopper, blackwell, other). ``fabric``: the network between nodes, or ``measured``: links as
-    a profile has them. ``software``: the trainer's, by name. ``precision``: bf16 or fp8, of whichever recipe.
-    ``dispatcher``: nccl, chunks (ours) or kernels by name. ``experts``: where they lie: alone (no expert parallelism), inside (an
-    NVLink domain) or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other micro-batches' passes).
-    ``short``: whether a layer's passes are (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights.
-    ``attention``: its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer is). ``family``:
-    the model. ``gpus``: no trait: cluster sizes of one run have like errors.
+    ``generation``: of the GPU (ampere, hopper, blackwell, other). ``fabric``: the network between
+    nodes, or ``measured``: links as a profile has them. ``software``: the trainer's, by name.
+    ``precision``: bf16 or fp8, of whichever recipe. ``dispatcher``: nccl, chunks (ours) or kernels by
+    name. ``experts``: where they lie: alone (no expert parallelism), inside (an NVLink domain) or
+    between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other
+    micro-batches' passes). ``fused``: whether experts' activation functions are part of their
+    products (this year's kernels, and their graphs). ``short``: whether a layer's passes are
+    (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights. ``attention``: its
+    kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer is).
+    ``family``: the model. ``gpus``: no trait: cluster sizes of one run have like errors.
     """
 
     generation: str
@@ -109,6 +112,7 @@ class CaseKind(NamedTuple):
     dispatcher: str
     experts: str
     overlap: str
+    fused: bool
     short: bool
     sharded: bool
     attention: str
@@ -207,12 +211,13 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
     chunks = software.hides_dispatch or software.two_levels
     return CaseKind(
         generation=_generation(cluster.gpu.name),
-        fabric=_MEASURED if cluster.measured else "infiniband",
+        fabric=_MEASURED if cluster.measured else cluster.fabric or "infiniband",  # whose curves one without a name has
         software=re.split("[,@]", software.name)[0],
         precision="bf16" if setup.precision == "bf16" else "fp8",
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
         experts=experts,
         overlap=_overlap(setup, software),
+        fused=software.fuses_experts,
         short=layer_us < SHORT_LAYER_US,
         sharded=setup.zero == 3,
         attention=_attention(job.model),
@@ -283,7 +288,8 @@ def _votes(kind: CaseKind, rows: Sequence[CheckedRow], is_new: bool) -> list[tup
 
 
 def quantiles(votes: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The errors below which a tenth, a half and nine tenths of the votes lie. ``votes``: errors, each with its votes, in order."""
+    """The errors below which a tenth, a half and nine tenths of the votes lie. ``votes``: errors, each with
+    its votes, in order."""
     total = sum(vote for _, vote in votes)
 
     def below(share: float) -> float:

@@ -109,6 +109,39 @@ def test_estimate_says_how_far_it_was_checked() -> None:
     assert len(validity["nearest"]) == 3
 
 
+def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    plain = call_json("estimate", *JOB, "--ep", "8")["estimate"]
+    measured = f"{plain['step_us'] * 1.4 / 1e3} ms"
+    output = call("estimate", *JOB, "--ep", "8", "--measured", measured, "--keep-run", str(runs)).stdout
+    assert "the rest is taken for this run's own" in output
+    fitted = call_json("estimate", *JOB, "--ep", "8", "--measured", str(runs))
+    assert plain["step_us"] * 1.1 < fitted["estimate"]["step_us"] < plain["step_us"] * 1.4
+    assert fitted["fit"]["factors"]["compute"] > 1
+    assert fitted["fit"]["runs"][0]["measured_us"] == pytest.approx(plain["step_us"] * 1.4, rel=1e-3)
+    best = call_json("search", *JOB, *FEW, "--top", "1")["mappings"][0]["step_us"]
+    assert call_json("search", *JOB, *FEW, "--top", "1", "--measured", str(runs))["mappings"][0]["step_us"] > best
+    call("estimate", *JOB, "--ep", "8", "--tp", "2", "--measured", measured, "--keep-run", str(runs))
+    assert [run["ep"] for run in json.loads(runs.read_text())["runs"]] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("[]", "expected JSON object|expected a JSON object"),
+        ('{"runs": []}', "expected a measured run, got none"),
+        ('{"runs": [{"model": "mixtral-8x7b"}]}', "run 1: Missing option"),
+        ('{"runs": [{"modell": "x"}]}', "run 1: No such option"),
+        ('{"runs": [{"model": {}}]}', r"runs\[0\]"),
+    ],
+)
+def test_a_file_that_has_no_runs_is_refused(content: str, match: str, tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    runs.write_text(content)
+    refused = call("estimate", *JOB, "--ep", "8", "--measured", str(runs), status=2)
+    assert re.search(match, refused.stderr)
+
+
 def test_what_is_repeated_narrows_the_search(searched: Any) -> None:
     assert {each["setup"]["tp"] for each in searched["mappings"]} <= {1, 2}
     folded = call_json("search", *JOB, *FEW, "--folded", "--tp", "2", "--zero", "3")

@@ -1,0 +1,140 @@
+"""``--measured``: a run of the user's own, or a file of several, to which the model is fitted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from commlayer.cli.commands import Command
+from commlayer.cli.mapping_options import Request, job_options, read_request, read_setup, setup_options
+from commlayer.cli.option_types import OUTPUT_FILE, given_options, in_order
+from commlayer.cli.output_files import tell
+from commlayer.profiles.errors import CommlayerError, UsageError
+from commlayer.profiles.files import read_file, write_file
+from commlayer.profiles.printable import shortened
+from commlayer.profiles.strict_json import convert, parse_object
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.run_fit import MeasuredRun, fit_to, measured_step_us
+
+__all__ = ["fitted", "keep_run", "measured_file_option", "measured_options", "runs_of"]
+
+_FORM = "s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s (of a GPU)"
+
+measured_file_option = click.option(
+    "--measured",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Fit the model to the measured runs in FILE (commlayer estimate --keep-run).",
+)
+"""Add the option of commands that look at many mappings: a file of runs."""
+measured_options = in_order(
+    click.option(
+        "--measured",
+        metavar="SPEED|FILE",
+        help=f"Fit the model to what this mapping was measured at, in {_FORM}; or to runs in FILE.",
+    ),
+    click.option("--keep-run", type=OUTPUT_FILE, help="Add this mapping and its --measured to a file of runs."),
+)
+"""Add the options of a command about one mapping, which may itself have been measured."""
+
+
+class _Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of runs: each has the options of `commlayer estimate` by their long names, ``measured`` among them."""
+
+    runs: tuple[dict[str, str | int | float | bool | list[str]], ...]
+
+
+@click.command("run", cls=Command, add_help_option=False)
+@job_options
+@setup_options
+@click.option("--measured", required=True)
+def _run(**given: Any) -> None:
+    """A run of a file; it is only parsed."""
+
+
+def fitted(request: Request, runs: Sequence[MeasuredRun]) -> Request:
+    """The request, of a model that is fitted to ``runs``; as it is where there are none."""
+    return replace(request, fit=fit_to(runs)) if runs else request
+
+
+def runs_of(measured: str | None, request: Request | None = None, setup: Setup | None = None) -> list[MeasuredRun]:
+    """The runs that --measured names: those of a file, or the one of ``setup`` whose speed it is.
+
+    Raises UsageError: no speed and no file, a damaged file, a run that cannot be.
+    """
+    if measured is None:
+        return []
+    if request is None or setup is None or os.path.isfile(measured):
+        return [_measured(*each) for each in _read(measured)]
+    return [_measured(request, setup, measured)]
+
+
+def keep_run(path: Path | None, measured: str | None) -> None:
+    """Add the run that the current command is asked about to the file of runs at ``path``; None: nothing is asked.
+
+    Raises UsageError: no speed was measured, or the file has something else.
+    """
+    if path is None:
+        return
+    if measured is None or os.path.isfile(measured):
+        raise UsageError("--keep-run: expected --measured with the speed of this mapping, such as --measured '19.7 s'")
+    context = click.get_current_context()
+    names = given_options(context)
+    run = {
+        max(option.opts, key=len).lstrip("-"): context.params[option.name]
+        for option in _run.params
+        if option.name in names
+    }
+    runs = [*(_contents(path).runs if path.exists() else ()), run]
+    write_file(path, json.dumps({"runs": runs}, indent=1, default=str) + "\n")
+    tell("run", path)
+
+
+def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:
+    estimate = request.estimator().estimate(setup)
+    if estimate.validity is None:
+        raise AssertionError("an estimate in full has its kind")
+    return MeasuredRun(estimate=estimate, kind=estimate.validity.kind, step_us=measured_step_us(text, request.job))
+
+
+def _contents(path: str | Path) -> _Runs:
+    where = shortened(str(path))
+    try:
+        data = read_file(path)
+    except OSError as error:
+        raise UsageError(f"{where}: cannot read the file of runs: {error.strerror or error}") from error
+    return convert(parse_object(data, where, "file of runs"), _Runs, where, {})
+
+
+def _read(path: str) -> list[tuple[Request, Setup, str]]:
+    """The runs of a file: what each is of, its mapping, and the speed in words."""
+    runs = _contents(path).runs
+    if not runs:
+        raise UsageError(f"{shortened(path)}: expected a measured run, got none")
+    return [_parsed(run, f"{shortened(path)}: run {number}") for number, run in enumerate(runs, start=1)]
+
+
+def _parsed(run: dict[str, Any], where: str) -> tuple[Request, Setup, str]:
+    try:
+        given = _run.make_context("run", _arguments(run)).params
+        text, request = given.pop("measured"), read_request(given)
+        return request, read_setup(given, request.job.gpus), text
+    except click.ClickException as error:
+        raise UsageError(f"{where}: {shortened(error.format_message(), 400)}") from error
+    except CommlayerError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _arguments(run: dict[str, Any]) -> list[str]:
+    """The options of a run as on a command line: a flag where the value is true."""
+    arguments = []
+    for name, value in run.items():
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{name}" if each is True else f"--{name}={each}" for each in values]
+    return arguments
