@@ -23,7 +23,8 @@ Nothing is made of these rows (published_blind.json): no constant, and no interv
 
 
 def blind_table(outcomes: Sequence[Outcome], rows: Sequence[CheckedRow]) -> str:
-    """Each row's step as published and as predicted, its interval by ``rows``, and whether it is inside."""
+    """Each row's step as published and as predicted, its interval by ``rows``, and whether it is
+    inside."""
     lines = [_line(each, rows) for each in outcomes]
     inside, predicted = sum(line[-1] == "yes" for line in lines), sum(each.error is not None for each in outcomes)
     head = ("row", "published s", "predicted s", "half take more than", "interval, s", "word", "inside")

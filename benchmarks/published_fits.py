@@ -1,5 +1,5 @@
-"""What one measured run is worth: each published run predicted by a model that was fitted to another of
-its source, cluster and software."""
+"""What one measured run is worth: each published run predicted by a model that was fitted to
+another of its source, cluster and software."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A run that was predicted from another one. ``group``: the source, cluster and software of both.
+    """A run that was predicted from another one. ``group``: the source, cluster and software of
+    both.
 
-    ``before``, ``error``: the published step over the predicted one, less 1, without the fit and with it.
-    ``differences``: traits in which the two differ.
+    ``before``, ``error``: the published step over the predicted one, less 1, without the fit and
+    with it. ``differences``: traits in which the two differ.
     """
 
     group: tuple[str, ...]
@@ -87,7 +88,8 @@ def _ends(pairs: Sequence[Pair], differences: int) -> tuple[float, float, float]
 
 
 def section(pairs: Sequence[Pair]) -> str:
-    """How far off runs are without a fit and with one, and whether intervals hold for a group that is left out."""
+    """How far off runs are without a fit and with one, and whether intervals hold for a group that
+    is left out."""
     text = f"""
 ### What one run of yours is worth
 
@@ -131,7 +133,8 @@ def _errors(pairs: Sequence[Pair]) -> tuple[list[float], list[float]]:
 
 
 def _share_inside(such: Sequence[Pair], pairs: Sequence[Pair]) -> float:
-    """The share of pairs in the intervals by which the other groups would hold them; the estimate is inside."""
+    """The share of pairs in the intervals by which the other groups would hold them; the estimate
+    is inside."""
     ends = {}
     for pair in such:
         key = pair.group, min(pair.differences, _MOST)

@@ -45,7 +45,8 @@ measured_options = in_order(
 
 
 class _Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of runs: each has the options of `commlayer estimate` by their long names, ``measured`` among them."""
+    """A file of runs: each has the options of `commlayer estimate` by their long names,
+    ``measured`` among them."""
 
     runs: tuple[dict[str, str | int | float | bool | list[str]], ...]
 
@@ -76,7 +77,8 @@ def runs_of(measured: str | None, request: Request | None = None, setup: Setup |
 
 
 def keep_run(path: Path | None, measured: str | None) -> None:
-    """Add the run that the current command is asked about to the file of runs at ``path``; None: nothing is asked.
+    """Add the run that the current command is asked about to the file of runs at ``path``; None:
+    nothing is asked.
 
     Raises UsageError: no speed was measured, or the file has something else.
     """
@@ -93,7 +95,7 @@ def keep_run(path: Path | None, measured: str | None) -> None:
     }
     runs = [*(_contents(path).runs if path.exists() else ()), run]
     write_file(path, json.dumps({"runs": runs}, indent=1, default=str) + "\n")
-    tell("run", path)
+    tell("runs", path)
 
 
 def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:

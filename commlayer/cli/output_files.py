@@ -40,7 +40,7 @@ def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
     tell("trace", path)
 
 
-def tell(kind: Literal["picture", "report", "trace"], path: Path) -> None:
+def tell(kind: Literal["picture", "report", "runs", "trace"], path: Path) -> None:
     """Say where a file of this kind is."""
     how = " (open it at ui.perfetto.dev or chrome://tracing)" if kind == "trace" else ""
     echo(f"{kind}: {path}{how}", err=True)

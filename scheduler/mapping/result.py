@@ -158,7 +158,8 @@ def describe_validity(estimate: StepEstimate) -> list[str]:
 def _known(validity: Validity) -> str:
     kind = kind_words(validity.kind)
     if validity.fitted is not None:
-        pairs, differences = validity.fitted.num_pairs, counted(validity.fitted.differences, "trait")
+        pairs, number = validity.fitted.num_pairs, validity.fitted.differences
+        differences = counted(number, "trait") if number else "no trait"
         return (
             f"fitted to what was measured: by {pairs} published runs that were predicted from another which differs from "
             f"them in {differences} ({kind})"

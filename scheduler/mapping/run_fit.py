@@ -1,15 +1,17 @@
-"""The model fitted to runs that somebody measured: a factor each on named parts of a step, what such a
-fit is worth for other runs, and the measured speed of a run in words.
+"""The model fitted to runs that somebody measured: a factor each on named parts of a step, what
+such a fit is worth for other runs, and the measured speed of a run in words.
 
-A step's parts belong to compute, to exchange or to the host, which launches kernels (:data:`PARTS`); a
-bubble grows with all of them. The fit has the factors that explain the measured times, and are small: it minimizes, over runs and factors,
+A step's parts belong to compute, to exchange or to the host, which launches kernels
+(:data:`PARTS`); a bubble grows with all of them. The fit has the factors that explain the measured
+times, and are small: it minimizes, over runs and factors,
 
     sum (log measured - log fitted)² + NOISE · sum (log factor)²
 
-(ridge regression in logarithms). One run says one number, so its deviation is split by how much of the
-step each part is, and only a part of it is taken over: the rest is the run's own, as published runs
-show, whose neighbours differ as well (docs/published.md). Rejected: taking all of it over, by which
-published runs of 7 of 16 groups (source, cluster, software) were predicted worse than without a fit.
+(ridge regression in logarithms). One run says one number, so its deviation is split by how much of
+the step each part is, and only a part of it is taken over: the rest is the run's own, as published
+runs show, whose neighbours differ as well (docs/published.md). Rejected: taking all of it over, by
+which published runs of 7 of 16 groups (source, cluster, software) were predicted worse than without
+a fit.
 
 The factors change what the model is made of, not its result: the GPU's rates and the links' peaks
 (:meth:`Fit.slowed`), so that a search, and overlap, follow from them. Times that depend on none of
@@ -41,11 +43,12 @@ PARTS = {
     "exchange": ("dispatch", "combine", "tp", "cp", "pp", "gradients", "parameters"),
     "host": ("host",),
 }
-"""The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor is on."""
+"""The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor
+is on."""
 NOISE = 0.7
-"""How much of a run's deviation is its own, over how much it shares with others: one run of compute alone
-passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least mean error on
-published runs that were predicted from another of their source, system and software."""
+"""How much of a run's deviation is its own, over how much it shares with others: one run of compute
+alone passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least mean error
+on published runs that were predicted from another of their source, system and software."""
 _SWEEPS = 100
 _FARTHEST = 10.0
 _SPEED = re.compile(r"\s*([0-9,]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", re.IGNORECASE)
@@ -74,14 +77,16 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Factors on the times of a step's parts, by the names of :data:`PARTS`, and the runs that they come from."""
+    """Factors on the times of a step's parts, by the names of :data:`PARTS`, and the runs that they
+    come from."""
 
     factors: Mapping[str, float]
     runs: tuple[MeasuredRun, ...]
 
     def slowed(self, cluster: Cluster) -> Cluster:
-        """The cluster on whose GPUs and links everything takes so much longer, but for matrix products and attention, which
-        :attr:`efficiency` has. The links of a measured cluster stay: somebody measured them."""
+        """The cluster on whose GPUs and links everything takes so much longer, but for matrix
+        products and attention, which :attr:`efficiency` has. The links of a measured cluster stay:
+        somebody measured them."""
         compute, exchange, host = (self.factors[name] for name in PARTS)
         gpu, peaks = cluster.gpu, cluster.peaks
         launches = {
@@ -99,8 +104,8 @@ class Fit:
         return 1 / self.factors["compute"]
 
     def differences(self, kind: CaseKind) -> int | None:
-        """The traits in which a case differs from the most alike of the runs; None where all were on other machines or with
-        other software: what the fit is worth there nobody knows."""
+        """The traits in which a case differs from the most alike of the runs; None where all were
+        on other machines or with other software: what the fit is worth there nobody knows."""
         counts = [
             len(differs)
             for differs in (kind.differs(run.kind) for run in self.runs)
@@ -140,8 +145,9 @@ def _parts_us(estimate: StepEstimate) -> dict[str, float]:
 
 
 def measured_step_us(text: str, job: Job) -> float:
-    """The step of ``job``, µs, that a measured speed means: a time (``19.7 s``), ``tokens/s``, ``tokens/s/GPU`` or ``TFLOP/s`` of
-    a GPU (by our count of FLOPs: causal attention counted by half).
+    """The step of ``job``, µs, that a measured speed means: a time (``19.7 s``), ``tokens/s``,
+    ``tokens/s/GPU`` or ``TFLOP/s`` of a GPU (by our count of FLOPs: causal attention counted by
+    half).
 
     Raises UsageError for any other text.
     """

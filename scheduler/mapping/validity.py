@@ -2,27 +2,28 @@
 the interval that follows.
 
 Published runs were predicted (docs/published.md), and their errors are shipped (checked_rows.json,
-which `make published` writes). Runs of one project share people, machines and software, and so their
-errors: a project is one source, whatever it publishes in how many releases. A new case is a draw from
-a source that may be none of them. So its error has the distribution of a mixture (pooling of
-distributions over groups, each group with one vote: Dunn, Wasserman, Ramdas, Distribution-Free
+which `make published` writes). Runs of one project share people, machines and software, and so
+their errors: a project is one source, whatever it publishes in how many releases. A new case is a
+draw from a source that may be none of them. So its error has the distribution of a mixture (pooling
+of distributions over groups, each group with one vote: Dunn, Wasserman, Ramdas, Distribution-Free
 Prediction Sets for Two-Layer Hierarchical Models, JASA 2022, arXiv:1809.07441):
 
-- each source votes with the weight of its nearest run; among its runs the vote is split by nearness.
-  The nearness of a run is exp(-n), where n of the case's traits differ (:class:`CaseKind`);
+- each source votes with the weight of its nearest run; among its runs the vote is split by
+  nearness. The nearness of a run is exp(-n), where n of the case's traits differ
+  (:class:`CaseKind`);
 - the case's own source, which nobody has seen, votes with all runs, each source alike
   (:data:`UNSEEN`), and with both :data:`EXTREMES` (:data:`BEYOND` each).
 
-The interval leaves a tenth of the votes outside at each end (:data:`COVERAGE`). It is as wide as few
-or far sources leave it: where no run was on such a machine at all, nothing is near, and it reaches to
-the extremes. An estimate always lies in its interval: where runs of its kind were all slower than
-predicted, it is one end.
+The interval leaves a tenth of the votes outside at each end (:data:`COVERAGE`). It is as wide as
+few or far sources leave it: where no run was on such a machine at all, nothing is near, and it
+reaches to the extremes. An estimate always lies in its interval: where runs of its kind were all
+slower than predicted, it is one end.
 
-With one whole source left out at a time the intervals hold more than they promise (docs/published.md
-has the shares). Rejected: leaving out a run at a time, for the others of its source know its error;
-releases of a project as sources of their own, which promised 80 % and held 72 % of the runs of a
-project that was left out; a normal distribution, whose ends a few far misses decide; traits of
-unequal weight, which gained nothing.
+With one whole source left out at a time the intervals hold more than they promise
+(docs/published.md has the shares). Rejected: leaving out a run at a time, for the others of its
+source know its error; releases of a project as sources of their own, which promised 80 % and held
+72 % of the runs of a project that was left out; a normal distribution, whose ends a few far misses
+decide; traits of unequal weight, which gained nothing.
 """
 
 from __future__ import annotations
@@ -69,40 +70,46 @@ __all__ = [
 ]
 
 Word = Literal["close", "rough", "unknown"]
-"""How wide an interval is: its ends at most :data:`CLOSE` times apart, at most :data:`ROUGH`, or farther."""
+"""How wide an interval is: its ends at most :data:`CLOSE` times apart, at most :data:`ROUGH`, or
+farther."""
 
 CLOSE, ROUGH = 1.5, 2.5
 COVERAGE = 0.8
 """The share of runs that an interval is meant to hold."""
 UNSEEN, BEYOND = 0.5, 0.07
-"""Votes of the source that nobody has seen: with all runs, and with each of the :data:`EXTREMES`; a near source has one vote."""
+"""Votes of the source that nobody has seen: with all runs, and with each of the :data:`EXTREMES`; a
+near source has one vote."""
 EXTREMES = (0.7, 6.0)
-"""A step over its estimate, at the fastest and at the slowest: a little beyond what any published run took at the fast end
-(0.78), and as slow as runs on Elastic Fabric Adapter with micro-batches of one sequence, of which none is among the rows."""
+"""A step over its estimate, at the fastest and at the slowest: a little beyond what any published
+run took at the fast end (0.78), and as slow as runs on Elastic Fabric Adapter with micro-batches of
+one sequence, of which none is among the rows."""
 LEAST = 3
 """The number of runs from which on what they have in common is worth a caution."""
 SHORT_LAYER_US = 12_000.0
-"""Below this, by our estimate, a layer takes a micro-batch forward and backward so fast that its host may be late with launching
-kernels, unless CUDA graphs hold them (NVIDIA's guide to DeepSeek-V3 on GB200 calls steps host-bound whose layers are as long).
-Launches are modelled by their mean (mapping/host_launches.py)."""
+"""Below this, by our estimate, a layer takes a micro-batch forward and backward so fast that its
+host may be late with launching kernels, unless CUDA graphs hold them (NVIDIA's guide to DeepSeek-V3
+on GB200 calls steps host-bound whose layers are as long). Launches are not modelled: a count of
+kernels, each as dear as one of PyTorch's nn.Linear, explains no published row of that kind
+(docs/published.md)."""
 _SHOWN = 3
 _MEASURED = "measured"
 _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell"}
 
 
 class CaseKind(NamedTuple):
-    """The kind of a case: what decides how near a published run is to it (:data:`TRAITS`), and its size.
+    """The kind of a case: what decides how near a published run is to it (:data:`TRAITS`), and its
+    size.
 
     ``generation``: of the GPU (ampere, hopper, blackwell, other). ``fabric``: the network between
     nodes, or ``measured``: links as a profile has them. ``software``: the trainer's, by name.
-    ``precision``: bf16 or fp8, of whichever recipe. ``dispatcher``: nccl, chunks (ours) or kernels by
-    name. ``experts``: where they lie: alone (no expert parallelism), inside (an NVLink domain) or
-    between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other
+    ``precision``: bf16 or fp8, of whichever recipe. ``dispatcher``: nccl, chunks (ours) or kernels
+    by name. ``experts``: where they lie: alone (no expert parallelism), inside (an NVLink domain)
+    or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other
     micro-batches' passes). ``fused``: whether experts' activation functions are part of their
     products (this year's kernels, and their graphs). ``short``: whether a layer's passes are
-    (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights. ``attention``: its
-    kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer is).
-    ``family``: the model. ``gpus``: no trait: cluster sizes of one run have like errors.
+    (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights. ``attention``:
+    its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer
+    is). ``family``: the model. ``gpus``: no trait: cluster sizes of one run have like errors.
     """
 
     generation: str
@@ -131,8 +138,9 @@ TRAITS = CaseKind._fields[:-1]
 class CheckedRow(NamedTuple):
     """A published run.
 
-    ``key``: its name in docs/published.md or docs/papers.md. ``source``: the project or paper that published it. ``error``:
-    predicted over published throughput, less 1: so the published step over the predicted one, less 1.
+    ``key``: its name in docs/published.md or docs/papers.md. ``source``: the project or paper that
+    published it. ``error``: predicted over published throughput, less 1: so the published step over
+    the predicted one, less 1.
     """
 
     key: str
@@ -142,8 +150,8 @@ class CheckedRow(NamedTuple):
 
 
 class FittedErrors(NamedTuple):
-    """How far off published runs were predicted by a model that was fitted to one other run of their
-    source, cluster and software (mapping/run_fit.py).
+    """How far off published runs were predicted by a model that was fitted to one other run of
+    their source, cluster and software (mapping/run_fit.py).
 
     ``differences``: traits in which the two runs differ. ``num_pairs``: as many differences have.
     ``low``, ``middle``, ``high``: of the published step over the predicted one, less 1, as in
@@ -158,8 +166,8 @@ class FittedErrors(NamedTuple):
 
 
 class CheckedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of the published runs whose errors are shipped. ``kind``: the fields of each row's kind, in order. ``fitted``: by
-    increasing differences."""
+    """The file of the published runs whose errors are shipped. ``kind``: the fields of each row's
+    kind, in order. ``fitted``: by increasing differences."""
 
     kind: tuple[str, ...]
     rows: tuple[CheckedRow, ...]
@@ -171,12 +179,14 @@ class Validity:
     """The error that an estimate of some kind may have, and the published runs that say so.
 
     Attributes:
-        low, middle, high: a real step over the estimated one, less 1: the ends of the interval, with 0 between them, and the
-            median.
-        num_rows, num_sources: runs of the very kind, whatever their size, and how many sources they come from.
+        low, middle, high: a real step over the estimated one, less 1: the ends of the interval,
+            with 0 between them, and the median.
+        num_rows, num_sources: runs of the very kind, whatever their size, and how many sources they
+            come from.
         is_new: no run was on such a machine: with GPUs of this generation, or with this network.
         nearest: the nearest runs, the nearest first.
-        fitted: what a fit to measured runs is worth, from which the interval comes; None: there was no fit.
+        fitted: what a fit to measured runs is worth, from which the interval comes; None: there was
+            no fit.
     """
 
     kind: CaseKind
@@ -243,8 +253,9 @@ def fitted_errors() -> tuple[FittedErrors, ...]:
 
 
 def after_fit(validity: Validity, differences: int) -> Validity:
-    """What is known of an estimate by a model that was fitted to a run which differs in so many traits: the interval is that of
-    published runs that were predicted so. Unchanged where none is shipped."""
+    """What is known of an estimate by a model that was fitted to a run which differs in so many
+    traits: the interval is that of published runs that were predicted so. Unchanged where none is
+    shipped."""
     like = [each for each in fitted_errors() if each.differences <= differences]
     if not like:
         return validity
@@ -253,7 +264,8 @@ def after_fit(validity: Validity, differences: int) -> Validity:
 
 
 def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:
-    """The interval of an estimate of ``kind`` by ``rows``, or by the shipped ones; without any, all between the extremes."""
+    """The interval of an estimate of ``kind`` by ``rows``, or by the shipped ones; without any, all
+    between the extremes."""
     known = checked_rows() if rows is None else rows
     is_new = not known or any(
         getattr(kind, name) not in {_MEASURED, *(getattr(row.kind, name) for row in known)}
@@ -288,8 +300,8 @@ def _votes(kind: CaseKind, rows: Sequence[CheckedRow], is_new: bool) -> list[tup
 
 
 def quantiles(votes: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The errors below which a tenth, a half and nine tenths of the votes lie. ``votes``: errors, each with
-    its votes, in order."""
+    """The errors below which a tenth, a half and nine tenths of the votes lie. ``votes``: errors,
+    each with its votes, in order."""
     total = sum(vote for _, vote in votes)
 
     def below(share: float) -> float:
@@ -317,14 +329,15 @@ UNEXPLAINED: tuple[tuple[str, Callable[[CaseKind], bool]], ...] = (
     ("windows of attention, as gpt-oss has them", lambda kind: kind.attention == "windows"),
     (f"layers of less than {SHORT_LAYER_US / 1e3:.0f} ms a micro-batch", lambda kind: kind.short),
 )
-"""Traits that published runs which are far from their predictions have in common. Mechanisms with public numbers behind them were
-added until these were left (docs/published.md)."""
+"""Traits that published runs which are far from their predictions have in common. Mechanisms with
+public numbers behind them were added until these were left (docs/published.md)."""
 _FAR = 0.15
 """The median error from which on such runs are worth a caution."""
 
 
 def cautions(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> tuple[str, ...]:
-    """Say of what in a case of ``kind`` published runs are slower than predicted, without that any public number says why."""
+    """Say of what in a case of ``kind`` published runs are slower than predicted, without that any
+    public number says why."""
     known, said = checked_rows() if rows is None else rows, []
     for words, has in UNEXPLAINED:
         errors = [row.error for row in known if has(row.kind)]

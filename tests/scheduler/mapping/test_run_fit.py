@@ -16,7 +16,7 @@ from commlayer.scheduler.mapping.software import MEGATRON
 from commlayer.scheduler.mapping.validity import fitted_errors
 
 JOB = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=64, sequence=4096)
-SETUP = Setup(gpus=16, ep=16)
+SETUP = Setup(gpus=16, ep=8)
 CLUSTER = clusters.load("h100-eos")
 
 
@@ -72,8 +72,7 @@ def test_what_a_fit_is_worth_for_another_machine_nobody_knows(estimate: StepEsti
     other = Estimator(JOB, clusters.load("b200-hgx"), MEGATRON, fit=fit).estimate(SETUP).validity
     assert other is not None
     assert other.fitted is None
-    inside = replace(SETUP, ep=8)
-    near = Estimator(JOB, CLUSTER, MEGATRON, fit=fit).estimate(inside).validity
+    near = Estimator(JOB, CLUSTER, MEGATRON, fit=fit).estimate(replace(SETUP, precision="fp8")).validity
     assert near is not None
     assert near.fitted is not None
     assert near.fitted.differences > 0
