@@ -183,12 +183,8 @@ expect. Target: {COVERAGE:.0%} and more inside. How fast a vote fades with each 
 values; {COVERAGE:.0%} hold for all of them.
 """
     parts = [prose(text), _by_source(rows), _by_word(rows)]
-    releases = {row.key.partition("/")[0] for row in rows}
-    blind = [
-        each
-        for release in releases
-        for each in _blind(rows, lambda row, name=release: row.key.partition("/")[0] == name)
-    ]
+    releases = sorted({_release_of(row) for row in rows})
+    blind = [each for release in releases for each in _blind(rows, _release_of, release)]
     deployed = [assess(row.kind, rows) for row in rows]
     parts.append(
         prose(
@@ -204,10 +200,18 @@ values; {COVERAGE:.0%} hold for all of them.
 _Blind = list[tuple[CheckedRow, Validity]]
 
 
-def _blind(rows: Sequence[CheckedRow], is_out: Callable[[CheckedRow], bool]) -> _Blind:
-    """The rows that are left out, each with what the others say of it."""
-    others = [row for row in rows if not is_out(row)]
-    return [(row, assess(row.kind, others)) for row in rows if is_out(row)]
+def _blind(rows: Sequence[CheckedRow], part_of: Callable[[CheckedRow], str], name: str) -> _Blind:
+    """The rows of one part, which are left out, each with what the others say of it."""
+    others = [row for row in rows if part_of(row) != name]
+    return [(row, assess(row.kind, others)) for row in rows if part_of(row) == name]
+
+
+def _source_of(row: CheckedRow) -> str:
+    return row.source
+
+
+def _release_of(row: CheckedRow) -> str:
+    return row.key.partition("/")[0]
 
 
 def _is_inside(row: CheckedRow, validity: Validity) -> bool:
@@ -224,7 +228,7 @@ def _width(validities: Iterable[Validity]) -> str:
 
 def _by_source(rows: Sequence[CheckedRow]) -> str:
     sources = sorted({row.source for row in rows})
-    blind = {source: _blind(rows, lambda row, name=source: row.source == name) for source in sources}
+    blind = {source: _blind(rows, _source_of, source) for source in sources}
     lines = [
         (source, len(each), _share_inside(each), _width(validity for _, validity in each), *_errors(each))
         for source, each in blind.items()
@@ -249,7 +253,7 @@ def _errors(blind: _Blind) -> tuple[str, str]:
 def _by_word(rows: Sequence[CheckedRow]) -> str:
     words: dict[str, _Blind] = defaultdict(list)
     for source in sorted({row.source for row in rows}):
-        for row, validity in _blind(rows, lambda row, name=source: row.source == name):
+        for row, validity in _blind(rows, _source_of, source):
             words[validity.word].append((row, validity))
     lines = [
         (word, len(words[word]), _share_inside(words[word]), *_errors(words[word]))

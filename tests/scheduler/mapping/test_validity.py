@@ -54,6 +54,10 @@ KIND = CaseKind(
 JOB = Job(model=catalog.load("deepseek-v3"), gpus=1024, global_batch=8192, sequence=4096)
 
 
+def changed(**changes: Any) -> CaseKind:
+    return KIND._replace(**changes)
+
+
 def rows(errors: list[float], source: str = "a", **changes: Any) -> list[CheckedRow]:
     return [
         CheckedRow(f"{source} {index}", source, KIND._replace(**changes), error) for index, error in enumerate(errors)
@@ -89,7 +93,7 @@ def test_the_interval_leaves_a_tenth_of_the_votes_outside_at_each_end() -> None:
     assert found.low == 0.0  # the estimate itself: a tenth of the runs would end at 0.01
     assert found.middle == pytest.approx(0.09)
     assert found.high == pytest.approx(0.18)
-    assert found.interval(100.0) == (100.0, pytest.approx(118.0))
+    assert found.interval(100.0) == pytest.approx((100.0, 118.0))
 
 
 def test_each_trait_that_differs_weakens_a_source() -> None:
@@ -97,7 +101,7 @@ def test_each_trait_that_differs_weakens_a_source() -> None:
     assert assess(KIND, [*sources(8), *far]).high == 3.0  # one vote of nine
     one = KIND._replace(precision="fp8")
     assert assess(one, [*sources(8, precision="fp8"), *far]).high < 1.0
-    assert {len(KIND.differs(KIND._replace(**{name: "other"}))) for name in TRAITS} == {1}
+    assert {len(KIND.differs(changed(**{name: "other"}))) for name in TRAITS} == {1}
     assert not KIND.differs(KIND._replace(gpus=8))
 
 
@@ -120,7 +124,7 @@ def test_an_estimate_lies_in_its_interval() -> None:
 
 @pytest.mark.parametrize("trait", ["generation", "fabric"])
 def test_a_machine_that_no_run_was_on_is_unknown(trait: str) -> None:
-    found = assess(KIND._replace(**{trait: "new"}), sources(40))
+    found = assess(changed(**{trait: "new"}), sources(40))
     assert found.is_new
     assert found.word == "unknown"
     assert found.interval(1.0) == pytest.approx(EXTREMES)
