@@ -176,7 +176,7 @@ def _models(found: Sequence[Outcome], first: Mapping[str, Any] | None) -> str:
 
 
 def _coverage(rows: Sequence[CheckedRow]) -> str:
-    """How many rows lie in the interval that the rows of the other sources give them."""
+    """The share of rows in the interval that the rows of the other sources give them."""
     text = f"""
 Below, each source's runs beside the intervals that they get from all other sources, its own left out: what a new source can
 expect. Target: {COVERAGE:.0%} and more inside. How fast a vote fades with each difference was chosen on these runs among a dozen

@@ -1,4 +1,4 @@
-"""What one measured run is worth: each published run predicted by a model that was fitted to
+"""The worth of one measured run: each published run predicted by a model that was fitted to
 another of its source, cluster and software."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _from_one(group: tuple[str, ...], one: Outcome, rows: Sequence[Outcome]) -> 
 
 
 def errors_of(pairs: Sequence[Pair]) -> list[FittedErrors]:
-    """What pairs say of a fit to one run, by how much that differs."""
+    """The errors that a fit to one run leaves, by the number of traits that differ."""
     return [
         FittedErrors(
             number,
@@ -88,7 +88,7 @@ def _ends(pairs: Sequence[Pair], differences: int) -> tuple[float, float, float]
 
 
 def section(pairs: Sequence[Pair]) -> str:
-    """How far off runs are without a fit and with one, and whether intervals hold for a group that
+    """The errors of runs without a fit and with one, and whether intervals hold for a group that
     is left out."""
     text = f"""
 ### What one run of yours is worth

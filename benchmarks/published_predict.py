@@ -21,7 +21,7 @@ from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import canonical
 from commlayer.scheduler.mapping.result import StepEstimate
-from commlayer.scheduler.mapping.run_fit import Fit
+from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     COMMLAYER,
@@ -103,7 +103,7 @@ def predict_all(rows: Iterable[Published]) -> list[Outcome]:
     return [predict(row) for row in rows]
 
 
-def predict(row: Published, fit: Fit | None = None) -> Outcome:
+def predict(row: Published, fit: RunFit | None = None) -> Outcome:
     """Predict one row; ``fit``: by a model that was fitted to others."""
     if row.cannot:
         return Outcome(row, reason=row.cannot)

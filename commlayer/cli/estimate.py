@@ -17,8 +17,8 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
-from commlayer.cli.measured_runs import fitted, measured_options, runs_of
 from commlayer.cli.measured_runs import keep_run as add_run
+from commlayer.cli.measured_runs import measured_options, runs_of, with_fit
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
@@ -36,7 +36,7 @@ from commlayer.drawing.mapping_cells import (
     traffic_cells,
 )
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
-from commlayer.scheduler.mapping.run_fit import Fit
+from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
@@ -91,7 +91,7 @@ def estimate_command(
     )
     runs = runs_of(measured, request, setup)
     add_run(keep_run, measured)
-    request = fitted(request, runs)
+    request = with_fit(request, runs)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     found = estimator.estimate(setup)
@@ -127,7 +127,7 @@ def estimate_command(
                 )
 
 
-def _fit_dict(fit: Fit | None) -> dict[str, Any] | None:
+def _fit_dict(fit: RunFit | None) -> dict[str, Any] | None:
     if fit is None:
         return None
     runs = [

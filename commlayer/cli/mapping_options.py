@@ -39,7 +39,7 @@ from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.recomputation import MODULES, RECOMPUTE, canonical, unfit_recomputation
-from commlayer.scheduler.mapping.run_fit import Fit
+from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
@@ -286,7 +286,7 @@ class Request:
     software: Software
     changed: Callable[[Software], Software]
     efficiency: float | None = None
-    fit: Fit | None = None
+    fit: RunFit | None = None
 
     def estimator(self) -> Estimator:
         return self.make(self.job, self.cluster, self.software)

@@ -23,7 +23,7 @@ from commlayer.profiles.strict_json import convert, parse_object
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.run_fit import MeasuredRun, fit_to, measured_step_us
 
-__all__ = ["fitted", "keep_run", "measured_file_option", "measured_options", "runs_of"]
+__all__ = ["keep_run", "measured_file_option", "measured_options", "runs_of", "with_fit"]
 
 _FORM = "s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s (of a GPU)"
 
@@ -59,7 +59,7 @@ def _run(**given: Any) -> None:
     """A run of a file; it is only parsed."""
 
 
-def fitted(request: Request, runs: Sequence[MeasuredRun]) -> Request:
+def with_fit(request: Request, runs: Sequence[MeasuredRun]) -> Request:
     """The request, of a model that is fitted to ``runs``; as it is where there are none."""
     return replace(request, fit=fit_to(runs)) if runs else request
 

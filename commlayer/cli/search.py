@@ -19,7 +19,7 @@ from commlayer.cli.mapping_options import (
     space_options,
 )
 from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
-from commlayer.cli.measured_runs import fitted, measured_file_option, runs_of
+from commlayer.cli.measured_runs import measured_file_option, runs_of, with_fit
 from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
@@ -86,7 +86,7 @@ def search_command(
       commlayer search -m config.json -c h200 -g 1024 --global-batch 4096 --sequence 8192 --precision fp8 --tp 1 --tp 2
       commlayer search -m deepseek-v3 -c h800 -g 2048 --global-batch 15360 --sequence 4096 --export megatron
     """
-    request = fitted(read_request(given), runs_of(measured))
+    request = with_fit(read_request(given), runs_of(measured))
     space = read_space(given)
     request.check(
         precision=space.precision, recompute=space.recompute, offload=space.offload, ep=space.ep, etp=space.etp

@@ -14,7 +14,7 @@ import click
 from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
 from commlayer.cli.mapping_output import estimate_dict, job_dict
-from commlayer.cli.measured_runs import fitted, measured_file_option, runs_of
+from commlayer.cli.measured_runs import measured_file_option, runs_of, with_fit
 from commlayer.cli.option_types import (
     PICTURE,
     RealNumber,
@@ -136,7 +136,7 @@ def what_if_command(
     """
     kind, pair = _NAMES[given["vary"]], given["pair"]
     _refuse_replaced(kind, given_options(ctx))
-    request, space = fitted(read_request(given), runs_of(measured)), read_space(given)
+    request, space = with_fit(read_request(given), runs_of(measured)), read_space(given)
     if kind == "skew" and request.job.capacity_factor is not None:
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"

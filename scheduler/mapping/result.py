@@ -139,7 +139,7 @@ def describe_memory(needed: Memory) -> str:
 
 
 def describe_validity(estimate: StepEstimate) -> list[str]:
-    """How far to trust an estimate, in sentences: its interval, then the nearest published runs. Empty
+    """The trust that an estimate deserves, in sentences: its interval, then the nearest published runs. Empty
     where nobody asked."""
     validity = estimate.validity
     if validity is None:

@@ -2,8 +2,8 @@
 such a fit is worth for other runs, and the measured speed of a run in words.
 
 A step's parts belong to compute, to exchange or to the host, which launches kernels
-(:data:`PARTS`); a bubble grows with all of them. The fit has the factors that explain the measured
-times, and are small: it minimizes, over runs and factors,
+(:data:`FITTED_PARTS`); a bubble grows with all of them. The fit has the factors that explain the
+measured times, and are small: it minimizes, over runs and factors,
 
     sum (log measured - log fitted)² + NOISE · sum (log factor)²
 
@@ -14,9 +14,8 @@ which published runs of 7 of 16 groups (source, cluster, software) were predicte
 a fit.
 
 The factors change what the model is made of, not its result: the GPU's rates and the links' peaks
-(:meth:`Fit.slowed`), so that a search, and overlap, follow from them. Times that depend on none of
-these stay: the latencies of links, and what dispatch kernels take before rows go.
-"""
+(:meth:`RunFit.slowed`), so that a search, and overlap, follow from them. Times that depend on none
+of these stay: the latencies of links, and what dispatch kernels take before rows go."""
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.validity import CaseKind
 
-__all__ = ["NOISE", "PARTS", "Fit", "MeasuredRun", "fit_to", "measured_step_us"]
+__all__ = ["FITTED_PARTS", "NOISE", "MeasuredRun", "RunFit", "fit_to", "measured_step_us"]
 
-PARTS = {
+FITTED_PARTS = {
     "compute": ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer"),
     "exchange": ("dispatch", "combine", "tp", "cp", "pp", "gradients", "parameters"),
     "host": ("host",),
@@ -46,9 +45,10 @@ PARTS = {
 """The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor
 is on."""
 NOISE = 0.7
-"""How much of a run's deviation is its own, over how much it shares with others: one run of compute
-alone passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least mean error
-on published runs that were predicted from another of their source, system and software."""
+"""The part of a run's deviation that is its own, over the part that it shares with others: one run
+of compute alone passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least
+mean error on published runs that were predicted from another of their source, system and
+software."""
 _SWEEPS = 100
 _FARTHEST = 10.0
 _SPEED = re.compile(r"\s*([0-9,]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", re.IGNORECASE)
@@ -76,9 +76,9 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Factors on the times of a step's parts, by the names of :data:`PARTS`, and the runs that they
-    come from."""
+class RunFit:
+    """Factors on the times of a step's parts, by the names of :data:`FITTED_PARTS`, and the runs
+    that they come from."""
 
     factors: Mapping[str, float]
     runs: tuple[MeasuredRun, ...]
@@ -87,7 +87,7 @@ class Fit:
         """The cluster on whose GPUs and links everything takes so much longer, but for matrix
         products and attention, which :attr:`efficiency` has. The links of a measured cluster stay:
         somebody measured them."""
-        compute, exchange, host = (self.factors[name] for name in PARTS)
+        compute, exchange, host = (self.factors[name] for name in FITTED_PARTS)
         gpu, peaks = cluster.gpu, cluster.peaks
         launches = {
             field.name: getattr(gpu, field.name) * host for field in fields(gpu) if field.name.endswith("_launch_us")
@@ -121,12 +121,12 @@ class Fit:
         return f"fitted to {counted(len(self.runs), 'measured run')} ({ends} beside the estimate): {times} as long as declared"
 
 
-def fit_to(runs: Sequence[MeasuredRun]) -> Fit:
+def fit_to(runs: Sequence[MeasuredRun]) -> RunFit:
     """The factors that explain ``runs``, of which there is at least one."""
     parts = [_parts_us(run.estimate) for run in runs]
-    logs = dict.fromkeys(PARTS, 0.0)
+    logs = dict.fromkeys(FITTED_PARTS, 0.0)
     for _ in range(_SWEEPS):  # Gauss-Newton, a factor at a time
-        for name in PARTS:
+        for name in FITTED_PARTS:
             step, weight = -NOISE * logs[name], NOISE
             for run, part in zip(runs, parts, strict=True):
                 fitted = {other: us * math.exp(logs[other]) for other, us in part.items()}
@@ -135,12 +135,12 @@ def fit_to(runs: Sequence[MeasuredRun]) -> Fit:
                 step += share * math.log(run.step_us / total_us)
                 weight += share * share
             logs[name] += step / weight
-    return Fit(factors={name: math.exp(log) for name, log in logs.items()}, runs=tuple(runs))
+    return RunFit(factors={name: math.exp(log) for name, log in logs.items()}, runs=tuple(runs))
 
 
 def _parts_us(estimate: StepEstimate) -> dict[str, float]:
-    """The step by the names of :data:`PARTS`; what belongs to none is spread over them."""
-    own = {name: sum(estimate.parts.get(part, 0.0) for part in parts) for name, parts in PARTS.items()}
+    """The step by the names of :data:`FITTED_PARTS`; what belongs to none is spread over them."""
+    own = {name: sum(estimate.parts.get(part, 0.0) for part in parts) for name, parts in FITTED_PARTS.items()}
     return {name: us * estimate.step_us / sum(own.values()) for name, us in own.items()}
 
 

@@ -41,7 +41,7 @@ from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_stage import Exposed, exposed_gradients, exposed_parameters
 from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
-from commlayer.scheduler.mapping.run_fit import Fit
+from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.step_bounds import StepBounds
 from commlayer.scheduler.mapping.step_collectives import StepCollective, whole_step
@@ -91,7 +91,7 @@ class Estimator:
         efficiency: float | None = None,
         compute: AnyCompute | None = None,
         loads: Loads | None = None,
-        fit: Fit | None = None,
+        fit: RunFit | None = None,
     ) -> None:
         loads = job.loads if loads is None else loads
         if loads is not None and len(loads.shares) != job.model.experts:

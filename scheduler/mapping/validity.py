@@ -1,5 +1,5 @@
-"""How far to trust an estimate: published runs of its kind, how far off their predictions were, and
-the interval that follows.
+"""The trust that an estimate deserves: published runs of its kind, how far off their predictions
+were, and the interval that follows.
 
 Published runs were predicted (docs/published.md), and their errors are shipped (checked_rows.json,
 which `make published` writes). Runs of one project share people, machines and software, and so
@@ -23,8 +23,7 @@ With one whole source left out at a time the intervals hold more than they promi
 (docs/published.md has the shares). Rejected: leaving out a run at a time, for the others of its
 source know its error; releases of a project as sources of their own, which promised 80 % and held
 72 % of the runs of a project that was left out; a normal distribution, whose ends a few far misses
-decide; traits of unequal weight, which gained nothing.
-"""
+decide; traits of unequal weight, which gained nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ __all__ = [
 ]
 
 Word = Literal["close", "rough", "unknown"]
-"""How wide an interval is: its ends at most :data:`CLOSE` times apart, at most :data:`ROUGH`, or
+"""The width of an interval: its ends at most :data:`CLOSE` times apart, at most :data:`ROUGH`, or
 farther."""
 
 CLOSE, ROUGH = 1.5, 2.5
@@ -132,7 +131,7 @@ class CaseKind(NamedTuple):
 
 
 TRAITS = CaseKind._fields[:-1]
-"""What a case has or has not in common with a published run; each counts alike."""
+"""The fields that a case has or has not in common with a published run; each counts alike."""
 
 
 class CheckedRow(NamedTuple):
@@ -150,13 +149,12 @@ class CheckedRow(NamedTuple):
 
 
 class FittedErrors(NamedTuple):
-    """How far off published runs were predicted by a model that was fitted to one other run of
-    their source, cluster and software (mapping/run_fit.py).
+    """The errors of published runs that were predicted by a model that was fitted to one other run
+    of their source, cluster and software (mapping/run_fit.py).
 
     ``differences``: traits in which the two runs differ. ``num_pairs``: as many differences have.
     ``low``, ``middle``, ``high``: of the published step over the predicted one, less 1, as in
-    :class:`Validity`; each source, cluster and software has one vote, split by nearness.
-    """
+    :class:`Validity`; each source, cluster and software has one vote, split by nearness."""
 
     differences: int
     num_pairs: int
@@ -201,7 +199,7 @@ class Validity:
 
     @property
     def word(self) -> Word:
-        """How close the ends of the interval are."""
+        """The width of the interval in a word."""
         ratio = (1 + self.high) / (1 + self.low)
         return "close" if ratio <= CLOSE else "rough" if ratio <= ROUGH else "unknown"
 
@@ -248,12 +246,12 @@ def checked_rows() -> tuple[CheckedRow, ...]:
 
 
 def fitted_errors() -> tuple[FittedErrors, ...]:
-    """What a fit to one run is worth for another one, by how much they differ."""
+    """The errors that a fit to one run leaves for another one, by how much they differ."""
     return _shipped().fitted
 
 
 def after_fit(validity: Validity, differences: int) -> Validity:
-    """What is known of an estimate by a model that was fitted to a run which differs in so many
+    """The validity of an estimate by a model that was fitted to a run which differs in so many
     traits: the interval is that of published runs that were predicted so. Unchanged where none is
     shipped."""
     like = [each for each in fitted_errors() if each.differences <= differences]

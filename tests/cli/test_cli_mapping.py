@@ -122,7 +122,7 @@ def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
     best = call_json("search", *JOB, *FEW, "--top", "1")["mappings"][0]["step_us"]
     assert call_json("search", *JOB, *FEW, "--top", "1", "--measured", str(runs))["mappings"][0]["step_us"] > best
     call("estimate", *JOB, "--ep", "8", "--tp", "2", "--measured", measured, "--keep-run", str(runs))
-    assert [run["ep"] for run in json.loads(runs.read_text())["runs"]] == [8, 8]
+    assert [run["ep"] for run in json.loads(runs.read_text(encoding="utf-8"))["runs"]] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
 )
 def test_a_file_that_has_no_runs_is_refused(content: str, match: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs.json"
-    runs.write_text(content)
+    runs.write_text(content, encoding="utf-8")
     refused = call("estimate", *JOB, "--ep", "8", "--measured", str(runs), status=2)
     assert re.search(match, refused.stderr)
 
@@ -450,9 +450,7 @@ def test_estimate_exports_and_draws(tmp_path: Path) -> None:
     assert "pipeline" in picture.read_text(encoding="utf-8")
     page = report.read_text(encoding="utf-8")
     assert "In full" in page
-    checked = next(
-        line for line in printed.splitlines() if line.startswith(("checked: ", "interpolated: ", "unchecked: "))
-    )
+    checked = next(line for line in printed.splitlines() if line.startswith(("close: ", "rough: ", "unknown: ")))
     assert f"<p>{checked}</p>" in page
 
 

@@ -10,7 +10,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
-from commlayer.scheduler.mapping.run_fit import NOISE, PARTS, Fit, MeasuredRun, fit_to, measured_step_us
+from commlayer.scheduler.mapping.run_fit import FITTED_PARTS, NOISE, MeasuredRun, RunFit, fit_to, measured_step_us
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
 from commlayer.scheduler.mapping.validity import fitted_errors
@@ -52,7 +52,7 @@ def test_runs_that_differ_tell_the_factors_apart(estimate: StepEstimate) -> None
 
 def test_what_is_as_estimated_changes_nothing(estimate: StepEstimate) -> None:
     fit = fit_to([run_of(estimate, 1.0)])
-    assert list(fit.factors.values()) == pytest.approx([1.0] * len(PARTS))
+    assert list(fit.factors.values()) == pytest.approx([1.0] * len(FITTED_PARTS))
     assert Estimator(JOB, CLUSTER, MEGATRON, fit=fit).estimate(SETUP).step_us == pytest.approx(estimate.step_us)
 
 
@@ -79,7 +79,7 @@ def test_what_a_fit_is_worth_for_another_machine_nobody_knows(estimate: StepEsti
 
 
 def test_the_exchange_slows_links_and_not_memory(estimate: StepEstimate) -> None:
-    fit = Fit(factors={"compute": 2.0, "exchange": 3.0, "host": 1.0}, runs=(run_of(estimate, 1.4),))
+    fit = RunFit(factors={"compute": 2.0, "exchange": 3.0, "host": 1.0}, runs=(run_of(estimate, 1.4),))
     assert fit.slowed(CLUSTER).peaks.inter_gbps == pytest.approx(CLUSTER.peaks.inter_gbps / 3)
     assert fit.slowed(CLUSTER).peaks.device_gbps == CLUSTER.peaks.device_gbps
     assert fit.slowed(CLUSTER).gpu.memory_gbps == pytest.approx(CLUSTER.gpu.memory_gbps / 2)
