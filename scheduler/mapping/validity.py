@@ -87,9 +87,7 @@ LEAST = 3
 SHORT_LAYER_US = 12_000.0
 """Below this, by our estimate, a layer takes a micro-batch forward and backward so fast that its
 host may be late with launching kernels, unless CUDA graphs hold them (NVIDIA's guide to DeepSeek-V3
-on GB200 calls steps host-bound whose layers are as long). Launches are not modelled: a count of
-kernels, each as dear as one of PyTorch's nn.Linear, explains no published row of that kind
-(docs/published.md)."""
+on GB200 calls steps host-bound whose layers are as long). Launches are modelled by their mean (mapping/host_launches.py)."""
 _SHOWN = 3
 _MEASURED = "measured"
 _GENERATIONS = {"A": "ampere", "H": "hopper", "B": "blackwell", "GB": "blackwell"}
