@@ -223,7 +223,7 @@ def _share_inside(blind: _Blind) -> str:
 
 
 def _width(validities: Iterable[Validity]) -> str:
-    return f"{median((1 + each.high) / (1 + each.low) for each in validities):.2f}"
+    return f"{median(each.ratio for each in validities):.2f}"
 
 
 def _by_source(rows: Sequence[CheckedRow]) -> str:

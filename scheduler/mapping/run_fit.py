@@ -33,7 +33,7 @@ from commlayer.scheduler.mapping import flops
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.result import StepEstimate
-from commlayer.scheduler.mapping.validity import CaseKind
+from commlayer.scheduler.mapping.validity import CaseKind, assess
 
 __all__ = ["FITTED_PARTS", "NOISE", "MeasuredRun", "RunFit", "fit_to", "measured_step_us"]
 
@@ -44,11 +44,11 @@ FITTED_PARTS = {
 }
 """The parts of a step (:class:`~commlayer.scheduler.mapping.result.StepEstimate`) that each factor
 is on."""
-NOISE = 0.7
+NOISE = 1.0
 """The part of a run's deviation that is its own, over the part that it shares with others: one run
-of compute alone passes 1 / (1 + NOISE) of it on. Of 0.3, 0.5, 0.7, 1 and 2, the one with the least
-mean error on published runs that were predicted from another of their source, system and
-software."""
+of compute alone passes 1 / (1 + NOISE) of it on. Of 0.1, 0.2, 0.4, 0.7, 1 and 2, the one with the
+least mean error of published runs that were predicted from another of their source, cluster and
+software which differs in at most one trait."""
 _SWEEPS = 100
 _FARTHEST = 10.0
 _SPEED = re.compile(r"\s*([0-9,]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", re.IGNORECASE)
@@ -102,6 +102,12 @@ class RunFit:
     def efficiency(self) -> float:
         """The factor on the rates of matrix products and attention."""
         return 1 / self.factors["compute"]
+
+    @property
+    def is_surprising(self) -> bool:
+        """Whether a run lies outside the interval that published runs give its kind."""
+        intervals = [(run, assess(run.kind)) for run in self.runs]
+        return any(not known.low <= run.step_us / run.estimate.step_us - 1 <= known.high for run, known in intervals)
 
     def differences(self, kind: CaseKind) -> int | None:
         """The traits in which a case differs from the most alike of the runs; None where all were

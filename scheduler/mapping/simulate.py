@@ -238,7 +238,9 @@ class Estimator:
     def _validity(self, kind: CaseKind) -> Validity:
         validity = assess(kind)
         differences = None if self.fit is None else self.fit.differences(kind)
-        return validity if differences is None else after_fit(validity, differences)
+        if self.fit is None or differences is None:
+            return validity
+        return after_fit(validity, differences, is_surprising=self.fit.is_surprising)
 
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed

@@ -196,10 +196,14 @@ class Validity:
     fitted: FittedErrors | None = None
 
     @property
+    def ratio(self) -> float:
+        """The upper end of the interval over the lower one."""
+        return (1 + self.high) / (1 + self.low)
+
+    @property
     def word(self) -> Word:
         """The width of the interval in a word."""
-        ratio = (1 + self.high) / (1 + self.low)
-        return "close" if ratio <= CLOSE else "rough" if ratio <= ROUGH else "unknown"
+        return "close" if self.ratio <= CLOSE else "rough" if self.ratio <= ROUGH else "unknown"
 
     def interval(self, step_us: float) -> tuple[float, float]:
         """The interval of a step that was estimated at ``step_us``, µs."""
@@ -248,15 +252,17 @@ def fitted_errors() -> tuple[FittedErrors, ...]:
     return _shipped().fitted
 
 
-def after_fit(validity: Validity, differences: int) -> Validity:
+def after_fit(validity: Validity, differences: int, *, is_surprising: bool) -> Validity:
     """The validity of an estimate by a model that was fitted to a run which differs in so many
-    traits: the interval is that of published runs that were predicted so. Unchanged where none is
-    shipped."""
+    traits: the interval of published runs that were predicted so. Unchanged where that is no
+    narrower, unless the run ``is_surprising``: outside its own interval, so that published runs say
+    little of its kind."""
     like = [each for each in fitted_errors() if each.differences <= differences]
     if not like:
         return validity
     low, middle, high = like[-1][-3:]
-    return replace(validity, low=min(low, 0.0), middle=middle, high=max(high, 0.0), fitted=like[-1])
+    after = replace(validity, low=min(low, 0.0), middle=middle, high=max(high, 0.0), fitted=like[-1])
+    return after if is_surprising or after.ratio < validity.ratio else validity
 
 
 def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:

@@ -13,7 +13,7 @@ from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.scheduler.mapping.run_fit import FITTED_PARTS, NOISE, MeasuredRun, RunFit, fit_to, measured_step_us
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
-from commlayer.scheduler.mapping.validity import fitted_errors
+from commlayer.scheduler.mapping.validity import after_fit, fitted_errors
 
 JOB = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=64, sequence=4096)
 SETUP = Setup(gpus=16, ep=8)
@@ -45,7 +45,7 @@ def test_one_run_of_compute_alone_passes_a_part_of_its_deviation_on(estimate: St
 def test_runs_that_differ_tell_the_factors_apart(estimate: StepEstimate) -> None:
     computes, waits = only(estimate, "experts"), only(estimate, "combine", "head")
     runs = [run_of(computes, 1.1), run_of(waits, 0.5 * 1.1 + 0.5 * 2.0)]
-    factors = fit_to(runs * 50).factors  # so many that they outweigh what is their own
+    factors = fit_to(runs * 200).factors  # so many that they outweigh what is their own
     assert factors["compute"] == pytest.approx(1.1, rel=0.03)
     assert factors["exchange"] == pytest.approx(2.0, rel=0.03)
 
@@ -62,13 +62,24 @@ def test_a_slower_run_makes_estimates_slower_by_less(estimate: StepEstimate) -> 
     assert 1.1 * estimate.step_us < slower.step_us < 1.4 * estimate.step_us
     assert str(fit) in slower.notes
     assert slower.tflops / slower.mfu == pytest.approx(estimate.tflops / estimate.mfu)  # the peak is no rate
-    assert slower.validity is not None
-    assert slower.validity.fitted == fitted_errors()[0]
-    assert "fitted to what was measured" in describe_validity(slower)[0]
+
+
+def test_a_fit_narrows_an_interval_or_leaves_it(estimate: StepEstimate) -> None:
+    before = estimate.validity
+    assert before is not None
+    wide, narrow = replace(before, low=-0.5, high=5.0), replace(before, low=-0.001, high=0.001)
+    after = after_fit(wide, 0, is_surprising=False)
+    assert after.fitted == fitted_errors()[0]
+    assert after.low <= 0 <= after.high
+    assert "fitted to what was measured" in describe_validity(replace(estimate, validity=after))[0]
+    assert after_fit(narrow, 0, is_surprising=False) == narrow
+    assert after_fit(narrow, 0, is_surprising=True).fitted == fitted_errors()[0]
+    assert fit_to([run_of(estimate, 1 + 2 * before.high + 0.01)]).is_surprising
+    assert not fit_to([run_of(estimate, 1.0)]).is_surprising
 
 
 def test_what_a_fit_is_worth_for_another_machine_nobody_knows(estimate: StepEstimate) -> None:
-    fit = fit_to([run_of(estimate, 1.4)])
+    fit = fit_to([run_of(estimate, 4.0)])
     other = Estimator(JOB, clusters.load("b200-hgx"), MEGATRON, fit=fit).estimate(SETUP).validity
     assert other is not None
     assert other.fitted is None
