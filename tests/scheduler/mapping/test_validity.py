@@ -277,6 +277,17 @@ def test_published_rows_are_sound_and_a_third_is_held_back(monkeypatch: pytest.M
     assert all(row.source and row.place for row in found)
 
 
+def test_nothing_is_made_of_blind_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from published_data import BLIND, load
+
+    blind = load(BLIND)
+    assert len(blind) >= 8
+    known = {(row.model, row.system, row.published) for row in load()}
+    assert not known & {(row.model, row.system, row.published) for row in blind}
+    assert not {row.key for row in checked_rows()} & {row.key for row in blind}
+
+
 def test_a_row_whose_degrees_do_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from published_data import Published
