@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -203,32 +204,9 @@ class Setup:
         are what is left of cp and dp. (MoE Parallel Folding, section 4.4: then "the EP group spans across multiple context
         parallelism groups". Its table 5 has such mappings with ep > dp.)
         """
-        beyond = self.tp * self.cp
-        stage = self.gpus // self.pp
-        parts: dict[str, tuple[tuple[int, int], ...]] = {
-            "tp": ((self.tp, 1),),
-            "cp": ((self.cp, self.tp),),
-            "dp": ((self.dp, beyond),),
-            "pp": ((self.pp, stage),),
-            "tp_cp": ((beyond, 1),),
-            "dp_cp": ((stage // self.tp, self.tp),),
-            "stage": ((stage, 1),),
-            "world": ((self.gpus, 1),),
-            "etp": ((self.etp, 1),),
-        }
-        if self.folded:
-            parts["ep"] = ((self.ep, self.etp),)
-            parts["edp"] = ((self.edp, self.etp * self.ep),)
-            parts["etp_ep"] = ((self.etp * self.ep, 1),)
-        else:
-            outer = math.gcd(self.ep, self.dp)
-            inner = self.ep // outer
-            parts["ep"] = ((inner, self.tp), (outer, beyond))
-            parts["edp"] = ((self.cp // inner, self.tp * inner), (self.dp // outer, beyond * outer))
-            parts["etp_ep"] = ((self.tp, 1), *parts["ep"])
-        if axis not in parts:
-            raise GroupError(f"expected one of the axes {', '.join(parts)}, got {axis!r}")
-        return parts[axis]
+        if axis not in _LAYOUTS:
+            raise GroupError(f"expected one of the axes {', '.join(_LAYOUTS)}, got {axis!r}")
+        return _LAYOUTS[axis](self)
 
     def micro_batches(self, job: Job) -> int:
         """Count the micro-batches of each data-parallel rank in a step. Raises GroupError where the batch cannot be split so."""
@@ -336,6 +314,45 @@ class Setup:
             "" if self.pipeline_layout == EVEN_LAYOUT else f"layout {self.pipeline_layout}",
         ]
         return ", ".join(word for word in words if word)
+
+
+_Layout = tuple[tuple[int, int], ...]
+
+
+def _ep(setup: Setup) -> _Layout:
+    if setup.folded:
+        return ((setup.ep, setup.etp),)
+    outer = math.gcd(setup.ep, setup.dp)
+    return (setup.ep // outer, setup.tp), (outer, setup.tp * setup.cp)
+
+
+def _edp(setup: Setup) -> _Layout:
+    if setup.folded:
+        return ((setup.edp, setup.etp * setup.ep),)
+    outer, beyond = math.gcd(setup.ep, setup.dp), setup.tp * setup.cp
+    inner = setup.ep // outer
+    return (setup.cp // inner, setup.tp * inner), (setup.dp // outer, beyond * outer)
+
+
+def _etp_ep(setup: Setup) -> _Layout:
+    return ((setup.etp * setup.ep, 1),) if setup.folded else ((setup.tp, 1), *_ep(setup))
+
+
+_LAYOUTS: dict[str, Callable[[Setup], _Layout]] = {
+    "tp": lambda setup: ((setup.tp, 1),),
+    "cp": lambda setup: ((setup.cp, setup.tp),),
+    "dp": lambda setup: ((setup.dp, setup.tp * setup.cp),),
+    "pp": lambda setup: ((setup.pp, setup.gpus // setup.pp),),
+    "tp_cp": lambda setup: ((setup.tp * setup.cp, 1),),
+    "dp_cp": lambda setup: ((setup.dp * setup.cp, setup.tp),),
+    "stage": lambda setup: ((setup.gpus // setup.pp, 1),),
+    "world": lambda setup: ((setup.gpus, 1),),
+    "etp": lambda setup: ((setup.etp, 1),),
+    "ep": _ep,
+    "edp": _edp,
+    "etp_ep": _etp_ep,
+}
+"""The layout of each axis (:meth:`Setup.layout`)."""
 
 
 def _check_whole(given: Job | Setup, *names: str) -> None:

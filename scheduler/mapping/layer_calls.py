@@ -8,7 +8,7 @@ beside them lacks.
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.group_strategies import build
@@ -68,19 +68,27 @@ class LayerCalls:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer) -> None:
         self.job, self.cluster, self.software, self.pricer = job, cluster, software, pricer
         self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
+        self._priced: dict[tuple[object, ...], tuple[Any, ...]] = {}
+        """The fields of calls that many mappings make, by exchange, nodes and ways of tokens."""
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
         """The call of an exchange (once; of messages all), by the plan that the run time would
         choose."""
+        key = (exchange, group_nodes(self.cluster, setup, exchange), self.routes(setup))
+        fields = self._priced.get(key)
+        if fields is None:
+            fields = self._priced[key] = self._call_fields(setup, exchange)
+        return PlannedCall(exchange.name, *fields)
+
+    def _call_fields(self, setup: Setup, exchange: StepCollective) -> tuple[Any, ...]:
+        """The fields of an exchange's :class:`PlannedCall` behind its name."""
         price = self.price(setup, exchange)
         us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(price.nodes)
         gpu_shares = self._taken(price.nodes, setup, exchange, us)
         durations_us = (us,) if price.is_whole else None
-        return PlannedCall(
-            exchange.name, price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *gpu_shares
-        )
+        return price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *gpu_shares
 
     def price(self, setup: Setup, exchange: StepCollective) -> ExchangePrice:
         """The price of one call of an exchange."""

@@ -204,9 +204,22 @@ class _MicroBatch(NamedTuple):
 def _layer_work(batch: _MicroBatch, cut: LayerCut, is_moe: bool, compute: AnyCompute) -> LayerWork:
     timing = _Timing(batch, cut, compute)
     order = _order_of(batch.model, cut, is_moe)
-    tokens_bytes = timing.rows["token"] * _BYTES
-    norms = tuple(compute.memory_us(op.norm * tokens_bytes) if op.norm else 0.0 for op in order.ops)
-    return LayerWork(order, tuple(map(timing.op, order.ops)), norms)
+    around = _around_experts(
+        batch._replace(rows=0.0, is_uneven=False, arrival=None), cut._replace(ep=1, etp=1), is_moe, compute
+    )
+    others = iter(around)
+    rows = [timing.row(op) if op.is_routed else next(others) for op in order.ops]
+    return LayerWork(order, tuple(times for times, _ in rows), tuple(norm_us for _, norm_us in rows))
+
+
+@lru_cache(maxsize=1 << 14)
+def _around_experts(
+    batch: _MicroBatch, cut: LayerCut, is_moe: bool, compute: AnyCompute
+) -> tuple[tuple[Times, float], ...]:
+    """The times of a layer's operations but for those of the routed experts, on which ep and etp
+    have no influence: a search asks for them with some hundred different cuts of the experts."""
+    timing = _Timing(batch, cut, compute)
+    return tuple(timing.row(op) for op in _order_of(batch.model, cut, is_moe).ops if not op.is_routed)
 
 
 class _Timing:
@@ -222,6 +235,11 @@ class _Timing:
             "ffn": self.group_tokens if cut.splits_ffn else own,
             "row": batch.rows,
         }
+
+    def row(self, op: LayerOp) -> tuple[Times, float]:
+        """µs of one operation, and of the norm in it."""
+        norm_bytes = op.norm * self.rows["token"] * _BYTES
+        return self.op(op), self.compute.memory_us(norm_bytes) if norm_bytes else 0.0
 
     def op(self, op: LayerOp) -> Times:
         """µs of one operation, by its part of the layers."""

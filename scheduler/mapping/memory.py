@@ -15,7 +15,7 @@ formula and the table of ZeRO.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -269,10 +269,8 @@ def have_room(
     laid on a pipeline's ranks: for those of either kind, if there were no others. Other arguments
     and errors as :func:`estimate`."""
     counting = _Counting(job, setup, gradient_bytes, software, gpu)
-    ranks, kinds = range(setup.pp // setup.copies), layer_kinds(job.model)
-    return all(
-        sum(counting.most_layers(rank, is_moe, limit) for rank in ranks) >= kinds.count(is_moe) for is_moe in set(kinds)
-    )
+    kinds = layer_kinds(job.model)
+    return all(sum(counting.most_layers(is_moe, limit)) >= kinds.count(is_moe) for is_moe in set(kinds))
 
 
 class _Counting:
@@ -354,19 +352,20 @@ class _Counting:
         )
         return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
 
-    def most_layers(self, rank: int, is_moe: bool, limit: float) -> int:
-        """Layers of one kind that a rank has room for at most: with DualPipe and its V in the chunk
+    def most_layers(self, is_moe: bool, limit: float) -> Iterator[int]:
+        """Layers of one kind that each rank has room for at most: with DualPipe and its V in the chunk
         with fewest micro-batches, else in all chunks alike, as even and balanced layouts have
         them."""
         setup, sizes = self.setup, self.sizes
-        under_way = in_flight(setup, rank, self.micro_batches)
-        if is_dual(setup.schedule):
-            under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
         there, (elements, multiplied) = sizes.offloaded, self.layers[is_moe]
         kept = sizes.sparse - there.sparse_left if is_moe else sizes.dense - there.dense_left
-        each = sum(self._state(elements)) + self.copies * multiplied + under_way * kept
-        left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
-        return max(0, math.floor(left / each))
+        held = sum(self._state(elements)) + self.copies * multiplied
+        for rank in range(setup.pp // setup.copies):
+            under_way = in_flight(setup, rank, self.micro_batches)
+            if is_dual(setup.schedule):
+                under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
+            left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
+            yield max(0, math.floor(left / (held + under_way * kept)))
 
     def _state(self, elements: parameters.Elements) -> list[float]:
         """Weights, gradients and optimizer state of parameters, without FP8 copies."""

@@ -41,6 +41,7 @@ from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import (
     Family,
     Space,
+    by_chunks,
     families,
     recompute_chains,
     recompute_ways,
@@ -102,8 +103,8 @@ class Estimates(Protocol):
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """Bound the step's time from below. Level 0: also that of every setup that has another dispatch, recomputes more or
         shards less by ZeRO, and is else the same. Levels 1 and 2: that of every one that recomputes more or shards less. Up to
-        here, with the pipeline layout ``auto``, of every layout. Levels 3 to :data:`CLOSEST`: that of ``setup``. Each is
-        closer and slower to find (or the same again)."""
+        here, with the pipeline layout ``auto``, of every layout; and with it up to level 1, in 1F1B, that of every one with fewer
+        chunks. Levels 3 to :data:`CLOSEST`: that of ``setup``. Each is closer and slower to find (or the same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -267,7 +268,7 @@ class _Entry(NamedTuple):
     stage: int
     tie: tuple[Any, ...]
     folded: bool
-    item: Family | Setup | StepEstimate
+    item: tuple[Family, ...] | Setup | StepEstimate
 
 
 class _Frontier:
@@ -289,13 +290,13 @@ class _Frontier:
 
     def fill(self, found: Iterable[Family], top: int) -> None:
         """Put every family on the heap, by its bound."""
-        every = list(found)
-        self.num_valid = sum(family.size for family in every)
+        every = list(by_chunks(found))
+        self.num_valid = sum(family.size for alike in every for family in alike)
         bounded = 0
-        for index, family in enumerate(every):
-            bound = self._estimator.bound_us(family.lead(), 0)
-            self._heap.append(_Entry(bound, 0, (next(self._order),), family.folded, family))
-            bounded += family.size
+        for index, alike in enumerate(every):
+            bound = self._estimator.bound_us(alike[-1].lead(), 0)
+            self._heap.append(_Entry(bound, 0, (next(self._order),), alike[-1].folded, alike))
+            bounded += sum(family.size for family in alike)
             if self._progress and (index % 1024 == 0 or index + 1 == len(every)):
                 self._progress(bounded, self.num_valid + top)
         heapq.heapify(self._heap)
@@ -314,12 +315,13 @@ class _Frontier:
             elif isinstance(entry.item, Setup):
                 self._look_closer(entry, entry.item)
             elif entry.stage == 0:
-                for each in entry.item.by_dispatch():
-                    self._put_back(entry.time_us, each, 1)
+                for alike in zip(*(family.by_dispatch() for family in entry.item), strict=True):
+                    self._put_back(entry.time_us, alike, 1)
             elif entry.stage == 1:
-                self._put_back(entry.time_us, entry.item, 2)
+                for family in entry.item:
+                    self._put_back(entry.time_us, (family,), 2)
             else:
-                self._open(entry.time_us, entry.item)
+                self._open(entry.time_us, *entry.item)
         if taken < top:
             self.end(top)
 
@@ -341,10 +343,11 @@ class _Frontier:
         heapq.heapify(self._heap)
         return found
 
-    def _put_back(self, bound_us: float, family: Family, level: int) -> None:
+    def _put_back(self, bound_us: float, alike: tuple[Family, ...], level: int) -> None:
         """With a bound that knows what its layers send: most families are never opened."""
-        bound = max(bound_us, self._estimator.bound_us(family.lead(), level))
-        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), family.folded, family))
+        lead = alike[-1]
+        bound = max(bound_us, self._estimator.bound_us(lead.lead(), level))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), lead.folded, alike))
 
     def _open(self, bound_us: float, family: Family) -> None:
         least = family.recompute[0]

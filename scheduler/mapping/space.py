@@ -34,7 +34,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple, get_args
 
 from commlayer.profiles.errors import UsageError
@@ -55,7 +55,7 @@ from commlayer.scheduler.mapping.recomputation import (
     unfit_recomputation,
 )
 
-__all__ = ["Family", "Space", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
+__all__ = ["Family", "Space", "by_chunks", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
 
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 
@@ -151,6 +151,11 @@ class Family(NamedTuple):
     zero: tuple[int, ...]
 
     @property
+    def is_shorter_interleaved(self) -> bool:
+        """Whether no bound of its step, up to level 1, is shorter with fewer chunks on each rank."""
+        return self.schedule == "1f1b" and self.pipeline_layout == AUTO_LAYOUT
+
+    @property
     def size(self) -> int:
         """How many setups."""
         return len(self.recompute) * len(self.dispatch) * len(self.zero)
@@ -176,6 +181,17 @@ class Family(NamedTuple):
         for put, value in zip(_PUT, (*own, *words, self.offload, self.pipeline_layout), strict=True):
             put(setup, value)
         return setup
+
+
+def by_chunks(found: Iterable[Family]) -> Iterator[tuple[Family, ...]]:
+    """Neighbours among families that differ only in their chunks, together, the most chunks last: no
+    bound up to level 1 is shorter than the last one's."""
+    place = Family._fields.index("vpp")
+
+    def others(family: Family) -> tuple[object, ...]:
+        return family[:place] + family[place + 1 :] if family.is_shorter_interleaved else family
+
+    return (tuple(same) for _, same in groupby(found, others))
 
 
 _PUT = tuple(getattr(Setup, field.name).__set__ for field in fields(Setup))

@@ -109,8 +109,7 @@ class StepBounds:
             *map(setup.layout, ("ep", "etp_ep")),
             self.parts.job_of(setup).imbalance,
         )
-        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
-        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_exchange_us(plain))
+        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_exchange_us(_plain(setup)))
 
     def _waits_us(self, setup: Setup) -> float:
         """Bound for how long a layer waits for attention's calls, which few of all mappings differ
@@ -118,8 +117,7 @@ class StepBounds:
         if setup.tp * setup.cp == 1:
             return 0.0
         key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
-        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
-        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_waits_us(plain))
+        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_waits_us(_plain(setup)))
 
     def _computed_us(self, setup: Setup, is_moe: bool) -> float:
         """Time one layer without its calls, forward and backward."""
@@ -136,8 +134,8 @@ class StepBounds:
             return self.least_of_layouts_us(setup, level)
         stages = self.parts.stages(setup)
         count, calls = setup.micro_batches(self.job), level >= 2
-        sparse = self.least_layer_us(setup, True, level) if any(stage.sparse for stage in stages) else 0.0
-        dense = self.least_layer_us(setup, False, level) if any(stage.dense for stage in stages) else 0.0
+        single = self.least_layers_us(setup, level)
+        sparse, dense = (single.get(is_moe, 0.0) for is_moe in (True, False))
         alone = [
             stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
         ]
@@ -158,7 +156,7 @@ class StepBounds:
         (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
         """
         count, ranks = setup.passes(self.job), setup.pp // setup.copies
-        single = {is_moe: self.least_layer_us(setup, is_moe, level) for is_moe in self.numbers}
+        single = self.least_layers_us(setup, level)
         weights = self.weights(setup, single, level) if setup.is_merged else single
         head_us = self.parts.head_us(setup, True, False)
         ends_us = head_us if level < 2 and not self.job.model.mtp_layers else self._all_ends_us(setup, level)
@@ -178,13 +176,24 @@ class StepBounds:
         are."""
         if level < 2:
             return self.parts.head_us(setup, True, True)
-        return (
-            sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in self.parts.stages(setup))
-            / setup.copies
+        pipeline = (setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        degrees = (setup.tp, setup.cp, setup.micro_batch, setup.zero, setup.attention, setup.precision)
+
+        def all_us() -> float:
+            stages = self.parts.stages(setup)
+            return sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in stages) / setup.copies
+
+        return self.parts.once(("all ends", *pipeline, *degrees), all_us)
+
+    def least_layers_us(self, setup: Setup, level: int) -> dict[bool, float]:
+        """Bound the time of one layer of each kind that the model has, forward and backward, as
+        :meth:`us` says."""
+        key = ("layers", level, setup.is_merged, *self.parts.layer_key(setup, True))
+        return self.parts.once(
+            key, lambda: {is_moe: self._least_layer_us(setup, is_moe, level) for is_moe in self.numbers}
         )
 
-    def least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        """Bound the time of one layer, forward and backward, as :meth:`us` says."""
+    def _least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
         if level >= 2:
             forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us
@@ -204,6 +213,11 @@ class StepBounds:
             return self.parts.ends(setup, stage).total_us
         has = setup.has_head(stage.number), setup.has_modules(stage.number)
         return self.parts.head_us(setup, *has) if any(has) else 0.0
+
+
+def _plain(setup: Setup) -> Setup:
+    """The same with nothing computed, or sent, again."""
+    return setup if setup.recompute == "none" else replace(setup, recompute="none")
 
 
 def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup) -> float:

@@ -102,7 +102,7 @@ class StepMemory:
         """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where
         most tasks are."""
         model = self.job.model
-        weights = {is_moe: self.bounds.least_layer_us(setup, is_moe, 2) for is_moe in self.bounds.numbers}
+        weights = self.bounds.least_layers_us(setup, 2)
         if setup.is_merged:
             weights = self.bounds.weights(setup, weights, 2)
         kinds = layer_kinds(self.job.model)

@@ -39,9 +39,9 @@ class StepParts:
 
     def once(self, key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:
         """Return what was made for ``key``, or is made now."""
-        if key not in self._known:
-            self._known[key] = make()
-        value: _Value = self._known[key]
+        value: _Value | None = self._known.get(key)
+        if value is None:
+            value = self._known[key] = make()
         return value
 
     def merged_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> Breakdown:
@@ -51,10 +51,10 @@ class StepParts:
             builder, program = self.builder(setup), self.merged_program(setup, is_moe)
             return run_alone(program) if is_bound else builder.timed(program)
 
-        return self.once(("merged times", is_bound, *self._layer_key(setup, is_moe)), times)
+        return self.once(("merged times", is_bound, *self.layer_key(setup, is_moe)), times)
 
     def merged_program(self, setup: Setup, is_moe: bool) -> list[Item]:
-        key = ("merged", *self._layer_key(setup, is_moe))
+        key = ("merged", *self.layer_key(setup, is_moe))
         return self.once(key, lambda: self.builder(setup).merged(setup, is_moe))
 
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
@@ -69,16 +69,16 @@ class StepParts:
             forward, backward = self.programs(setup, is_moe)
             return time(forward), time(backward)
 
-        return self.once(("times", is_bound, *self._layer_key(setup, is_moe)), times)
+        return self.once(("times", is_bound, *self.layer_key(setup, is_moe)), times)
 
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
         def programs() -> tuple[list[Item], list[Item]]:
             builder = self.builder(setup)
             return builder.forward(setup, is_moe), builder.backward(setup, is_moe)
 
-        return self.once(("programs", *self._layer_key(setup, is_moe)), programs)
+        return self.once(("programs", *self.layer_key(setup, is_moe)), programs)
 
-    def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
+    def layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
         """The key on which a layer's program depends: not on the pipeline, unless it sends to the
         whole stage."""
         degrees: tuple[object, ...] = (setup.tp, setup.cp, setup.micro_batch)
@@ -156,8 +156,10 @@ class StepParts:
             )
             return self.compute.memory_us(moved) + sent
 
-        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule, setup.pipeline_layout)
-        return self.once(("optimizer", *degrees, setup.zero, setup.attention, setup.precision), time)
+        is_open = setup.pipeline_layout == AUTO_LAYOUT
+        degrees = (setup.tp, setup.pp, 0 if is_open else setup.vpp, setup.ep, setup.etp, setup.copies)
+        layers = (setup.pipeline_layout, None if is_open else setup.schedule)
+        return self.once(("optimizer", *degrees, *layers, setup.zero, setup.attention, setup.precision), time)
 
     def job_of(self, setup: Setup) -> Job:
         return self.builder(setup).job

@@ -75,6 +75,8 @@ class Fake:
         """The bounds, level by level, and the step."""
         setup = replace(setup, pipeline_layout="even")
         family = replace(setup, recompute="none", dispatch="all_to_all", zero=3)
+        if setup.schedule == "1f1b":
+            family = replace(family, vpp=1)
         least = replace(setup, recompute="none")
         times = [100 + self._least("family", family)]
         for level in (1, 2):
@@ -453,6 +455,10 @@ def test_the_real_estimator_is_searched_as_by_brute_force(
             for level in (1, 2):
                 of_family = estimator.bound_us(replace(lead, dispatch=setup.dispatch), level)
                 assert of_family <= found.step_us * (1 + 1e-9), (level, setup)
+            if setup.schedule == "1f1b" and setup.pp > 1:
+                interleaved = replace(lead, dispatch=setup.dispatch, vpp=2)
+                for level in (0, 1):
+                    assert estimator.bound_us(interleaved, level) <= found.step_us * (1 + 1e-9), (level, setup)
             every.append(found)
     assert {found.setup.schedule for found in every} == set(schedule)
     every.sort(key=lambda found: (found.step_us, simplicity(found.setup)))
