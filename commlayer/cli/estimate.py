@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from commlayer.cli.commands import Command
+from commlayer.cli.default_choices import with_choices
 from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_setup, setup_options
 from commlayer.cli.mapping_output import (
     estimate_dict,
@@ -94,7 +95,7 @@ def estimate_command(
     request = with_fit(request, runs)
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
-    found = estimator.estimate(setup)
+    (found,) = with_choices([estimator.estimate(setup)], request)
     exported = (
         first_export(trainer, request.job, [setup], request.software, make, request.cluster.gpu)[1] if trainer else None
     )

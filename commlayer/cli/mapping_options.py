@@ -44,6 +44,7 @@ from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     DISPATCHERS,
     GRAPHS,
+    MEGATRON,
     SOFTWARE,
     STATE_BYTES,
     DispatchPrecision,
@@ -75,6 +76,8 @@ __all__ = [
     "space_options",
 ]
 
+_CHECKED = MEGATRON
+"""The software that is meant where nobody says which: the one of most published runs."""
 EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
 
 margin_option = click.option(
@@ -176,12 +179,12 @@ job_options = in_order(
         "--software",
         "software_name",
         type=click.Choice(list(SOFTWARE)),
-        default="commlayer",
-        show_default=True,
-        help="Whose way to run a step.",
+        help=f"Whose way to run a step.  [{_CHECKED.name}, with a note on commlayer's own]",
     ),
     click.option(
-        "--dispatcher", type=click.Choice(DISPATCHERS), help="By what tokens go to experts.  [the software's own]"
+        "--dispatcher",
+        type=click.Choice(DISPATCHERS),
+        help="By what tokens go to experts.  [the software's own; between nodes with a note on the others]",
     ),
     click.option(
         "--dispatch-precision",
@@ -278,8 +281,11 @@ setup_options = in_order(
 
 @dataclass(frozen=True)
 class Request:
-    """The job, cluster and software that a command is asked about. ``changed``: other software with what was asked of this.
-    ``fit``: of the model, to runs that were measured."""
+    """The job, cluster and software that a command is asked about.
+
+    ``changed``: other software with what was asked of this. ``fit``: of the model, to runs that were measured.
+    ``is_default_software``: nobody named it. ``dispatcher``: None where nobody named one.
+    """
 
     job: Job
     cluster: Cluster
@@ -287,6 +293,8 @@ class Request:
     changed: Callable[[Software], Software]
     efficiency: float | None = None
     fit: RunFit | None = None
+    is_default_software: bool = False
+    dispatcher: str | None = None
 
     def estimator(self) -> Estimator:
         return self.make(self.job, self.cluster, self.software)
@@ -378,8 +386,10 @@ def read_request(given: dict[str, Any]) -> Request:
         loads=_loads(given.pop("routing"), model),
     )
     cluster = read_cluster(given, job)
-    name, changed = given.pop("software_name"), _software_changes(given, job)
-    return Request(job, cluster, changed(software(name)), changed, given.pop("efficiency"))
+    name, dispatcher = given.pop("software_name"), given["dispatcher"]
+    changed = _software_changes(given, job)
+    runs = changed(_CHECKED if name is None else software(name))
+    return Request(job, cluster, runs, changed, given.pop("efficiency"), name is None, dispatcher)
 
 
 def _refuse_uneven(options: Sequence[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from commlayer.cli.commands import Command
+from commlayer.cli.default_choices import with_choices
 from commlayer.cli.mapping_options import (
     EXPORT,
     Request,
@@ -97,6 +99,7 @@ def search_command(
         result = search_mappings(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
+    result = replace(result, ranked=with_choices(result.ranked, request))
     reasons = explain(result)
     exported = _export(trainer, result, request, make)
     if picture is not None:

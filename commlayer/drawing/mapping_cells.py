@@ -15,6 +15,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
 from commlayer.scheduler.mapping.search import SearchResult
+from commlayer.scheduler.mapping.software import named_dispatcher
 from commlayer.scheduler.mapping.volumes import (
     compute_over_communication,
     expert_parallel_ffn,
@@ -64,7 +65,7 @@ def job_words(job: Job, cluster: str, software: str) -> str:
     sizes = parameters.count(job.model)
     words = (
         f"{job.model.name} ({sizes.total / 1e9:.4g} B parameters, {sizes.active / 1e9:.4g} B active) on "
-        f"{counted(job.gpus, 'GPU')} of {cluster}, {software}: {counted(job.global_batch, 'sequence')} of "
+        f"{counted(job.gpus, 'GPU')} of {cluster}, {named_dispatcher(software)}: {counted(job.global_batch, 'sequence')} of "
         f"{counted(job.sequence, 'token')} a step"
     )
     if job.capacity_factor is not None:

@@ -21,6 +21,8 @@ __all__ = [
     "STATE_BYTES",
     "Graphed",
     "Software",
+    "named_dispatcher",
+    "own_dispatcher",
     "software",
     "splits_ffn",
     "with_dispatcher",
@@ -181,6 +183,16 @@ def software(name: str) -> Software:
 
 DISPATCHERS = ("nccl", *DISPATCH_KERNELS, "commlayer")
 """The names of dispatchers, which send tokens to their experts."""
+
+
+def own_dispatcher(name: str) -> str:
+    """The dispatcher of software by its name, where it has no other: ``commlayer`` or ``nccl``."""
+    return "commlayer" if name.split(",")[0] == COMMLAYER.name else "nccl"
+
+
+def named_dispatcher(name: str) -> str:
+    """The name of software with its dispatcher in it, also where that is its own."""
+    return name if " dispatcher" in name else f"{name}, {own_dispatcher(name)} dispatcher"
 
 
 STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}

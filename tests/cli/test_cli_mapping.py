@@ -358,7 +358,7 @@ def test_modules_are_offloaded_by_name() -> None:
     assert {each["setup"]["offload"] for each in found["mappings"]} == {"none", "core_attn"}
     table = call("estimate", *given, *_AWAY).output
     assert "activations in the host's memory" in table
-    refused = call("what-if", *JOB, "--vary", "gpus", "--values", "16", *_AWAY, status=2)
+    refused = call("what-if", *JOB, "--software", "commlayer", "--vary", "gpus", "--values", "16", *_AWAY, status=2)
     assert "commlayer keeps activations on the GPU: add --software megatron" in refused.output
     help_lines = " ".join(call("estimate", "--help").stdout.split())
     assert "expert_fc1, moe_act; with --software megatron or megatron+commlayer." in help_lines
@@ -407,6 +407,23 @@ def test_a_dispatcher_by_name() -> None:
     assert any(note.startswith("deepep: a token crosses to") for note in kernels["estimate"]["notes"])
     assert "deepep" in call("search", *JOB, *FEW, "--software", "megatron", "--dispatcher", "deepep").stdout
     assert "--dispatcher" in call("estimate", *JOB, "--dispatcher", "nvshmem", status=2).stderr
+
+
+def test_what_nobody_chose_is_said_with_what_else_it_may_be() -> None:
+    across = ("--cp", "2", "--ep", "8", "--unfolded", "--recompute", "full")
+    found = call_json("estimate", *JOB, *across)["estimate"]
+    software, dispatchers = found["notes"][-2:]
+    assert re.search(r"megatron's way .* by commlayer's own this mapping takes [\d,.]+ ms.*: --software comm", software)
+    said = re.search(r"on 2 NVLink domains.*: nccl (\d+), deepep (\d+),.*: say which you run", dispatchers)
+    assert said
+    named = call_json("estimate", *JOB, *across, "--software", "megatron", "--dispatcher", "deepep")["estimate"]
+    assert [round(each["tflops"]) for each in (found, named)] == list(map(int, said.groups()))
+    assert not any("was not given" in note for note in named["notes"])
+    output = call("estimate", *JOB, *ONE, "--software", "megatron").output
+    assert "16 GPUs of h100-eos, megatron, nccl dispatcher: " in output
+    assert "was not given" not in output  # all experts are inside a domain
+    ranked = call_json("search", *JOB, *FEW, "--top", "2")["mappings"]
+    assert [sum("--software was not given" in note for note in each["notes"]) for each in ranked] == [1, 0]
 
 
 def test_closed_forms_are_megascales() -> None:
