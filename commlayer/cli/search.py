@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ from commlayer.profiles.counted import counted
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
 
@@ -99,7 +99,7 @@ def search_command(
         result = search_mappings(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
-    result = replace(result, ranked=with_choices(result.ranked, request))
+    shown = with_choices(result.shown, request)
     reasons = explain(result)
     exported = _export(trainer, result, request, make)
     if picture is not None:
@@ -109,24 +109,24 @@ def search_command(
 
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
-    for note in _notes(result):
+    for note in _notes(shown):
         echo(f"note: {note}", err=True)
     if as_json:
-        print_json(_as_dict(result, reasons, request, exported))
+        print_json(_as_dict(result, shown, reasons, exported))
     elif exported is not None:
         print_export(exported)
     else:
         _show(result, reasons)
 
 
-def _notes(result: SearchResult) -> Iterator[str]:
-    """The notes of the ranked, each once; before those that are not of all of them stands of which they are."""
+def _notes(shown: Sequence[StepEstimate]) -> Iterator[str]:
+    """The notes of mappings, each once; before those that are not of all of them stands of which they are."""
     ranks: dict[str, list[str]] = {}
-    for rank, each in enumerate(result.ranked, start=1):
+    for rank, each in enumerate(shown, start=1):
         for note in each.notes:
             ranks.setdefault(note, []).append(str(rank))
     for note, those in ranks.items():
-        yield note if len(those) == len(result.ranked) else f"of mapping {', '.join(those)}: {note}"
+        yield note if len(those) == len(shown) else f"of mapping {', '.join(those)}: {note}"
 
 
 def _export(
@@ -153,13 +153,15 @@ def _figure(result: SearchResult) -> Figure:
 
 def _show(result: SearchResult, reasons: list[str]) -> None:
     echo(job_words(result.job, result.cluster, result.software) + "\n")
-    rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.ranked, start=1)]
+    rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.shown, start=1)]
     rows += [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
-    names, same = short_mappings([each.setup for each in (*result.ranked, *other_bests(result).values())])
+    names, same = short_mappings([each.setup for each in (*result.shown, *other_bests(result).values())])
     for row, name in zip(rows, names, strict=True):
         row[1] = name.replace("recompute ", "")
-    dim = range(len(result.ranked), len(rows))
+    dim = range(len(result.shown), len(rows))
     print_table(MAPPING_COLUMNS, rows, bold=[0], dim=dim, spare=MAPPING_SPARE)
+    if len(result.kinds) > 1:
+        echo(f"1 to {len(result.kinds)} are the fastest of each kind: {'; '.join(map(str, result.kinds))}")
     if same:
         echo(f"all mappings: {same}")
     if "recompute" in "".join(names):
@@ -174,13 +176,16 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     )
 
 
-def _as_dict(result: SearchResult, reasons: list[str], request: Request, exported: Export | None) -> dict[str, Any]:
+def _as_dict(
+    result: SearchResult, shown: Sequence[StepEstimate], reasons: list[str], exported: Export | None
+) -> dict[str, Any]:
     best = {"best_folded": result.best_folded, "best_unfolded": result.best_unfolded}
     return {
         "job": job_dict(result.job),
         "cluster": result.cluster,
         "software": result.software,
-        "mappings": [estimate_dict(estimate) for estimate in result.ranked],
+        "mappings": [estimate_dict(estimate) for estimate in shown],
+        "kinds": {str(kind): str(each.setup) for kind, each in result.kinds.items()},
         "variants": {str(setup): [str(each) for each in same] for setup, same in result.variants.items()},
         "equal_within_what_is_known": result.num_equal,
         "memory_margin": result.margin,

@@ -33,6 +33,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
+from commlayer.scheduler.mapping.explain import why_more_than_in_proportion
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate, kind_words
 from commlayer.scheduler.mapping.search import search
@@ -82,6 +83,7 @@ _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
 
 
 _variation_options = in_order(
+    "What is different",
     click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different."),
     click.option("--values", help="Its values, such as 25,50,100."),
     click.option("--from", "low", type=RealNumber(min=0), help="In place of --values: the least …"),
@@ -321,6 +323,8 @@ def _change(each: WhatIf) -> str:
         if _without_dp(one.setup) != _without_dp(other.setup)
     ]
     words = f"{label} from {_written(low.value)} to {_written(high.value)}: {ratio:.3g} times the tokens/s"
+    if each.variation.kind == "gpus" and (why := why_more_than_in_proportion(before, after)):
+        words += f", {why}"
     if each.setup is not None:
         return words
     if not switches:

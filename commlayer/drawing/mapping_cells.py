@@ -114,7 +114,7 @@ def interval_words(estimate: StepEstimate) -> str:
 
 def other_bests(result: SearchResult) -> dict[str, StepEstimate]:
     """Return the best folded and the best unfolded mapping, where the ranking does not show it."""
-    shown = {estimate.setup for estimate in result.ranked}
+    shown = {estimate.setup for estimate in result.shown}
     others = {"folded": result.best_folded, "unfolded": result.best_unfolded}
     return {kind: best for kind, best in others.items() if best is not None and best.setup not in shown}
 

@@ -100,7 +100,7 @@ def labelled(result: SearchResult) -> dict[str, StepEstimate]:
     """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded
     or unfolded one if it is not among them.
     """
-    ranked = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
+    ranked = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.shown, start=1)}
     others = {f"best {kind}  {mapping_name(best.setup)}": best for kind, best in other_bests(result).items()}
     return ranked | others
 

@@ -60,7 +60,7 @@ def write_search_report(path: StrPath, result: SearchResult, reasons: Sequence[s
         summary=boxes,
         reasons=reasons,
         result=result,
-        ranking=(MAPPING_COLUMNS, [mapping_cells(str(rank), each) for rank, each in enumerate(result.ranked, start=1)]),
+        ranking=(MAPPING_COLUMNS, [mapping_cells(str(rank), each) for rank, each in enumerate(result.shown, start=1)]),
         breakdown=drawing("breakdown", lambda: breakdown_figure(bars), "Parts of the steps"),
         memory=drawing("memory", lambda: memory_figure(bars), "Parts of the memory"),
         full=_in_full(best, cluster),

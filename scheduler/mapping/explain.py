@@ -1,12 +1,15 @@
-"""Why a setup wins: against the runner-up and against the best without folding, in milliseconds and in words."""
+"""Why a setup wins: against the runner-up and against the best without folding, in milliseconds and in words; and why more
+GPUs make a job more than so many times as fast."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory, describe_validity
 from commlayer.scheduler.mapping.search import SearchResult
 
-__all__ = ["compare_estimates", "explain"]
+__all__ = ["compare_estimates", "explain", "why_more_than_in_proportion"]
 
 _SHOWN = 3  # parts that are named on each side of a comparison
 _LEAST = 0.001  # of the slower step: what is below is not worth a word
@@ -25,7 +28,7 @@ _WORDS = {
     "gradients": "gradients that nothing hides",
     "parameters": "gathers of parameters that nothing hides",
     "offload": "activations' way to the host and back",
-    "bubble": "the pipeline's bubble",
+    "bubble": "waiting in the pipeline",
     "optimizer": "the optimizer",
 }
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp")
@@ -39,7 +42,10 @@ def explain(result: SearchResult) -> list[str]:
         f"{best.setup} takes {_ms(best.step_us)} a step on {best.cluster} ({best.software}): MFU {best.mfu:.1%}, "
         f"{best.tokens_per_s:,.0f} tokens/s."
     ]
-    if len(result.ranked) > 1:
+    if len(result.kinds) > 1:
+        kind, other = list(result.kinds.items())[1]
+        lines.append(f"Against the best with {kind}, {compare_estimates(best, other)}")
+    elif len(result.ranked) > 1:
         lines.append(f"Against the runner-up, {compare_estimates(best, result.ranked[1])}")
     elif result.top == 1:
         lines.append("Of a runner-up nothing is known: only the fastest was asked for.")
@@ -78,22 +84,14 @@ def _equals(result: SearchResult) -> list[str]:
 def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
     """Compare two estimates: what one saves and what it costs, the largest parts first."""
     saved_us = slower.step_us - faster.step_us
-    differences = sorted(
-        (
-            (slower.parts.get(name, 0.0) - faster.parts.get(name, 0.0), name)
-            for name in {**faster.parts, **slower.parts}
-        ),
-        key=lambda found: (-abs(found[0]), found[1]),
-    )
+    differences = _differences(_parts(faster), _parts(slower))
     least = _LEAST * slower.step_us
     saves = [f"{_ms(us)} on {_words(name)}" for us, name in differences if us > least][:_SHOWN]
     costs = [f"{_ms(-us)} on {_words(name)}" for us, name in differences if us < -least][:_SHOWN]
     change = _changes(faster.setup, slower.setup)
-    gain = (
-        f"it is {saved_us / slower.step_us:.1%} ({_ms(saved_us)}) faster"
-        if saved_us > 0
-        else "it is as fast, and simpler"
-    )
+    gain = f"it is {saved_us / slower.step_us:.1%} ({_ms(saved_us)}) faster"
+    if saved_us < _LEAST * slower.step_us:
+        gain = f"it is as fast to {_LEAST:.1%}" if saved_us > 0 else "it is as fast, and simpler"
     said = f"{slower.setup} ({_ms(slower.step_us)}), {gain}"
     if saves:
         said += f": with {change} a step spends less: {_and(saves)}" + (f"; and more: {_and(costs)}" if costs else "")
@@ -104,14 +102,41 @@ def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
     return f"{said}."
 
 
+def why_more_than_in_proportion(fewer: StepEstimate, more: StepEstimate) -> str:
+    """Say on what a token takes less of a GPU's time on more GPUs; empty where they are no more than so many times as fast."""
+    ratio, times = more.tokens_per_s / fewer.tokens_per_s, more.setup.gpus / fewer.setup.gpus
+    if ratio <= times * (1 + _LEAST):
+        return ""
+    costs = [{name: us * each.setup.gpus for name, us in _parts(each).items()} for each in (more, fewer)]
+    least, tokens = _LEAST * fewer.step_us * fewer.setup.gpus, fewer.job.tokens
+    saves = [f"{us / tokens:.3g} µs on {_words(name)}" for us, name in _differences(*costs) if us > least][:_SHOWN]
+    change = _changes(more.setup, fewer.setup)
+    return (
+        f"more than the {times:.3g} times that the GPUs are, as a token takes less of a GPU's time"
+        f"{': ' + _and(saves) if saves else ''}, with {change}"
+    )
+
+
+def _parts(estimate: StepEstimate) -> Mapping[str, float]:
+    """The parts of the whole step: those of the slowest stage alone would be compared with another stage's."""
+    return estimate.mean_parts or estimate.parts
+
+
+def _differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
+    """By how much the parts of ``other`` are longer, the largest difference first."""
+    found = ((other.get(name, 0.0) - one.get(name, 0.0), name) for name in {**one, **other})
+    return sorted(found, key=lambda each: (-abs(each[0]), each[1]))
+
+
 def _other_kind(result: SearchResult) -> list[str]:
     best = result.best
     other = result.best_unfolded if best.setup.folded else result.best_folded
     kind = "unfolded" if best.setup.folded else "folded"
     if other is None:
         return [f"No {kind} mapping was searched that fits."]
-    if len(result.ranked) > 1 and other == result.ranked[1]:
-        return [f"The runner-up is also the best {kind} one."]
+    compared = [*list(result.kinds.values())[1:2], *result.ranked[1:2]]
+    if compared and other == compared[0]:
+        return [f"That is also the best {kind} one."]
     return [f"Against the best {kind} one, {compare_estimates(best, other)}"]
 
 

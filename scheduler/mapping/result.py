@@ -59,6 +59,8 @@ class StepEstimate:
         parts: step_us taken apart, by name, in order; they add up to it: attention, experts, dense, memory (what is bound by
             it: norms, SwiGLU, permutations), head, recompute, dispatch, combine, tp, cp, pp, gradients, parameters (what is
             exposed of each), bubble, optimizer; and offload, where activations cross to the host.
+        mean_parts: the same as the mean of the pipeline's ranks has it, what they wait for the slowest as bubble; empty where
+            nobody asked for all of an estimate.
         exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp, and offload: to the host).
         traffics: every collective of a step, of one rank of the last stage. forward, backward: the simulated course of the first
             stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
@@ -91,6 +93,7 @@ class StepEstimate:
     links_us: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[StageTimes, ...] = field(default=(), repr=False)
     validity: Validity | None = field(default=None, repr=False)
+    mean_parts: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         setup, needed = self.setup, f"{self.memory.total / 1e9:.1f} of {self.memory_limit / 1e9:.1f} GB"

@@ -69,6 +69,7 @@ MOST_GPUS = 65_536
 SAME = 0.01
 """The part by which two names of one mapping may differ in time: far less than any estimate's error."""
 _MOST_VARIANTS = 4
+_MOST_KINDS = 3
 _ROUNDING = 1e-9
 """The part by which a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -120,6 +121,8 @@ class SearchResult:
         cluster, software: names.
         ranked: the best, fastest first; never empty.
         best_unfolded, best_folded: the best with ``folded`` False and True; None where none fits or the space has none.
+        kinds: the fastest of up to three kinds, the best's first: which of them wins depends on what estimates know least of.
+            Empty where fewer than three mappings were asked for.
         num_valid: setups in the space. num_checked: whose memory was counted, for the others cannot be among the best.
             num_fitting: of these. num_estimated: whose step was estimated.
         seconds: that the search took.
@@ -142,6 +145,13 @@ class SearchResult:
     variants: Mapping[Setup, tuple[Setup, ...]] = field(default_factory=dict)
     margin: float = 0.0
     top: int = 10
+    kinds: Mapping[MappingKind, StepEstimate] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[StepEstimate, ...]:
+        """As many as were asked for: those of different kinds first, then the others by their time."""
+        first = {each.setup: each for each in self.kinds.values()}
+        return (*first.values(), *(each for each in self.ranked if each.setup not in first))[: self.top]
 
     @property
     def best(self) -> StepEstimate:
@@ -189,9 +199,11 @@ def search(
         ranked, variants = _distinct(frontier, top) if distinct else (list(frontier.take(top)), {})
         if not ranked and frontier.lightest:
             raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest, margin))
-        kinds = [frontier.best_of(folded, ranked) for folded in (False, True)]
-    found = {each.setup: estimator.estimate(each.setup) for each in (*ranked, *filter(None, kinds))}  # in detail
-    best_unfolded, best_folded = (found[each.setup] if each else None for each in kinds)
+        kinds = _of_kinds(frontier, ranked, estimator.cluster) if top >= _MOST_KINDS else {}
+        bests = [frontier.best_of(_is_folded(folded), ranked) for folded in (False, True)]
+    every = (*ranked, *kinds.values(), *filter(None, bests))
+    found = {each.setup: estimator.estimate(each.setup) for each in every}  # in detail
+    best_unfolded, best_folded = (found[each.setup] if each else None for each in bests)
     return SearchResult(
         job=job,
         cluster=estimator.cluster.name,
@@ -207,7 +219,42 @@ def search(
         variants=variants,
         margin=margin,
         top=top,
+        kinds={kind: found[each.setup] for kind, each in kinds.items()},
     )
+
+
+class MappingKind(NamedTuple):
+    """The kind of a mapping: how many pipeline stages it has, and whether its experts lie on several NVLink domains."""
+
+    stages: int
+    is_across: bool
+
+    def __str__(self) -> str:
+        where = "across" if self.is_across else "inside"
+        return f"{counted(self.stages, 'pipeline stage')}, experts {where} NVLink domains"
+
+
+def _kind_of(setup: Setup, cluster: Cluster) -> MappingKind:
+    return MappingKind(setup.pp, len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1)
+
+
+def _is_folded(folded: bool) -> Callable[[Setup], bool]:
+    return lambda setup: setup.folded is folded
+
+
+def _of_kinds(frontier: _Frontier, ranked: list[StepEstimate], cluster: Cluster) -> dict[MappingKind, StepEstimate]:
+    """The fastest of each kind, none of which only renames an axis of another."""
+    kinds: dict[MappingKind, StepEstimate] = {}
+    seen: set[MappingKind] = set()
+    while len(kinds) < _MOST_KINDS:
+        one = frontier.best_of(lambda setup: _kind_of(setup, cluster) not in seen, ranked)
+        if one is None:
+            break
+        kind = _kind_of(one.setup, cluster)
+        seen.add(kind)
+        if not any(renames(one, other) for other in kinds.values()):
+            kinds[kind] = one
+    return kinds
 
 
 @contextmanager
@@ -267,7 +314,6 @@ class _Entry(NamedTuple):
     time_us: float
     stage: int
     tie: tuple[Any, ...]
-    folded: bool
     item: tuple[Family, ...] | Setup | StepEstimate
 
 
@@ -281,7 +327,7 @@ class _Frontier:
         self._limit = limit
         self._is_open = space.pipeline_layout == AUTO_LAYOUT
         self._asked: set[Setup] = set()
-        """Setups of which more recomputation was asked for before they were final, as their fastest layout does not fit."""
+        """Setups of which more recomputation was asked for, where their fastest layout does not fit before they were final."""
         self._after = {
             word: chain[place + 1 :] for chain in recompute_chains(space.recompute) for place, word in enumerate(chain)
         }
@@ -295,7 +341,7 @@ class _Frontier:
         bounded = 0
         for index, alike in enumerate(every):
             bound = self._estimator.bound_us(alike[-1].lead(), 0)
-            self._heap.append(_Entry(bound, 0, (next(self._order),), alike[-1].folded, alike))
+            self._heap.append(_Entry(bound, 0, (next(self._order),), alike))
             bounded += sum(family.size for family in alike)
             if self._progress and (index % 1024 == 0 or index + 1 == len(every)):
                 self._progress(bounded, self.num_valid + top)
@@ -330,24 +376,25 @@ class _Frontier:
         if self._progress:
             self._progress(self.num_valid + top, self.num_valid + top)
 
-    def best_of(self, folded: bool, ranked: Iterable[StepEstimate]) -> StepEstimate | None:
-        """The fastest of one kind: of ``ranked``, or else of what is left of that kind. The others leave the heap."""
-        known = next((entry for entry in ranked if entry.setup.folded is folded), None)
+    def best_of(self, is_one: Callable[[Setup], bool], ranked: Iterable[StepEstimate]) -> StepEstimate | None:
+        """The fastest of one kind: of ``ranked``, or else of what is left of that kind."""
+        known = next((entry for entry in ranked if is_one(entry.setup)), None)
         if known is not None:
             return known
-        everything, self._progress = self._heap, None
-        self._heap = [entry for entry in everything if entry.folded is folded]
+        everything, self._heap, self._progress = self._heap, [], None
+        others: list[_Entry] = []
+        for entry in everything:
+            (self._heap if is_one(_a_setup(entry.item)) else others).append(entry)
         heapq.heapify(self._heap)
-        found = next(self.take(1), None)
-        self._heap = [entry for entry in everything if entry.folded is not folded]
+        found = next(self.take(1), None)  # which goes back: it may be the fastest of another kind too
+        self._heap += others if found is None else [*others, self._final(found)]
         heapq.heapify(self._heap)
         return found
 
     def _put_back(self, bound_us: float, alike: tuple[Family, ...], level: int) -> None:
         """With a bound that knows what its layers send: most families are never opened."""
-        lead = alike[-1]
-        bound = max(bound_us, self._estimator.bound_us(lead.lead(), level))
-        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), lead.folded, alike))
+        bound = max(bound_us, self._estimator.bound_us(alike[-1].lead(), level))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike))
 
     def _open(self, bound_us: float, family: Family) -> None:
         least = family.recompute[0]
@@ -367,7 +414,7 @@ class _Frontier:
 
     def _push(self, bound_us: float, setup: Setup, level: int) -> None:
         bound = max(bound_us, self._estimator.bound_us(setup, level))
-        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup.folded, setup))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup))
 
     def _look_closer(self, entry: _Entry, setup: Setup) -> None:
         if entry.stage < CLOSEST:
@@ -380,6 +427,7 @@ class _Frontier:
         if self._is_open and setup.pp > 1:
             setup, time_us = replace(setup, pipeline_layout=AUTO_LAYOUT), time_us * (1 - SAME)
         if setup not in self._asked:
+            self._asked.add(setup)
             self._recompute_more(time_us, setup)
 
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
@@ -405,7 +453,18 @@ class _Frontier:
                 f"the bound of {setup} is {bound_us} µs, above its estimate of {found.step_us} µs: a search by such bounds "
                 "may miss the best; please report it"
             )
-        heapq.heappush(self._heap, _Entry(found.step_us, CLOSEST + 1, simplicity(setup), setup.folded, found))
+        heapq.heappush(self._heap, self._final(found))
+
+    @staticmethod
+    def _final(found: StepEstimate) -> _Entry:
+        return _Entry(found.step_us, CLOSEST + 1, simplicity(found.setup), found)
+
+
+def _a_setup(item: tuple[Family, ...] | Setup | StepEstimate) -> Setup:
+    """One of the setups of an entry, whose degrees all but vpp are those of all of them."""
+    if isinstance(item, Setup):
+        return item
+    return item.setup if isinstance(item, StepEstimate) else item[-1].lead()
 
 
 def _is_by_itself(setup: Setup) -> bool:

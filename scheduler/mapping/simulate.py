@@ -263,6 +263,7 @@ class Estimator:
             backward=gradients.forecast or builder.simulated(backward)[1],
             merged=builder.simulated(self._parts.merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._pipeline.rank_times(setup, stages),
+            mean_parts=self._pipeline.over_ranks(setup, stages, found.parts),
             validity=self._validity(kind),
         )
 

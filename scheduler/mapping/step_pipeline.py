@@ -3,14 +3,14 @@ the schedule's bubble."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
-from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, course, hops, is_dual
+from commlayer.scheduler.mapping.pipeline_schedule import Course, StageTimes, course, hops, is_dual
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.programs import Breakdown
 
@@ -25,6 +25,29 @@ class StepPipeline:
 
     def breakdown(self, setup: Setup, stages: tuple[Stage, ...]) -> Breakdown:
         """All micro-batches, with the bubble and what is exposed between stages."""
+        passes, way = self._passes(setup, stages)
+        found = Breakdown()
+        found.add(passes[way.slowest])
+        found.parts["bubble"] = way.bubble_us
+        found.total_us += way.bubble_us
+        if exposed := self.sending_us(setup):
+            found.expose("pp", "pp", exposed, {self.parts.boundary(setup)[1]: exposed})
+        return found
+
+    def over_ranks(self, setup: Setup, stages: tuple[Stage, ...], parts: Mapping[str, float]) -> dict[str, float]:
+        """The parts of a step as the mean of the pipeline's ranks has them, in place of those of the
+        slowest: what the others wait for it counts as bubble."""
+        passes, way = self._passes(setup, stages)
+        found = Breakdown(parts=dict(parts))
+        found.add(passes[way.slowest], -1.0)
+        for each in passes:
+            found.add(each, 1 / len(passes))
+        found.parts["bubble"] = parts.get("bubble", 0.0) - found.total_us
+        return found.parts
+
+    def _passes(self, setup: Setup, stages: tuple[Stage, ...]) -> tuple[list[Breakdown], Course]:
+        """All micro-batches through the layers of each pipeline rank, as often merged as the slowest
+        rank's are, and the course of the pipeline."""
         alone = [self._stage_alone(setup, stage) for stage in stages]
         merged = (
             [self.stage_merged(setup, stage) for stage in stages] if setup.is_merged else [Breakdown()] * len(stages)
@@ -41,14 +64,11 @@ class StepPipeline:
             setup.vpp,
             makespan=laid_out_us,
         )
-        found, slowest = Breakdown(), places[way.slowest]
-        found.add(alone[slowest], way.alone)
-        found.add(merged[slowest], way.merged)
-        found.parts["bubble"] = way.bubble_us
-        found.total_us += way.bubble_us
-        if exposed := self.sending_us(setup):
-            found.expose("pp", "pp", exposed, {self.parts.boundary(setup)[1]: exposed})
-        return found
+        passes = [Breakdown() for _ in stages]
+        for found, one, both in zip(passes, alone, merged, strict=True):
+            found.add(one, way.alone)
+            found.add(both, way.merged)
+        return [passes[place] for place in places], way
 
     def _stage_alone(self, setup: Setup, stage: Stage) -> Breakdown:
         """One micro-batch through all layers of a stage, forward and backward, and its ends."""

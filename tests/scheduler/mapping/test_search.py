@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, InternalError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.explain import compare_estimates, explain
+from commlayer.scheduler.mapping.explain import compare_estimates, explain, why_more_than_in_proportion
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, ModelShape
@@ -581,3 +581,43 @@ def test_equal_setups_are_said_to_be_equal() -> None:
         "it is as fast, and simpler: micro-batches of 1 instead of 2; no part of the step differs"
         in compare_estimates(one, other)
     )
+
+
+def test_the_first_answers_are_of_different_kinds() -> None:
+    job = job_of(8)
+    estimator = Fake(job, NODE, seed=11)
+    result = search(job, estimator, top=4)
+    every = sorted((estimator.estimate(setup) for setup in setups(job, NODE)), key=lambda each: each.step_us)
+    fitting = [each for each in every if each.fits]
+
+    def kind(setup: Setup) -> tuple[int, bool]:
+        return setup.pp, len(NODE.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1
+
+    fastest: dict[tuple[int, bool], StepEstimate] = {}
+    for each in fitting:
+        fastest.setdefault(kind(each.setup), each)
+    assert [tuple(one) for one in result.kinds] == list(fastest)[:3]
+    assert [each.step_us for each in result.kinds.values()] == [each.step_us for each in fastest.values()][:3]
+    assert [kind(each.setup) for each in result.shown[:3]] == list(fastest)[:3]
+    assert len(result.shown) == 4
+    assert explain(result)[1].startswith(f"Against the best with {list(result.kinds)[1]}, ")
+
+
+def test_a_comparison_is_of_the_whole_step() -> None:
+    job = job_of(8)
+    parts, slower = {"head": 80_000.0, "experts": 20_000.0}, {"experts": 100_001.0}
+    mean = {"experts": 60_000.0, "head": 40_000.0}, {"experts": 60_000.0, "head": 40_001.0}
+    fast, slow = (
+        replace(estimate_of(job, Setup(gpus=8, tp=tp), sum(own.values()), parts=own), mean_parts=whole)
+        for tp, own, whole in ((2, parts, mean[0]), (4, slower, mean[1]))
+    )
+    assert "it is as fast to 0.1%: TP2 instead of TP4; no part of the step differs by 0.1%" in compare_estimates(fast, slow)
+
+
+def test_more_gpus_that_are_more_than_in_proportion_faster_say_why() -> None:
+    few = estimate_of(job_of(8), Setup(gpus=8, recompute="full"), 100_000.0, parts={"experts": 9e4, "recompute": 1e4})
+    many = estimate_of(job_of(16), Setup(gpus=16), 45_000.0, parts={"experts": 45_000.0})
+    said = why_more_than_in_proportion(few, many)
+    assert said.startswith("more than the 2 times that the GPUs are, as a token takes less of a GPU's time: ")
+    assert "µs on recomputation, with none instead of full recomputation" in said
+    assert not why_more_than_in_proportion(few, replace(many, step_us=50_000.0))
