@@ -185,6 +185,17 @@ def test_an_unfolded_mapping_beyond_cp_has_no_flags() -> None:
 QWEN = Job(model=catalog.load("qwen3-235b-a22b"), gpus=128, global_batch=256, sequence=4096)
 
 
+def test_qwen3_is_trained_as_it_was() -> None:
+    setup = Setup(gpus=128, tp=4, ep=8, pp=8)
+    exported = export("megatron", QWEN, setup)
+    for flag in ("--qk-layernorm\n", "--rotary-base 1000000\n", "--norm-epsilon 1e-06\n"):
+        assert flag in exported.text
+    assert not any("--rotary-base" in note for note in exported.notes)
+    other = export("megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8))
+    assert "--rotary-base" not in other.text
+    assert any("add --rotary-base and --norm-epsilon" in note for note in other.notes)
+
+
 def test_more_tensor_parallelism_than_query_groups_needs_a_later_megatron() -> None:
     wide, narrow = Setup(gpus=128, tp=8, ep=8, pp=8), Setup(gpus=128, tp=4, ep=8, pp=8)
     exported = export("megatron", QWEN, wide)
