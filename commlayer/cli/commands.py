@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import click
 
+from commlayer.cli.option_types import headings
+
 __all__ = ["Command", "CommandGroup", "is_repeatable"]
 
 _WHOLE = 1000
@@ -25,6 +27,16 @@ class Command(click.Command):
             self.refuse_repeated(ctx, all_args)
         return rest
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options under their headings (:func:`commlayer.cli.option_types.in_order`)."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                rows.setdefault(headings.get(parameter, "Options"), []).append(record)
+        for heading, each in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(each)
+
     def refuse_repeated(self, ctx: click.Context, args: Sequence[str]) -> None:
         """Parse once more, for the order in which options were given: click keeps only the last value of each."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -39,6 +51,11 @@ class CommandGroup(Command, click.Group):
     """A group of commands, whose own are of :class:`Command`."""
 
     command_class = Command
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options, then the commands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands with their first sentences whole: click cuts them where a line ends."""

@@ -132,6 +132,7 @@ model_option = click.option(
     help="Such as mixtral-8x22b; or a Hugging Face config.json.",
 )
 cluster_options = in_order(
+    "Cluster",
     click.option(
         "--cluster",
         "-c",
@@ -151,6 +152,7 @@ cluster_options = in_order(
 """Add the option --cluster, and those that change what the cluster has, which :func:`read_cluster` reads."""
 
 job_options = in_order(
+    "Job",
     model_option,
     click.option(
         "--approximate",
@@ -175,6 +177,7 @@ job_options = in_order(
         type=click.Path(exists=True, path_type=Path),
         help="Recorded routing: the imbalance follows from its experts' popularity.",
     ),
+    "Software",
     click.option(
         "--software",
         "software_name",
@@ -194,6 +197,7 @@ job_options = in_order(
         help="Of rows on their way to experts.",
     ),
     click.option("--shared-expert-overlap", is_flag=True, help="Shared experts compute beside the exchange of tokens."),
+    "Formats of the optimizer and of what is kept",
     click.option(
         "--main-grads-dtype", type=click.Choice(["fp32", "bf16"]), help="Of summed gradients.  [the software's]"
     ),
@@ -219,6 +223,7 @@ job_options = in_order(
         type=RealNumber(0, 1),
         help="Of the optimizer's state, in the host's memory.  [0]",
     ),
+    "Cluster",
     click.option(
         "--efficiency",
         type=RealNumber(min=0.01, max=10),
@@ -237,6 +242,7 @@ def _searched(name: str) -> str:
 
 
 space_options = in_order(
+    "Mappings that are searched",
     *(
         click.option(f"--{name}", type=COUNT, multiple=True, help=f"{text}  [{_searched(name)}]")
         for name, text in _DEGREES.items()
@@ -263,6 +269,7 @@ _STATE = (
     *("fp8_param_gather", "optimizer_offload_fraction"),
 )
 setup_options = in_order(
+    "Mapping",
     *(click.option(f"--{name}", type=COUNT, default=1, help=f"{text}  [1]") for name, text in _DEGREES.items()),
     *(
         click.option(

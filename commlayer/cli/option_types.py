@@ -44,6 +44,7 @@ __all__ = [
     "RealNumber",
     "WholeNumber",
     "given_options",
+    "headings",
     "in_order",
     "json_option",
     "report_option",
@@ -251,12 +252,24 @@ STEP_FACTOR = RealNumber(min=1, min_open=True)
 TIMEOUT_US = Parsed("duration", partial(_duration, may_be_none=False))
 
 
-def in_order(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator; ``--help`` has them in the order in which they stand."""
+headings: dict[click.Parameter, str] = {}
+"""The heading in ``--help`` of parameters that have another than *Options*."""
+
+
+def in_order(*options: Callable[[Command], Command] | str) -> Callable[[Command], Command]:
+    """Several options as one decorator; ``--help`` has them in the order in which they stand, a string as the
+    heading of those behind it."""
 
     def decorate(command: Command) -> Command:
+        behind: list[click.Parameter] = []
         for option in reversed(options):
+            if isinstance(option, str):
+                headings.update((parameter, option) for parameter in behind if parameter not in headings)
+                behind = []
+                continue
+            known = len(vars(command).get("__click_params__", ()))
             command = option(command)
+            behind += vars(command)["__click_params__"][known:]
         return command
 
     return decorate
