@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -36,16 +36,35 @@ from commlayer.drawing.mapping_cells import (
     part_cells,
     traffic_cells,
 )
+from commlayer.readers.megatron_args import Launch, read_launch
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
 
+_MOST_CHARACTERS = 1 << 20
 _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced alone"
 
 
+def _read_launch(ctx: click.Context, _: click.Parameter, file: TextIO | None) -> Launch | None:
+    """Read the launch line before all other options, whose defaults it becomes."""
+    if file is None:
+        return None
+    launch = read_launch(file.read(_MOST_CHARACTERS))
+    ctx.default_map = {**(ctx.default_map or {}), **launch.options}
+    return launch
+
+
 @click.command("estimate", cls=Command)
+@click.option(
+    "--from-args",
+    "launch",
+    type=click.File(errors="replace"),
+    is_eager=True,
+    callback=_read_launch,
+    help="A launch line of Megatron-LM (-: stdin), for all of the job and the mapping that other options do not say.",
+)
 @job_options
 @setup_options
 @measured_options
@@ -69,6 +88,7 @@ def estimate_command(
     trainer: str | None,
     folder: Path | None,
     as_json: bool,
+    launch: Launch | None,
     **given: Any,
 ) -> None:
     """Estimate one mapping: what its step is made of, what fills the memory, everything that it sends.
@@ -80,8 +100,11 @@ def estimate_command(
       commlayer estimate -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --tp 2 --ep 8 --pp 8 --vpp 7
       commlayer estimate … --tp 2 --ep 8 --pp 8 --trace step.json --picture step.svg
       commlayer estimate … --tp 2 --ep 8 --pp 8 --measured "19.7 s" --keep-run runs.json
+      commlayer estimate -m qwen3-235b-a22b -c h100-eos --from-args launch.sh
     """
     request = read_request(given)
+    if launch is not None:
+        launch.check(request.job.model)
     setup = read_setup(given, request.job.gpus)
     request.check(
         precision=[setup.precision],
@@ -112,7 +135,7 @@ def estimate_command(
 
         write_estimate_report(report, found, request.cluster)
         tell("report", report)
-    for note in _notes(found):
+    for note in (*_notes(found), *(launch.notes() if launch else ())):
         echo(f"note: {note}", err=True)
     if as_json:
         print_json({**_as_dict(found, request), "fit": _fit_dict(request.fit), "export": export_dict(exported)})

@@ -1,0 +1,83 @@
+"""A launch line of Megatron-LM becomes the options of an estimate: what the export writes comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from commlayer.cli.main import main
+from commlayer.profiles.errors import UsageError
+from commlayer.readers.megatron_args import read_launch
+from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping.exports import export
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher
+
+JOB = Job(model=catalog.load("qwen3-235b-a22b"), gpus=128, global_batch=256, sequence=4096)
+PLAIN = Setup(gpus=128, tp=4, ep=8, pp=8)
+LAUNCH = "torchrun --nnodes=16 --nproc_per_node 8 pretrain_gpt.py \\\n --lr 3e-4 "
+
+
+@pytest.mark.parametrize(
+    ("setup", "dispatcher"),
+    [
+        (PLAIN, "nccl"),
+        (replace(PLAIN, etp=2, cp=2, micro_batch=2, recompute="full", zero=0), "nccl"),
+        (replace(PLAIN, recompute="moe_act+layernorm", precision="fp8-blockwise", dispatch="all_gather"), "nccl"),
+        (replace(PLAIN, pp=2, vpp=47, schedule="1f1b-overlap"), "deepep"),
+        (replace(PLAIN, pp=4, vpp=1, pipeline_layout="Et*23|(t*24|)*2t*23L", zero=1), "hybridep"),
+    ],
+)
+def test_what_is_exported_is_read_again(setup: Setup, dispatcher: str, tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(LAUNCH + export("megatron", JOB, setup, with_dispatcher(MEGATRON, dispatcher)).text.replace("\n", " "))
+    asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", str(path), "--json"]
+    result = CliRunner().invoke(main, asked, prog_name="commlayer")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    # layers that do not divide are written as a layout, which is the even one
+    assert found["estimate"]["mapping"].split(", layout")[0] == str(setup).split(", layout")[0]
+    assert setup.pipeline_layout in ("even", found["estimate"]["setup"]["pipeline_layout"])
+    assert found["estimate"]["setup"]["zero"] == setup.zero
+    assert found["job"]["gpus"] == 128
+    assert found["job"]["global_batch"] == 256
+    assert ("deepep" in found["software"]) == (dispatcher == "deepep")
+    assert "not read of the launch line" in result.stderr
+    assert "--lr" in result.stderr
+    assert "--tensor-model-parallel-size" not in result.stderr
+
+
+def test_an_option_goes_before_the_launch_line() -> None:
+    text = LAUNCH + export("megatron", JOB, PLAIN).text
+    asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", "-", "--micro-batch", "2", "--json"]
+    found = json.loads(CliRunner().invoke(main, asked, input=text, prog_name="commlayer").stdout)
+    assert found["estimate"]["setup"]["micro_batch"] == 2
+    assert found["estimate"]["setup"]["tp"] == 4
+
+
+def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None:
+    assert read_launch("x --tensor-model-parallel-size 2").options["etp"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("python train.py --lr 1", "expected a launch line of Megatron-LM"),
+        ("x --micro-batch-size 1 --fp8-format 'e4m3", "quote it as a shell would"),
+        ("x --micro-batch-size 1 --nproc-per-node $GPUS", "--nproc-per-node of the launch line: expected a whole number"),
+        ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
+    ],
+)
+def test_a_line_that_cannot_be_read_says_why(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_launch(text)
+    assert message in str(refused.value)
+
+
+def test_a_line_of_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="layers=48, but qwen3-235b-a22b has 94"):
+        read_launch("x --micro-batch-size 1 --num-layers 48").check(JOB.model)
