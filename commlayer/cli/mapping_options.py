@@ -116,7 +116,10 @@ def _modules(name: str, words: Sequence[str], canonical: Callable[[str], str]) -
 RECOMPUTATION = _modules("recomputation", RECOMPUTE, canonical)
 PIPELINE_LAYOUT = Parsed("layout", canonical_layout, "[even|auto|LAYOUT]")
 _LAYOUT_HELP = "Layers of each chunk, such as 'Et*3|(tt|)*29m|L'; auto: the fastest that fits."
-_RECOMPUTE_HELP = f"Activations that backward computes again; modules: {', '.join(MODULES)}."
+_RECOMPUTE_HELP = (
+    "Activations that backward computes again; selective: MegaScale-MoE's choice (Megatron-LM's word means core_attn); modules: "
+    f"{', '.join(MODULES)}."
+)
 OFFLOADING = _modules("offloading", (KEPT,), canonical_offload)
 _OFFLOAD_HELP = (
     f"Modules whose inputs are in the host's memory until their backward pass: {', '.join(OFFLOADABLE)}; with --software "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def search_command(
         result = search_mappings(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
-    shown = with_choices(result.shown, request)
+    result = _with_notes(result, with_choices(result.shown, request))
     reasons = explain(result)
     exported = _export(trainer, result, request, make)
     if picture is not None:
@@ -109,14 +110,21 @@ def search_command(
 
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
-    for note in _notes(shown):
+    for note in _notes(result.shown):
         echo(f"note: {note}", err=True)
     if as_json:
-        print_json(_as_dict(result, shown, reasons, exported))
+        print_json(_as_dict(result, reasons, exported))
     elif exported is not None:
         print_export(exported)
     else:
         _show(result, reasons)
+
+
+def _with_notes(result: SearchResult, shown: Sequence[StepEstimate]) -> SearchResult:
+    """The result with the mappings that are shown as they are in ``shown``, which have more notes."""
+    noted = {each.setup: each for each in shown}
+    ranked = tuple(noted.get(each.setup, each) for each in result.ranked)
+    return replace(result, ranked=ranked, kinds={kind: noted[each.setup] for kind, each in result.kinds.items()})
 
 
 def _notes(shown: Sequence[StepEstimate]) -> Iterator[str]:
@@ -176,15 +184,13 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     )
 
 
-def _as_dict(
-    result: SearchResult, shown: Sequence[StepEstimate], reasons: list[str], exported: Export | None
-) -> dict[str, Any]:
+def _as_dict(result: SearchResult, reasons: list[str], exported: Export | None) -> dict[str, Any]:
     best = {"best_folded": result.best_folded, "best_unfolded": result.best_unfolded}
     return {
         "job": job_dict(result.job),
         "cluster": result.cluster,
         "software": result.software,
-        "mappings": [estimate_dict(estimate) for estimate in shown],
+        "mappings": [estimate_dict(estimate) for estimate in result.shown],
         "kinds": {str(kind): str(each.setup) for kind, each in result.kinds.items()},
         "variants": {str(setup): [str(each) for each in same] for setup, same in result.variants.items()},
         "equal_within_what_is_known": result.num_equal,

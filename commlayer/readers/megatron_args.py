@@ -1,6 +1,6 @@
 """A launch line of Megatron-LM as the options of ``commlayer estimate``: the inverse of its export.
 
-Flags and their defaults: megatron/training/arguments.py of Megatron-LM at core_v0.16.1. Only what a mapping, a batch or a software
+Flags and their defaults: megatron/training/arguments.py of Megatron-LM at core_v0.16.1. Only what a mapping, a batch or software
 depends on is read; the other flags are named, so that nobody takes them for read.
 """
 
@@ -80,7 +80,6 @@ class Launch:
                     f"the launch line is of a model with {name}={shortened(value)}, but {model.name} has "
                     f"{getattr(model, name)}: name the model that it trains with --model"
                 )
-
 
     def notes(self) -> Iterator[str]:
         """The flags that were not read, where there are any."""
@@ -180,8 +179,8 @@ def _whole(flags: Flags, name: str) -> int:
     text = _value(flags, name, "1")
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
         raise UsageError(
-            f"--{name} of the launch line: expected a whole number of at least 1, got {shortened(text)!r}: write variables of the "
-            "shell out, as `echo` prints them"
+            f"--{name} of the launch line: expected a whole number of at least 1, got {shortened(text)!r}: write "
+            "variables of the shell out, as `echo` prints them"
         )
     return int(text)
 

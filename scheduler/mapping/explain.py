@@ -135,7 +135,7 @@ def _other_kind(result: SearchResult) -> list[str]:
     if other is None:
         return [f"No {kind} mapping was searched that fits."]
     compared = [*list(result.kinds.values())[1:2], *result.ranked[1:2]]
-    if compared and other == compared[0]:
+    if compared and other.setup == compared[0].setup:
         return [f"That is also the best {kind} one."]
     return [f"Against the best {kind} one, {compare_estimates(best, other)}"]
 

@@ -28,8 +28,8 @@ _MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
 way."""
 _QWEN3 = ("--qk-layernorm", "--rotary-base", "1000000", "--norm-epsilon", "1e-06")
-"""What differs in Qwen3's models with experts from Megatron-LM's defaults, and changes no shape: its examples/post_training/modelopt/
-conf/qwen/Qwen3-30B-A3B.sh, and rms_norm_eps of the model's config.json, read 2026-11-28."""
+"""What differs in Qwen3's models with experts from Megatron-LM's defaults, and changes no shape: its
+examples/post_training/modelopt/conf/qwen/Qwen3-30B-A3B.sh, and rms_norm_eps of the model's config.json, read 2026-11-28."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 

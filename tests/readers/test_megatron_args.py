@@ -34,7 +34,9 @@ LAUNCH = "torchrun --nnodes=16 --nproc_per_node 8 pretrain_gpt.py \\\n --lr 3e-4
 )
 def test_what_is_exported_is_read_again(setup: Setup, dispatcher: str, tmp_path: Path) -> None:
     path = tmp_path / "launch.sh"
-    path.write_text(LAUNCH + export("megatron", JOB, setup, with_dispatcher(MEGATRON, dispatcher)).text.replace("\n", " "))
+    path.write_text(
+        LAUNCH + export("megatron", JOB, setup, with_dispatcher(MEGATRON, dispatcher)).text.replace("\n", " ")
+    )
     asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", str(path), "--json"]
     result = CliRunner().invoke(main, asked, prog_name="commlayer")
     assert result.exit_code == 0, result.output
@@ -68,7 +70,10 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
     [
         ("python train.py --lr 1", "expected a launch line of Megatron-LM"),
         ("x --micro-batch-size 1 --fp8-format 'e4m3", "quote it as a shell would"),
-        ("x --micro-batch-size 1 --nproc-per-node $GPUS", "--nproc-per-node of the launch line: expected a whole number"),
+        (
+            "x --micro-batch-size 1 --nproc-per-node $GPUS",
+            "--nproc-per-node of the launch line: expected a whole number",
+        ),
         ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
     ],
 )

@@ -191,7 +191,9 @@ def test_qwen3_is_trained_as_it_was() -> None:
     for flag in ("--qk-layernorm\n", "--rotary-base 1000000\n", "--norm-epsilon 1e-06\n"):
         assert flag in exported.text
     assert not any("--rotary-base" in note for note in exported.notes)
-    other = export("megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8))
+    other = export(
+        "megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8)
+    )
     assert "--rotary-base" not in other.text
     assert any("add --rotary-base and --norm-epsilon" in note for note in other.notes)
 

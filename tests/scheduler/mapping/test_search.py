@@ -611,7 +611,9 @@ def test_a_comparison_is_of_the_whole_step() -> None:
         replace(estimate_of(job, Setup(gpus=8, tp=tp), sum(own.values()), parts=own), mean_parts=whole)
         for tp, own, whole in ((2, parts, mean[0]), (4, slower, mean[1]))
     )
-    assert "it is as fast to 0.1%: TP2 instead of TP4; no part of the step differs by 0.1%" in compare_estimates(fast, slow)
+    assert "it is as fast to 0.1%: TP2 instead of TP4; no part of the step differs by 0.1%" in compare_estimates(
+        fast, slow
+    )
 
 
 def test_more_gpus_that_are_more_than_in_proportion_faster_say_why() -> None:
