@@ -65,8 +65,8 @@ _STAGES = {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_param
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch line says: ``options`` of the command by the names of its parameters; ``shape``, fields of the model's;
-    ``unread``, flags that nothing here depends on, or that nobody knows."""
+    """A launch line that was read: ``options`` of the command by the names of its parameters; ``shape``, fields of the
+    model's; ``unread``, flags that nothing here depends on, or that nobody knows."""
 
     options: Mapping[str, object]
     shape: Mapping[str, str]

@@ -55,6 +55,7 @@ __all__ = [
     "SAME",
     "Estimates",
     "Fit",
+    "MappingKind",
     "SearchResult",
     "check_margin",
     "renames",
@@ -149,7 +150,7 @@ class SearchResult:
 
     @property
     def shown(self) -> tuple[StepEstimate, ...]:
-        """As many as were asked for: those of different kinds first, then the others by their time."""
+        """The mappings to show, as many as were asked for: those of different kinds first, then the others by their time."""
         first = {each.setup: each for each in self.kinds.values()}
         return (*first.values(), *(each for each in self.ranked if each.setup not in first))[: self.top]
 
