@@ -34,9 +34,8 @@ LAUNCH = "torchrun --nnodes=16 --nproc_per_node 8 pretrain_gpt.py \\\n --lr 3e-4
 )
 def test_what_is_exported_is_read_again(setup: Setup, dispatcher: str, tmp_path: Path) -> None:
     path = tmp_path / "launch.sh"
-    path.write_text(
-        LAUNCH + export("megatron", JOB, setup, with_dispatcher(MEGATRON, dispatcher)).text.replace("\n", " ")
-    )
+    flags = export("megatron", JOB, setup, with_dispatcher(MEGATRON, dispatcher)).text
+    path.write_text(LAUNCH + flags.replace("\n", " "), encoding="utf-8")
     asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", str(path), "--json"]
     result = CliRunner().invoke(main, asked, prog_name="commlayer")
     assert result.exit_code == 0, result.output
