@@ -17,10 +17,11 @@ from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
-from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.evidence import gather
+from commlayer.diagnosis.evidence_files import file_count
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
-from commlayer.diagnosis.recorder_dumps import find_dumps, read_dumps
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 
 __all__ = ["diagnose_command"]
@@ -43,21 +44,27 @@ _LOGS = "calls-*.json"
 def diagnose_command(
     ctx: click.Context, paths: tuple[Path, ...], output: Path | None, flight_recorder: Path | None, as_json: bool
 ) -> None:
-    """Say who waits for whom, from what a job's ranks remember of their calls.
+    """Say who waits for whom, from what a job's ranks have left of their calls.
 
-    PATH is a folder with the files calls-00000.json and so on that every rank writes when a call times out,
-    a rank aborts, or gets SIGUSR1; those of all machines. COMMLAYER_DIAGNOSE_DIR says where. Where several
-    replicas wrote into it, each has a folder of its own there, and so has each group that replicas form: each is
+    PATH is a file, an archive (tar, zip, gz) or a folder, at any depth. Each file is taken for what it is by looking inside:
+
+    \b
+      calls-00000.json    what every rank of commlayer writes when a call times out, a rank aborts, or
+                          gets SIGUSR1, into the folder COMMLAYER_DIAGNOSE_DIR
+      nccl_trace_rank_0   a dump of torch's Flight Recorder, of any backend, pickled or in JSON; the rank
+                          is the number in its name
+      job.log             lines of NCCL's watchdogs, in logs of one rank or of all
+      ras.json, ras.txt   the output of ncclras
+      stack_rank_3.txt    stacks of py-spy dump or faulthandler, which add where a rank's program is
+
+    A folder in which several replicas of commlayer wrote has a folder for each, and for each group that replicas form: each is
     diagnosed by itself.
-
-    Or it is dumps of torch's Flight Recorder, of NCCL, Gloo or another backend, pickled or in JSON: files, or
-    folders with them at any depth. The rank is the number in a file's name.
 
     \b
       kill -USR1 PID          (any one rank of the job)
       commlayer diagnose DIR
       commlayer diagnose DIR -o hang.html --flight-recorder dumps
-      commlayer diagnose /tmp/nccl_trace_rank_*
+      commlayer diagnose /tmp/nccl_trace_rank_* slurm-4242.out
 
     Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read: what the others say is printed all the same.
     """
@@ -92,26 +99,31 @@ def _results(
     paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]
 ) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """The logs and the diagnosis of every replica; of one without a name, of dumps and where there are no replicas."""
-    has_logs = any(path.is_dir() and any(True for _ in path.glob(f"**/{_LOGS}")) for path in paths)
-    dumps = [] if has_logs else find_dumps(paths)
-    if dumps:
-        with progress("reading", len(dumps)) as advance:
-            read = read_dumps(dumps, damaged, advance)
-        backends = ", ".join(sorted({backend for dump in read for backend in dump.backends}))
-        echo(f"dumps of torch's Flight Recorder ({backends}): {ranks_words([dump.rank for dump in read])}", err=True)
-        return {"": diagnose_dumps(read)}
-    if len(paths) > 1 or not paths[0].is_dir():
+    if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{_LOGS}")):
+        logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], _LOGS, refused)}
+        return {name: (each, diagnose(each)) for name, each in logs.items()}
+    with progress("looking", file_count(paths)) as advance:
+        evidence = gather(paths, damaged, advance)
+    if evidence.is_empty:
+        if damaged:
+            raise UsageError("\n".join(damaged))
         raise click.UsageError(
-            f"expected dumps of torch's Flight Recorder, or one folder with files {_LOGS}, got "
-            f"{', '.join(map(str, paths[:4]))}"
+            f"expected logs of commlayer, dumps of torch's Flight Recorder, logs with lines of NCCL's watchdogs, outputs of "
+            f"ncclras or stacks, got {evidence.in_words() or 'no file in ' + ', '.join(map(str, paths[:4]))}"
         )
-    logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], _LOGS, refused)}
-    return {name: (each, diagnose(each)) for name, each in logs.items()}
+    with progress("reading", len(evidence.dump_paths)) as advance:
+        evidence.read_dumps(damaged, advance)
+    echo(evidence.in_words(), err=True)
+    results = evidence.judged()
+    if len(results) > 1 and refused:
+        raise click.UsageError(f"{' and '.join(refused)}: expected one job, got {', '.join(list(results)[:4])}")
+    return results
 
 
 def _show(replica: str, logs: Sequence[RankLog], diagnosis: Diagnosis) -> None:
     if replica:
         echo(f"replica {replica}")
-    of_job = f"job {logs[0].job}: " if logs[0].job else ""
-    echo(f"{of_job}logs of {ranks_words([log.rank for log in logs])} of {len(diagnosis.ranks)}\n")
+    if logs:
+        of_job = f"job {logs[0].job}: " if logs[0].job else ""
+        echo(f"{of_job}logs of {ranks_words([log.rank for log in logs])} of {len(diagnosis.ranks)}\n")
     echo(in_words(diagnosis))

@@ -49,8 +49,9 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``group``: the index of its group; ``number``: among the collectives of the group, or the
     messages of this kind, peer and tag; ``sent``, ``received``: bytes, −1 where ranks need not have
-    them alike; ``to``, ``of``: bytes for and from each member, where they may differ; ``root``,
-    ``peer``: global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
+    them alike; ``elements``: how many are sent, where bytes are not known, −1: neither are they;
+    ``to``, ``of``: bytes for and from each member, where they may differ; ``root``, ``peer``:
+    global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
     ``stage``: of a call that makes a group, what the rank is at.
     """
 
@@ -62,6 +63,7 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str = ""
     sent: int = -1
     received: int = -1
+    elements: int = -1
     op: str = ""
     root: int = -1
     to: tuple[int, ...] | None = None

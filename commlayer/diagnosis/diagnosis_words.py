@@ -18,6 +18,7 @@ from commlayer.diagnosis.findings import (
     Waiter,
 )
 from commlayer.diagnosis.long_waits import LongWait
+from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import printable
 from commlayer.units import format_binary
 
@@ -49,10 +50,11 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines += _shared(shared)
     if not lines and diagnosis.under_way:
         lines = _under_way(diagnosis.under_way)
-    if not lines:
+    if not lines and not (diagnosis.is_timeout and diagnosis.remarks):
         lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
         lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")
+    lines += diagnosis.remarks
     lines += [f"assumed: {each}" for each in diagnosis.assumed]
     return "\n".join(lines)
 
@@ -219,6 +221,7 @@ def short_call(call: NamedCall) -> str:
 def call_words(call: NamedCall) -> str:
     """A call: its kind and number, what it moves, and its group."""
     about = [call.dtype, format_binary(call.num_bytes) if call.num_bytes >= 0 else "", call.op]
+    about += [counted(call.elements, "element")] if call.elements >= 0 else []
     about += [f"root {call.root}" if call.root >= 0 else "", printable(call.stage)]
     inside = ", ".join(word for word in about if word and call.kind != "barrier")
     return f"{_short(call)}{f' ({inside})' if inside else ''} of group {call.group}"

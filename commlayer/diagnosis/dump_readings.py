@@ -42,7 +42,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["diagnose_dumps"]
+__all__ = ["diagnose_dumps", "kind_of"]
 
 _LONG_WAIT_S = 60.0
 _KINDS = (
@@ -291,7 +291,7 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     return CallLog(
         group=place,
         number=record.number,
-        kind=entry.message.kind if entry.message else _kind(name),
+        kind=entry.message.kind if entry.message else kind_of(name),
         site=Site("", 0, "") if frame is None else Site(frame.filename, frame.line, frame.name),
         state="done" if entry.has_ended else "started" if entry.has_begun else "issued",
         dtype=dtype,
@@ -304,7 +304,8 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """Return our kind of a collective that torch calls ``name``; where there is none, torch's name."""
     return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
 
 

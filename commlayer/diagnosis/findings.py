@@ -35,6 +35,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     site: Site | None = None
     dtype: str = ""
     num_bytes: int = -1
+    elements: int = -1
     op: str = ""
     root: int = -1
     peer: int = -1
@@ -53,6 +54,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
             site=call.site,
             dtype=call.dtype,
             num_bytes=max(call.sent, call.received),
+            elements=call.elements,
             op=call.op,
             root=call.root,
             peer=call.peer,
@@ -139,8 +141,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     ``shared``: groups that several threads use at once, which may be why. ``ranks``: those of the
     job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
-    who is waited for is no longer only late. ``assumed``: what was taken for granted, where the
-    ranks' logs do not say it.
+    who is waited for is no longer only late. ``remarks``: sentences on what the logs show beside,
+    and what they leave open. ``assumed``: what was taken for granted, where the ranks' logs do not
+    say it.
     """
 
     findings: tuple[Trouble, ...]
@@ -150,12 +153,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     is_timeout: bool
     under_way: tuple[Waiter, ...] = ()
     shared: tuple[Shared, ...] = ()
+    remarks: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @property
     def has_found(self) -> bool:
         """Whether something is wrong."""
-        return bool(self.findings) or (self.is_timeout and bool(self.waits))
+        return bool(self.findings) or (self.is_timeout and bool(self.waits or self.remarks))
 
     @property
     def has_cause(self) -> bool:

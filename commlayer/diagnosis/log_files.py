@@ -19,7 +19,10 @@ from commlayer.profiles.files import write_file
 from commlayer.profiles.strict_json import parse_record, read_data
 from commlayer.readers.job_files import JobFiles
 
-__all__ = ["folder_of", "folder_path", "log_name", "read_logs", "write_log"]
+__all__ = ["folder_of", "folder_path", "log_name", "parse_log", "read_logs", "write_log"]
+
+
+_WHAT = "the log of a rank"
 
 
 _STALE_S = 7 * 24 * 3600.0
@@ -96,15 +99,18 @@ def read_logs(folder: Path, damaged: list[str] | None = None) -> list[RankLog]:
 
 def _read(path: Path) -> RankLog:
     """Raises UsageError."""
-    what = "the log of a rank"
-    data = read_data(path, what)
-    head = parse_record(data, _Head, path, what)
+    return parse_log(read_data(path, _WHAT), path)
+
+
+def parse_log(data: bytes, path: Path) -> RankLog:
+    """Read the log in ``data``, of a file ``path``, which may be in an archive. Raises UsageError."""
+    head = parse_record(data, _Head, path, _WHAT)
     if head.format != LOG_FORMAT:
         raise UsageError(
             f"{path}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
             "wrote it"
         )
-    log = parse_record(data, RankLog, path, what)
+    log = parse_record(data, RankLog, path, _WHAT)
     try:
         return as_foreign(log)
     except ValueError as error:

@@ -60,6 +60,11 @@ def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike |
         unlike = _odd("size", {rank: call.sent for rank, call in calls.items()}, unit=" bytes")
         if unlike is not None:
             return unlike
+    if kind in _SENT_ALIKE:
+        counts = {rank: call.elements if call.elements >= 0 else "" for rank, call in calls.items()}
+        unlike = _odd("size", counts, unit=" elements")
+        if unlike is not None:
+            return unlike
     return _parts(calls, members) if kind in _EXCHANGES else None
 
 

@@ -31,7 +31,16 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import each_sound
 
-__all__ = ["CallFrame", "Dump", "Entry", "MessageEnd", "find_dumps", "read_dumps"]
+__all__ = [
+    "CallFrame",
+    "Dump",
+    "Entry",
+    "MessageEnd",
+    "begins_as_dump",
+    "rank_in_name",
+    "read_dump",
+    "read_dumps",
+]
 
 _MOST_BYTES = 1 << 28
 _MOST_ENDED = 16
@@ -137,57 +146,36 @@ class Dump:
     knows_beginnings: bool
 
 
-def find_dumps(paths: Iterable[Path]) -> list[Path]:
-    """List the files that look like dumps, among ``paths`` and in folders among them, at any depth.
-
-    Of folders, files that cannot be opened are passed over. Raises UsageError for a path that cannot
-    be read.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += [each for each in sorted(path.rglob("*")) if _looks_like_dump(each)]
-            continue
-        try:
-            is_dump = path.is_file() and _begins_as_dump(path)
-        except OSError as error:
-            raise UsageError(f"{shortened(str(path))}: cannot read: {error.strerror or error}") from error
-        files += [path] * is_dump
-    return files
-
-
-def _looks_like_dump(path: Path) -> bool:
-    try:
-        return path.is_file() and _begins_as_dump(path)
-    except OSError:
-        return False
-
-
-def _begins_as_dump(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return head[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head))
+def begins_as_dump(head: bytes) -> bool:
+    """Whether a file that begins so looks like a dump: a pickle, or JSON with a dump's fields."""
+    if head[:1] == b"\x80":
+        return head[1:2] <= b"\x05"
+    return head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head)
 
 
 def read_dumps(
-    paths: Sequence[Path], damaged: list[str] | None = None, advance: Callable[[str], None] = lambda _: None
+    paths: Sequence[Path],
+    damaged: list[str] | None = None,
+    advance: Callable[[str], None] = lambda _: None,
+    others: Sequence[Dump] = (),
 ) -> list[Dump]:
     """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
 
     Args:
         damaged: takes the errors of files that are not sound, where there are others that are.
         advance: called with the name of each file that was read.
+        others: dumps of the same job that were in archives.
 
     Raises:
         UsageError: two dumps of one rank; and, unless ``damaged`` takes them, files that are damaged, have no rank in their
             names, or are of a version before 2.0: with all of them named.
     """
     if len(paths) < _LEAST_PARALLEL:
-        results = map(_read_or_error, paths)
-        dumps = _sorted(paths, results, damaged, advance)
+        dumps = _sound(paths, map(_read_or_error, paths), damaged, advance)
     else:
         with ProcessPoolExecutor(min(os.cpu_count() or 1, len(paths))) as pool:
-            dumps = _sorted(paths, pool.map(_read_or_error, paths, chunksize=4), damaged, advance)
+            dumps = _sound(paths, pool.map(_read_or_error, paths, chunksize=4), damaged, advance)
+    dumps = sorted([*dumps, *others], key=lambda dump: dump.rank)
     for one, other in itertools.pairwise(dumps):
         if one.rank == other.rank:
             raise UsageError(
@@ -197,10 +185,11 @@ def read_dumps(
     return dumps
 
 
-def _sorted(
+def _sound(
     paths: Sequence[Path], results: Iterable[Dump | str], damaged: list[str] | None, advance: Callable[[str], None]
 ) -> list[Dump]:
-    """Sort dumps by rank; ``results``: of each path, or what is wrong with it. Raises UsageError, see :func:`each_sound`."""
+    """Return the dumps among ``results``, which has an error in place of each that is damaged. Raises UsageError, see
+    :func:`each_sound`."""
     coming = iter(results)
 
     def take(path: Path) -> Dump:
@@ -210,7 +199,7 @@ def _sorted(
             raise UsageError(result)
         return result
 
-    return sorted(each_sound(paths, take, damaged), key=lambda dump: dump.rank)
+    return list(each_sound(paths, take, damaged))
 
 
 class _DataOnly(pickle.Unpickler):
@@ -225,47 +214,86 @@ class _DataOnly(pickle.Unpickler):
 
 def _read_or_error(path: Path) -> Dump | str:
     """The dump in a file, or what is wrong with it."""
+    try:
+        return read_dump(path, read_file(path, _MOST_BYTES), path.stat().st_mtime_ns)
+    except OSError as error:
+        return f"{shortened(str(path))}: cannot read the dump of a rank: {error.strerror or error}"
+    except UsageError as error:
+        return str(error)
+
+
+def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
+    """Read the dump that ``path``, which may be in an archive, has in it. Raises UsageError, which names it."""
     where = shortened(str(path))
-    suffix = path.suffix[1:]
-    rank = _RANK.findall(path.name) or _LAST_DIGITS.findall(suffix if suffix.isdigit() else path.stem)
-    if not rank or len(rank[-1]) > 9:
-        return f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it"
+    rank = rank_in_name(path.name, or_last_number=True)
+    if rank is None:
+        raise UsageError(f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it")
     collects = gc.isenabled()
     gc.disable()  # a dump is a hundred thousand objects, none of which is garbage before it is read
     try:
         with _bounded_memory():
-            data = read_file(path, _MOST_BYTES)
             if data[:1] == b"{":
                 content = msgspec.json.decode(data, type=_Content, strict=False)
             else:
                 content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
+            if _is_of_torchcomms(content):
+                _as_of_torch(content.entries)
             entries = _kept(content.entries)
-        written_ns = path.stat().st_mtime_ns
-    except OSError as error:
-        return f"{where}: cannot read the dump of a rank: {error.strerror or error}"
-    except Exception as error:  # noqa: BLE001  # what a damaged pickle raises is not listed anywhere
-        return (
+    except Exception as error:  # what a damaged pickle raises is not listed anywhere
+        raise UsageError(
             f"{where}: expected a dump of torch's Flight Recorder, got a damaged or foreign file: "
             f"{shortened(str(error) or type(error).__name__, 400)}. Copy it again, or remove it to go on without"
-        )
+        ) from error
     finally:
         if collects:
             gc.enable()
     if not re.fullmatch(r"[2-9]\d*\.\d+", content.version):
-        return (
+        raise UsageError(
             f"{where}: expected a dump of version 2.0 or later, got {shortened(content.version)}: record it with "
             "torch ≥ 2.4"
         )
     group_ranks = {name: _ranks(config.ranks) for name, config in content.pg_config.items()}
     return Dump(
         path=path,
-        rank=int(rank[-1]),
+        rank=rank,
         written_ns=written_ns,
         entries=entries,
         group_ranks={name: ranks for name, ranks in group_ranks.items() if ranks},
         backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
     )
+
+
+def _is_of_torchcomms(content: _Content) -> bool:
+    """Whether torchcomms' recorder has written it, which lists ranks without brackets."""
+    return any(config.ranks[:1].isdigit() for config in content.pg_config.values())
+
+
+def _as_of_torch(entries: Sequence[Entry]) -> None:
+    """Change what torchcomms' recorder notes in another way: calls are numbered from 0, and are retired when they have ended.
+
+    Raises ValueError for calls of several communicators: they share their numbers, messages have no peers, and the ranks that
+    are listed are not the job's.
+    """
+    if len({entry.process_group for entry in entries}) > 1:
+        raise ValueError(
+            "torchcomms numbers the calls of all its communicators together: give each a FlightRecorderHook(isolated=True)"
+        )
+    if any(entry.profiling_name.partition(":")[2] in ("send", "recv", "batch_op_issue") for entry in entries):
+        raise ValueError("torchcomms notes no peers of messages, and numbers them with the collectives")
+    for entry in entries:
+        entry.collective_seq_id += 1
+        entry.state = "completed" if entry.retired else entry.state
+
+
+def rank_in_name(name: str, *, or_last_number: bool = False) -> int | None:
+    """Return the rank in a file's name: of ``nccl_trace_rank_3``; with ``or_last_number`` also of ``dump-0003.json``."""
+    path = Path(name)
+    suffix = path.suffix[1:]
+    numbers = _RANK.findall(path.name)
+    if not numbers and or_last_number:
+        numbers = _LAST_DIGITS.findall(suffix if suffix.isdigit() else path.stem)
+    return int(numbers[-1]) if numbers and len(numbers[-1]) <= 9 else None
 
 
 @contextmanager

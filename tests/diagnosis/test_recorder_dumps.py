@@ -21,8 +21,9 @@ from test_graph import FAULTS, blocking
 from commlayer.cli.main import main
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.evidence import gather
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
-from commlayer.diagnosis.recorder_dumps import find_dumps, read_dumps
+from commlayer.diagnosis.recorder_dumps import read_dumps
 from commlayer.emulation import EmulatedCluster
 from commlayer.profiles.errors import UsageError
 
@@ -147,13 +148,13 @@ def test_the_command_says_the_circle_and_draws_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "-o", str(tmp_path / "hang.html")])
     assert result.exit_code == 1, result.output
     assert "ranks 0 and 1 wait for each other, in a circle of 2" in result.output
-    assert "dumps of torch's Flight Recorder (nccl): ranks 0, 1 and 2" in result.output
+    assert "3 dumps of torch's Flight Recorder (nccl): ranks 0, 1 and 2; 1 file not understood: " in result.output
     assert "rank 2" in (tmp_path / "hang.html").read_text(encoding="utf-8")
-    single = CliRunner().invoke(main, ["diagnose", *map(str, find_dumps([tmp_path])), "--json"])
+    single = CliRunner().invoke(main, ["diagnose", *map(str, tmp_path.glob("*rank*")), "--json"])
     assert json.loads(single.stdout)["findings"][0]["type"] == "cycle"
     foreign = CliRunner().invoke(main, ["diagnose", str(tmp_path / "notes.txt")])
     assert foreign.exit_code == 2
-    assert "expected dumps of torch's Flight Recorder, or one folder" in foreign.output
+    assert "got 1 file not understood" in foreign.output
 
 
 class _Opens:
@@ -193,7 +194,7 @@ def test_odd_words_in_a_dump_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps({"version": "2.10", "entries": [odd, _entry(thread_id="9" * 5000)]}))
     (tmp_path / "other").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "fifo")
-    logs, _ = diagnose_dumps(read_dumps(find_dumps([tmp_path])))
+    logs, _ = diagnose_dumps(read_dumps(gather([tmp_path], []).dump_paths))
     assert [len(log.calls) for log in logs] == [1]
 
 
@@ -218,6 +219,35 @@ def test_files_that_are_no_dumps_are_refused(tmp_path: Path, name: str, content:
     with pytest.raises(UsageError, match=words) as refused:
         read_dumps([path])
     assert str(path) in str(refused.value)
+
+
+def test_dumps_of_torchcomms_are_read_as_torchs(tmp_path: Path) -> None:
+    """They number calls from 0, and of those that have ended only ``retired`` tells."""
+
+    def entry(number: int, group: str = "world", **fields: Any) -> dict[str, Any]:
+        ids = {
+            "record_id": number,
+            "collective_seq_id": number,
+            "process_group": (group, "nccl"),
+            "timeout_ms": 600_000,
+        }
+        return _entry(**ids, state="scheduled", time_created_ns=START_NS, **fields)
+
+    def write(rank: int, *entries: dict[str, Any]) -> None:
+        config = {
+            name: {"name": name, "desc": "nccl", "ranks": "0,1"} for name, _ in {e["process_group"] for e in entries}
+        }
+        path = tmp_path / f"comm_lib_trace_rank_{rank}"
+        path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": config, "entries": list(entries)}))
+        os.utime(path, ns=(START_NS + 700 * 10**9,) * 2)
+
+    write(0, entry(0, retired=True), entry(1))
+    write(1, entry(0, retired=True))
+    (missing,) = diagnosed([*tmp_path.iterdir()]).waits
+    assert (missing.call.rank, missing.call.number) == (1, 2)
+    write(1, entry(0, retired=True), entry(1, group="tp"))
+    with pytest.raises(UsageError, match="numbers the calls of all its communicators together"):
+        read_dumps([*tmp_path.iterdir()])
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:

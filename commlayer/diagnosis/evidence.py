@@ -1,0 +1,144 @@
+"""What a job has left of its calls, of every kind that is read: told apart by looking into files, and judged together.
+
+Kinds say more or less. The logs of our own ranks say most, then dumps of torch's Flight Recorder, then lines of NCCL's watchdogs,
+then NCCL's RAS; the kind that says most is judged, and stacks add where programs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.diagnosis_words import ranks_words
+from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
+from commlayer.diagnosis.findings import Diagnosis, diagnose
+from commlayer.diagnosis.log_files import parse_log
+from commlayer.diagnosis.program_stacks import ProgramPlace, has_stacks, read_stacks, with_places
+from commlayer.diagnosis.ras_output import RasOutput, diagnose_ras, is_ras_json, is_ras_text, read_ras
+from commlayer.diagnosis.recorder_dumps import Dump, begins_as_dump, read_dump, read_dumps
+from commlayer.diagnosis.watchdog_lines import has_watchdog_lines, read_watchdog_lines, watchdog_part
+from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
+from commlayer.profiles.counted import counted
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
+
+__all__ = ["Evidence", "gather"]
+
+_MOST_NAMED = 4
+Judged = dict[str, tuple[list[RankLog], Diagnosis]]
+"""The logs and the diagnosis of each job, by name; of the only one without."""
+
+
+@dataclass
+class Evidence:
+    """What was found. ``dump_paths``: dumps that have not been read yet; ``unknown``: names of files of no kind."""
+
+    logs: list[RankLog] = field(default_factory=list)
+    dump_paths: list[Path] = field(default_factory=list)
+    dumps: list[Dump] = field(default_factory=list)
+    watchdogs: list[tuple[str, bytes]] = field(default_factory=list)
+    ras: list[RasOutput] = field(default_factory=list)
+    places: list[ProgramPlace] = field(default_factory=list)
+    num_stacks: int = 0
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that can be judged or shown."""
+        return not (self.logs or self.dump_paths or self.dumps or self.watchdogs or self.ras or self.places)
+
+    def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
+        """Read the dumps, in several processes where they are many. Raises UsageError for two of one rank."""
+        self.dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps)
+        self.dump_paths = []
+
+    def judged(self) -> Judged:
+        """Find what is wrong. Raises UsageError for dumps that contradict each other."""
+        results = self._by_calls()
+        if self.places:
+            results = {name: (logs, with_places(diagnosis, self.places)) for name, (logs, diagnosis) in results.items()}
+        return results
+
+    def _by_calls(self) -> Judged:
+        if self.logs:
+            return {"": (self.logs, diagnose(self.logs))}
+        if self.dumps:
+            return {"": diagnose_dumps(self.dumps)}
+        if self.watchdogs:
+            return diagnose_watchdogs(read_watchdog_lines(self.watchdogs))
+        if self.ras:
+            return diagnose_ras(self.ras)
+        ranks = tuple(sorted({place.rank for place in self.places}))
+        nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=ranks, is_timeout=True)
+        return {"": ([], nothing)}
+
+    def in_words(self) -> str:
+        """How many files were taken as what."""
+        backends = ", ".join(sorted({backend for dump in self.dumps for backend in dump.backends}))
+        parts = []
+        if self.logs:
+            parts.append(f"{counted(len(self.logs), 'log')} of commlayer's ranks")
+        if self.dumps:
+            whose = ranks_words([dump.rank for dump in self.dumps])
+            parts.append(
+                f"{counted(len(self.dumps), 'dump')} of torch's Flight Recorder ({backends or 'empty'}): {whose}"
+            )
+        if self.watchdogs:
+            parts.append(f"{counted(len(self.watchdogs), 'log')} with lines of NCCL's watchdogs")
+        if self.ras:
+            parts.append(f"{counted(len(self.ras), 'output')} of NCCL's RAS")
+        if self.num_stacks:
+            parts.append(f"{counted(self.num_stacks, 'file')} with stacks of {counted(len(self.places), 'rank')}")
+        if self.unknown:
+            more = ", …" if len(self.unknown) > _MOST_NAMED else ""
+            names = ", ".join(shortened(name) for name in self.unknown[:_MOST_NAMED])
+            parts.append(f"{counted(len(self.unknown), 'file')} not understood: {names}{more}")
+        return "; ".join(parts)
+
+
+def gather(paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> Evidence:
+    """Look into all files among ``paths``, in folders and archives too.
+
+    ``damaged`` takes what is wrong with files that cannot be read; ``advance`` is called with the name of each file.
+    """
+    evidence = Evidence()
+    for file in each_file(paths, damaged, advance):
+        try:
+            _take(evidence, file)
+        except UsageError as error:  # noqa: PERF203
+            damaged.append(str(error))
+    return evidence
+
+
+def _take(evidence: Evidence, file: EvidenceFile) -> None:
+    """Put a file where it belongs. Raises UsageError for one that is damaged."""
+    name, head = Path(file.name), file.head.lstrip()
+    if begins_as_dump(file.head):
+        if file.path is not None:
+            evidence.dump_paths.append(file.path)
+        else:
+            evidence.dumps.append(read_dump(name, file.content(), file.written_ns))
+    elif name.name.startswith("calls-") and head[:1] == b"{":
+        evidence.logs.append(parse_log(file.content(), name))
+    elif is_ras_json(head):
+        evidence.ras.append(read_ras(file.name, file.content()))
+    elif b"\0" in head or not _take_text(evidence, file):
+        evidence.unknown.append(file.name)
+
+
+def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
+    """Take what a text has in it, which may be of several kinds; whether there is any."""
+    data = file.content()
+    has_lines, places = has_watchdog_lines(data), read_stacks(file.name, data) if has_stacks(data) else []
+    if has_lines:
+        evidence.watchdogs.append((file.name, watchdog_part(data)))
+    if places:
+        evidence.places += places
+        evidence.num_stacks += 1
+    is_ras = is_ras_text(data)
+    if is_ras:
+        evidence.ras.append(read_ras(file.name, data))
+    return has_lines or bool(places) or is_ras

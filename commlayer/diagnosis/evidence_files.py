@@ -1,0 +1,218 @@
+"""The files that a job left, in folders and archives, as bytes: nothing is written to a disk, and everything has a bound.
+
+An archive (tar, zip, gz, and one of these within another) can hold more than a machine has. Its members are taken one after the
+other, up to ``_MOST_UNPACKED`` bytes of all and ``_MOST_MEMBERS``; links, devices and files with holes are left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.printable import shortened
+
+__all__ = ["MOST_BYTES", "EvidenceFile", "each_file", "file_count"]
+
+MOST_BYTES = 1 << 28
+"""The largest file that is read. Of a larger text its last bytes are, where a job's end is."""
+_MOST_UNPACKED = 1 << 33
+_MOST_MEMBERS = 200_000
+_MOST_HEADERS = 1 << 22
+"""Bytes of an archive between two members: long names and comments."""
+_MOST_NESTED = 3
+_HEAD = 4096
+_DAMAGED = (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, zipfile.BadZipFile, RuntimeError, MemoryError)
+"""The errors of archives that are damaged, encrypted or hostile."""
+
+
+@dataclass(frozen=True)
+class EvidenceFile:
+    """A file. ``name``: where it is, also within an archive; ``path``: of one that is in none; ``head``: its first bytes;
+    ``written_ns``: when it was written."""
+
+    name: str
+    path: Path | None
+    head: bytes
+    written_ns: int
+    content: Callable[[], bytes] = field(repr=False)
+    """Reads all of it; raises UsageError."""
+
+
+def file_count(paths: Iterable[Path]) -> int:
+    """Return how many files there are, an archive counted as one."""
+    return sum(1 for _ in _paths(paths))
+
+
+def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str], None]) -> Iterator[EvidenceFile]:
+    """Yield the files among ``paths``, and in folders and archives among them, at any depth.
+
+    ``damaged`` takes what is wrong with those that cannot be read; ``advance`` is called with the name of each when it is done.
+    """
+    for path in _paths(paths):
+        try:
+            yield from _of_path(path)
+        except UsageError as error:
+            damaged.append(str(error))
+        advance(path.name)
+
+
+def _paths(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for each in sorted(path.rglob("*")):
+            if each.is_file():
+                yield each
+
+
+def _of_path(path: Path) -> Iterator[EvidenceFile]:
+    name = shortened(str(path))
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{name}: expected a file or a folder, got something else")
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            if _unpacker(head) is not None:
+                yield from _Unpacked(name).members(name, file, head, status.st_mtime_ns)
+                return
+        yield EvidenceFile(name, path, head, status.st_mtime_ns, lambda: _end_of(path))
+    except OSError as error:
+        raise UsageError(f"{name}: cannot read: {error.strerror or error}") from error
+
+
+def _end_of(path: Path) -> bytes:
+    """The last ``MOST_BYTES`` of a file, from the start of a line on where it is larger."""
+    try:
+        if path.stat().st_size <= MOST_BYTES:
+            return read_file(path, MOST_BYTES)
+        with path.open("rb") as file:
+            file.seek(-MOST_BYTES, io.SEEK_END)
+            return file.read(MOST_BYTES).partition(b"\n")[2]
+    except OSError as error:
+        raise UsageError(f"{shortened(str(path))}: cannot read: {error.strerror or error}") from error
+
+
+# Archives
+
+
+def _unpacker(head: bytes) -> str | None:
+    """The kind of archive that a file begins as; None: it is none."""
+    if head[:3] == b"\x1f\x8b\x08":
+        return "gz"
+    if head[:4] == b"PK\x03\x04":
+        return "zip"
+    return "tar" if head[257:262] == b"ustar" else None
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that may be read for so many bytes more: ``left``."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
+        self.stream, self.left = stream, _MOST_HEADERS
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(self.left + 1 if size < 0 else min(size, self.left + 1))
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError("expected members of an archive, got more bytes between them than any has")
+        return data
+
+
+class _Unpacked:
+    """What has been taken out of one archive so far, and of those within it."""
+
+    def __init__(self, archive: str) -> None:
+        self.archive, self.num_bytes, self.num_members = archive, 0, 0
+
+    def members(
+        self, name: str, file: IO[bytes], head: bytes, written_ns: int, depth: int = 0
+    ) -> Iterator[EvidenceFile]:
+        """Yield the files in an archive. Raises UsageError, which names it, for a damaged one, after those before the damage."""
+        file.seek(0)
+        if depth >= _MOST_NESTED:
+            raise UsageError(f"{self.archive}: expected archives in archives {_MOST_NESTED} deep at most")
+        kinds = {"gz": self._in_gz, "zip": self._in_zip, "tar": self._in_tar}
+        members = kinds[_unpacker(head) or ""](name, file, written_ns)
+        while True:
+            try:
+                member = next(members, None)
+            except _DAMAGED as error:
+                raise UsageError(
+                    f"{self.archive}: expected an archive of at most {_MOST_UNPACKED >> 30} GiB unpacked, got a damaged one: "
+                    f"{shortened(str(error) or type(error).__name__, 300)}. Copy it again, or unpack it"
+                ) from error
+            if member is None:
+                return
+            if _unpacker(member.head) is None:
+                yield member
+            else:
+                yield from self.members(
+                    member.name, io.BytesIO(member.content()), member.head, member.written_ns, depth + 1
+                )
+
+    def _taken(self, name: str, data: bytes, written_ns: int) -> EvidenceFile:
+        self.num_bytes += len(data)
+        self.num_members += 1
+        if self.num_bytes > _MOST_UNPACKED or self.num_members > _MOST_MEMBERS:
+            raise OSError("it holds more than that")
+        return EvidenceFile(name, None, data[:_HEAD], written_ns, lambda: data)
+
+    def _in_gz(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            head = unpacked.peek(_HEAD)[:_HEAD]
+            if _unpacker(head) == "tar":
+                yield from self._in_tar(name, unpacked, written_ns)
+                return
+            data = unpacked.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise OSError(f"expected at most {MOST_BYTES} bytes, got more")
+        yield self._taken(name.removesuffix(".gz"), data, written_ns)
+
+    def _in_tar(self, name: str, file: IO[bytes] | gzip.GzipFile, written_ns: int) -> Iterator[EvidenceFile]:
+        stream = _Bounded(file)
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            while True:
+                member = archive.next()
+                if member is None:
+                    return
+                stream.left = max(member.size, 0) + _MOST_HEADERS
+                if self.num_bytes + member.size > _MOST_UNPACKED:
+                    raise OSError("it holds more than that")
+                if not member.isreg() or member.issparse() or member.size > MOST_BYTES:
+                    self.num_bytes += member.size  # they are unpacked all the same, to be passed over
+                    continue
+                data = archive.extractfile(member)
+                if data is not None:
+                    yield self._taken(f"{name}/{member.name}", data.read(MOST_BYTES), int(member.mtime) * 10**9)
+
+    def _in_zip(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if len(members) > _MOST_MEMBERS:
+                raise OSError(f"expected at most {_MOST_MEMBERS} members, got {len(members)}")
+            if members and members[0].filename.endswith("/data.pkl"):
+                return  # a checkpoint of torch's
+            for member in members:
+                if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
+                    continue
+                with archive.open(member) as unpacked:
+                    data = unpacked.read(MOST_BYTES + 1)
+                if len(data) <= MOST_BYTES:
+                    at_ns = int(datetime(*member.date_time).timestamp()) * 10**9  # of the machine that packed it
+                    yield self._taken(f"{name}/{member.filename}", data, at_ns)

@@ -1,0 +1,132 @@
+"""Stacks of programs, as ``py-spy dump`` and Python's ``faulthandler`` write them: where the program of a rank is.
+
+The rank is in the file's name (``stack_rank_3.txt``), or in a line such as ``rank 3`` or ``[rank3]`` above its stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from commlayer.diagnosis.call_logs import Site
+from commlayer.diagnosis.diagnosis_words import ranks_words
+from commlayer.diagnosis.findings import Diagnosis, Missing
+from commlayer.diagnosis.recorder_dumps import rank_in_name
+from commlayer.profiles.printable import shortened
+
+__all__ = ["ProgramPlace", "has_stacks", "read_stacks", "with_places"]
+
+_MARKS = (b"(most recent call first):", b"\nThread ")
+_MOST_PLACES = 8
+_MOST_FRAMES = 1000
+_THREAD = re.compile(r"(?:^|\s)(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,20}(?P<rest> .{0,200})?$")
+_PY_SPY_REST = re.compile(r" \((?:active|idle)[\w+]{0,20}\)(?:: \"(?P<name>.{0,100})\")?$")
+_FAULT_REST = re.compile(r"(?: \[(?P<name>.{0,100})\])? \(most recent call first\):$")
+_FRAME = re.compile(
+    r"File \"(?P<file>.{1,1000})\", line (?P<line>\d{1,9}) in (?P<function>.{1,200})$|"
+    r"^\s{2,8}(?P<name>\S.{0,300}) \((?P<path>[^()]{1,1000}):(?P<number>\d{1,9})\)$"
+)
+_RANK = re.compile(r"\brank[ =:_-]{0,2}(\d{1,7})\b|\[rank(\d{1,7})\]", re.IGNORECASE)
+_LIBRARY = re.compile(
+    r"site-packages/|dist-packages/|/lib/python3\.|^(?:<|torch/|multiprocessing/|threading\.py|queue\.py|selectors\.py)"
+)
+_IN_CALL = re.compile(r"torch/distributed/|commlayer/backend/")
+
+
+@dataclass(frozen=True)
+class ProgramPlace:
+    """Where the program of a rank is. ``site``: the innermost place that is the program's own; ``inside``: the innermost of all;
+    ``is_in_call``: it is within a call of torch's distributed package."""
+
+    rank: int
+    site: Site
+    inside: Site
+    is_in_call: bool
+
+    def __str__(self) -> str:
+        return str(self.site) if self.site == self.inside else f"{self.site}, in {self.inside}"
+
+
+def has_stacks(data: bytes) -> bool:
+    """Whether a text looks as if it had stacks."""
+    return any(mark in b"\n" + data for mark in _MARKS)
+
+
+def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
+    """Read where the programs of ranks are, from a text of the file ``name``; those whose rank is not told are left out."""
+    rank = rank_in_name(name)
+    places: dict[int, ProgramPlace] = {}
+    best: dict[int, int] = {}
+    for above, thread, frames in _threads(data.decode("utf-8", "replace").splitlines()):
+        rank = above if above is not None else rank
+        if rank is None or not frames:
+            continue
+        score = 2 if thread == "MainThread" else int(frames[-1].function == "<module>")
+        if score >= best.get(rank, 0):  # faulthandler writes the main thread last
+            best[rank], places[rank] = score, _place(rank, frames)
+    return list(places.values())
+
+
+def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]]]:
+    """The threads in a text: the last rank that is named above each, the thread's name and its frames, innermost first."""
+    above, name, frames, is_inside = None, "", list[Site](), False
+    for line in map(str.rstrip, lines):
+        head = _THREAD.search(line[-400:])
+        rest = head and (_PY_SPY_REST.match(head["rest"] or "") or _FAULT_REST.match(head["rest"] or ""))
+        frame = _FRAME.search(line[:2000]) if is_inside else None
+        if rest or not line.strip():
+            if frames:
+                yield above, name, frames
+            name, frames, is_inside = (rest["name"] or "" if rest else ""), [], bool(rest)
+        elif frame is not None and len(frames) < _MOST_FRAMES:
+            frames.append(_site(frame))
+        if not is_inside or rest:
+            named = _RANK.search(line[:400])
+            above = int(named[1] or named[2]) if named else above
+    if frames:
+        yield above, name, frames
+
+
+def _site(match: re.Match[str]) -> Site:
+    if match["file"]:
+        return Site(match["file"], int(match["line"]), match["function"])
+    return Site(match["path"], int(match["number"]), match["name"])
+
+
+def _place(rank: int, frames: Sequence[Site]) -> ProgramPlace:
+    own = next((site for site in frames if not _LIBRARY.search(site.file)), frames[0])
+    before = frames[: frames.index(own)]
+    return ProgramPlace(rank, own, frames[0], any(_IN_CALL.search(site.file) for site in before))
+
+
+def with_places(diagnosis: Diagnosis, places: Iterable[ProgramPlace]) -> Diagnosis:
+    """Return the diagnosis with where programs are: of the ranks that others wait for, and as a remark of all."""
+    of_rank = {place.rank: place for place in places}
+
+    def placed(missing: Missing) -> Missing:
+        place = of_rank.get(missing.call.rank)
+        if missing.at is not None or place is None or place.is_in_call:
+            return missing
+        return msgspec.structs.replace(missing, at=place.site)
+
+    return msgspec.structs.replace(
+        diagnosis,
+        findings=tuple(placed(each) if isinstance(each, Missing) else each for each in diagnosis.findings),
+        waits=tuple(map(placed, diagnosis.waits)),
+        remarks=(*diagnosis.remarks, *_remarks(of_rank)),
+    )
+
+
+def _remarks(of_rank: dict[int, ProgramPlace]) -> list[str]:
+    """Where the programs are, the places of few ranks first: they differ from the others."""
+    alike: dict[str, list[int]] = {}
+    for rank, place in sorted(of_rank.items()):
+        alike.setdefault(str(place), []).append(rank)
+    by_size = sorted(alike.items(), key=lambda each: len(each[1]))
+    return [
+        f"{ranks_words(ranks)}: the program{'s are' if len(ranks) > 1 else ' is'} at {shortened(words, 400)}"
+        for words, ranks in by_size[:_MOST_PLACES]
+    ]

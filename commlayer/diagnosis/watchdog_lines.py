@@ -1,0 +1,294 @@
+"""Lines of the watchdog of torch's ProcessGroupNCCL, in text logs: which call timed out, and how far each group had come.
+
+They are read as torch 2.3 to 2.13 writes them (``ProcessGroupNCCL.cpp``), wherever they stand in a line: launchers put
+``[default3]:``, ``3: `` or a time in front. Older lines name no group. The rank of the job is in torch's own ``[rank3]:``;
+the one beside a group's name is the place in that group.
+
+Rejected: the numbers that launchers put in front, as ranks: torchrun counts on each machine, and Slurm counts tasks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+
+from commlayer.diagnosis.call_logs import Site
+from commlayer.diagnosis.recorder_dumps import rank_in_name
+
+__all__ = [
+    "GroupReport",
+    "Report",
+    "TimedOut",
+    "WatchdogLines",
+    "has_watchdog_lines",
+    "read_watchdog_lines",
+    "watchdog_part",
+]
+
+_MARKS = (b"WorkNCCL(", b"last enqueued ", b"Last enqueued ")
+_USED = re.compile(rb"ProcessGroupNCCL|WorkNCCL\(|enqueued |#\d+ .* from ")
+_MOST_IN_LINE = 1 << 13
+_FAILURE_GAP_NS = 300 * 10**9
+"""The silence of the watchdogs between two failures: a job that was started again numbers its calls anew. Ranks that time out
+in one failure do so within a minute or two, and the processes end."""
+_NONE_YET = 1 << 62
+"""From here on a number is torch's −1, written by some versions as if it had no sign."""
+
+_LAUNCHED = re.compile(r"\[rank(\d{1,7})\]:\s*\[")
+_RAY = re.compile(r"\(([\w.]{1,100}) pid=\d+")
+_TIME = re.compile(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9}) ")
+_GROUP = re.compile(
+    r"\[PG (?:ID (?P<id>\d{1,9}) PG GUID )?(?P<name>[^\s()\]]{1,200})\s?(?:\((?P<description>.{1,200}?)\))? "
+    r"Rank (?P<place>\d{1,7})\]"
+)
+_TIMED_OUT = re.compile(
+    r"\[Rank (?P<place>\d{1,7})\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d{1,18}), "
+    r"OpType=(?P<kind>\w{1,60})(?:, NumelIn=(?P<sent>\d{1,18}), NumelOut=\d{1,18})?, "
+    r"Timeout\(ms\)=\d{1,18}\) ran for (?P<ran>\d{1,18}) milliseconds"
+)
+_STATUS = re.compile(
+    r"(?:(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<work>\d{1,18})\D.{0,20}?|debug info\. )"
+    r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,20}), "
+    r"(?:last started (?:NCCL )?work: (?P<started>-?\d{1,20})(?: \(\w*\))?, )?"
+    r"last completed (?:NCCL )?work: (?P<completed>-?\d{1,20})"
+)
+_STACK = "Stack trace of the failed collective:"
+_FRAME = re.compile(r"#(\d{1,4}) (.{1,200}?) from (\S{1,500}):(\d{1,9})\s*$")
+_REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``; ``elements``: those sent, −1: not known;
+    ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog wrote, in the year 2000, 0: not known."""
+
+    number: int
+    kind: str
+    elements: int
+    issued_ns: int
+    noticed_ns: int
+
+
+@dataclass
+class GroupReport:
+    """How far a rank had come in a group. ``place``: the rank's, in the group; ``enqueued``, ``completed``: numbers of its last
+    such calls, 0: none; ``started``: the same, −1: not recorded."""
+
+    name: str
+    description: str
+    place: int
+    enqueued: int = 0
+    started: int = -1
+    completed: int = 0
+    call: TimedOut | None = None
+    site: Site = field(default_factory=lambda: Site("", 0, ""))
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the group of all ranks."""
+        return self.description == "default_pg" or (not self.description and self.name == "0")
+
+
+@dataclass
+class Report:
+    """The lines of a rank in one failure. ``job``: the Ray actors that it is one of, as several jobs may share a log;
+    ``groups``: by name; ``last_ns``: the time of its last line."""
+
+    job: str
+    rank: int
+    groups: dict[str, GroupReport] = field(default_factory=dict)
+    last_ns: int = 0
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A line. ``rank``: −1: not told; ``work``: the number that a status is about, −1: none."""
+
+    job: str
+    rank: int
+    time_ns: int
+    group: GroupReport | None = None
+    place: int = -1
+    work: int = -1
+    call: TimedOut | None = None
+    site: Site | None = None
+
+
+def has_watchdog_lines(data: bytes) -> bool:
+    """Whether a text has such lines."""
+    return any(mark in data for mark in _MARKS)
+
+
+def watchdog_part(data: bytes) -> bytes:
+    """Return the lines of a log that :func:`read_watchdog_lines` reads: few of many."""
+    return b"\n".join(line for line in re.split(rb"[\r\n]+", data) if _USED.search(line))
+
+
+@dataclass(frozen=True)
+class WatchdogLines:
+    """The lines of all ranks of one failure. ``remarks``: sentences on lines that are not used; ``are_thinned``: lines of some
+    ranks are left out, so that it says nothing where a rank has none."""
+
+    reports: tuple[Report, ...]
+    remarks: tuple[str, ...]
+    are_thinned: bool
+
+
+def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
+    """Read the lines of the last failure in the logs of one or several jobs.
+
+    ``texts``: the names of files, and what is in them.
+    """
+    events, repeated = list[_Event](), 0
+    for name, data in texts:
+        lines = re.split(r"[\r\n]+", data.decode("utf-8", "replace"))
+        events += _events(lines, rank_in_name(name))
+        repeated += sum(
+            int(match[1]) for line in lines for match in [_REPEATED.search(line)] if match and _is_ours(line)
+        )
+    remarks = []
+    if repeated:
+        remarks.append(f"Ray has left out {repeated} such lines of other ranks: run the job with RAY_DEDUP_LOGS=0")
+    placed = [event for event in events if event.rank >= 0]
+    if events and not placed:
+        remarks.append(f"{len(events)} lines of watchdogs do not say of which rank they are: torch does since 2.2")
+    last = _last_failure(placed)
+    if len(last) < len(placed):
+        remarks.append("lines of an earlier failure are left out: the job was started again")
+    reports: dict[tuple[str, int], Report] = {}
+    for (job, rank), of_rank in _by_rank(last).items():
+        reports[job, rank] = _report(job, rank, of_rank)
+    return WatchdogLines(tuple(reports[key] for key in sorted(reports)), tuple(remarks), are_thinned=repeated > 0)
+
+
+def _is_ours(line: str) -> bool:
+    return "WorkNCCL(" in line or "enqueued " in line
+
+
+def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
+    """The lines that say something, in their order, with the places in the program below a failed call."""
+    stack_of: _Event | None = None
+    frames: list[Site] = []
+    for full in lines:
+        line = full[:_MOST_IN_LINE]
+        frame = _FRAME.search(line) if stack_of is not None else None
+        if frame is not None and int(frame[1]) == len(frames):
+            frames.append(Site(frame[3], int(frame[4]), frame[2]))
+            continue
+        if stack_of is not None and frames:
+            yield replace(stack_of, site=_innermost(frames))
+        stack_of, frames = None, []
+        event = _event(line, rank_of_file) if "ProcessGroupNCCL" in line or _is_ours(line) else None
+        if event is not None and _STACK in line:
+            stack_of = event
+        elif event is not None:
+            yield event
+    if stack_of is not None and frames:
+        yield replace(stack_of, site=_innermost(frames))
+
+
+def _event(line: str, rank_of_file: int | None) -> _Event | None:
+    """What a line says; None: two ranks have written into it at once."""
+    group, timed_out = _GROUP.search(line), _TIMED_OUT.search(line)
+    start = min((match.start() for match in (group, timed_out) if match), default=len(line))
+    named = _LAUNCHED.findall(line[:start])
+    is_default = group is not None and (group["description"] == "default_pg" or group["id"] == "0")
+    rank = int(named[-1]) if named else int(group["place"]) if group and is_default else rank_of_file
+    if group and is_default and rank != int(group["place"]):
+        return None
+    ray = _RAY.search(line[:start])
+    time_ns = _time_ns(line)
+    call = _call(timed_out, time_ns)
+    place = int(timed_out["place"]) if timed_out else -1
+    status = _STATUS.search(line)
+    event = _Event(ray[1] if ray else "", -1 if rank is None else rank, time_ns, call=call, place=place)
+    if group is None or (status is None and call is None):
+        return event
+    report = GroupReport(group["name"], _described(group), int(group["place"]))
+    if status is None:  # the exception that a watchdog ends with names the group and the call
+        return replace(event, group=report, place=report.place)
+    report.enqueued, report.completed = _number(status["enqueued"]), _number(status["completed"])
+    if status["started"]:
+        report.started = _number(status["started"]) or -1
+    return replace(event, group=report, place=report.place, work=int(status["work"] or -1), call=None)
+
+
+def _described(group: re.Match[str]) -> str:
+    description = group["description"] or ""
+    return "default_pg" if group["id"] == "0" and not description else description
+
+
+def _call(match: re.Match[str] | None, time_ns: int) -> TimedOut | None:
+    """The call that a line of ``time_ns`` says has timed out."""
+    if match is None:
+        return None
+    issued_ns = max(time_ns - int(match["ran"]) * 10**6, 0) if time_ns else 0
+    elements = -1 if match["sent"] is None else int(match["sent"])
+    return TimedOut(int(match["number"]), match["kind"], elements, issued_ns, time_ns)
+
+
+def _number(text: str) -> int:
+    """A sequence number; 0 for torch's −1, and for one that torch 2.3 had not set."""
+    number = int(text)
+    return number if 0 <= number < _NONE_YET else 0
+
+
+def _time_ns(line: str) -> int:
+    """The time of a line of torch's, in the leap year 2000, as torch writes no year; 0: it has none."""
+    match = _TIME.search(line)
+    if match is None:
+        return 0
+    month, day, hour, minute, second = map(int, match.groups()[:5])
+    try:
+        moment = datetime(2000, month, day, hour, minute, second, tzinfo=timezone.utc)
+    except ValueError:
+        return 0
+    return int(moment.timestamp()) * 10**9 + int(match[6].ljust(9, "0"))
+
+
+def _innermost(frames: Sequence[Site]) -> Site:
+    """The innermost place that is not torch's; the innermost of all where each is."""
+    return next((site for site in frames if "/torch/" not in site.file), frames[0])
+
+
+def _last_failure(events: Sequence[_Event]) -> list[_Event]:
+    """The events after the last long silence. Those without times are taken to be of one failure."""
+    times = sorted({event.time_ns for event in events if event.time_ns})
+    gaps = [later for earlier, later in itertools.pairwise(times) if later - earlier > _FAILURE_GAP_NS]
+    return [event for event in events if not event.time_ns or not gaps or event.time_ns >= gaps[-1]]
+
+
+def _by_rank(events: Iterable[_Event]) -> dict[tuple[str, int], list[_Event]]:
+    by_rank: dict[tuple[str, int], list[_Event]] = {}
+    for event in events:
+        by_rank.setdefault((event.job, event.rank), []).append(event)
+    return by_rank
+
+
+def _report(job: str, rank: int, events: Sequence[_Event]) -> Report:
+    """Put a rank's lines together: a call that timed out belongs to the group whose status names its number and place."""
+    report = Report(job, rank, last_ns=max(event.time_ns for event in events))
+    calls: list[tuple[TimedOut, int]] = []
+    last_group: GroupReport | None = None
+    for event in events:
+        if event.group is None:
+            if event.call is not None:
+                calls.append((event.call, event.place))
+            elif event.site is not None and last_group is not None:
+                last_group.site = event.site
+            continue
+        group = report.groups.setdefault(event.group.name, event.group)
+        last_group = group
+        group.enqueued = max(group.enqueued, event.group.enqueued)
+        group.started = max(group.started, event.group.started)
+        group.completed = max(group.completed, event.group.completed)
+        if event.call is not None and group.call is None:
+            group.call = event.call
+        match = next((each for each in calls if (each[0].number, each[1]) == (event.work, event.place)), None)
+        if match is not None and group.call is None:
+            group.call = match[0]
+            calls.remove(match)
+    return report

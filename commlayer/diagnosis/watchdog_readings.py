@@ -1,0 +1,381 @@
+"""The diagnosis of a job from the lines of its watchdogs alone.
+
+They say less than a dump: the oldest call of each group that has timed out, and the numbers of the last ones that were enqueued.
+What is wrong is found in the graph of all groups, as from logs; before that, it is inferred, and said in
+:attr:`~commlayer.diagnosis.findings.Diagnosis.assumed`:
+
+- A group's members: those that report on it. Where all of these but a few are evenly spaced, as ranks of a mesh are, the others
+  too.
+- A rank whose lines are there, and whose watchdog reports no timeout of a group in which others have timed out, has not come to
+  their call: it would have timed out too, soon after.
+- The order in which a rank enqueued its calls: from the moments at which they timed out.
+
+Whatever hangs on a rank without lines is not told, and neither is what messages wait for: each rank numbers its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
+from commlayer.diagnosis.dump_readings import kind_of
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
+from commlayer.diagnosis.watchdog_lines import GroupReport, Report, WatchdogLines
+from commlayer.profiles.counted import counted, listed
+from commlayer.profiles.printable import shortened
+
+__all__ = ["diagnose_watchdogs"]
+
+_SWITCHES = (
+    "for more, run with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9), "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/shared/trace_rank_ (TORCH_NCCL_DEBUG_INFO_TEMP_FILE before), "
+    "and give the dumps and logs of all ranks"
+)
+_MESSAGES = ("SEND", "RECV", "COALESCED", "UNKNOWN")
+"""Kinds of torch's that are messages, or may be."""
+_LEAST_APART_NS = 5_000_000
+"""Times of calls that are nearer do not tell their order: a watchdog looks, and writes milliseconds."""
+_LEAST_FOLLOWED_S = 30.0
+"""For so long lines have to go on after a group's first timeout before it says something that a rank has not reported one: ranks
+make a call at moments that differ. torch waits for a minute before it ends processes, so that all can dump."""
+_MOST_GROUPS = 4
+_LEAST_KNOWN = 3
+"""The number of members that have to be known before others are inferred from even spacing."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group. ``ranks``: its members, as far as known; ``silent``: those of them that do not report on it; ``is_complete``:
+    whether there can be no others; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for how long
+    lines go on after its first timeout."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    silent: tuple[int, ...] = ()
+    is_complete: bool = False
+    fault: str = ""
+    followed_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.name})" if self.description else self.name
+
+
+def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], Diagnosis]]:
+    """Return of each job in the lines the logs that they amount to, and what is wrong.
+
+    Where nothing is found, remarks say which calls have timed out, why it cannot be told who is behind, and what to switch on.
+    """
+    jobs: dict[str, list[Report]] = {}
+    for report in lines.reports:
+        jobs.setdefault(report.job, []).append(report)
+    return {
+        job if len(jobs) > 1 else "": _diagnosed(reports, lines.remarks, lines.are_thinned)
+        for job, reports in jobs.items()
+    }
+
+
+def _diagnosed(reports: Sequence[Report], remarks: Sequence[str], are_thinned: bool) -> tuple[list[RankLog], Diagnosis]:
+    by_rank = {report.rank: report for report in reports}
+    groups = _groups(by_rank)
+    ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
+    logs = [_log(report, groups, ranks) for report in reports]
+    diagnosis = diagnose(logs)
+    assumed = []
+    if are_thinned:
+        diagnosis = msgspec.structs.replace(diagnosis, findings=_differing(diagnosis), waits=())
+    elif not diagnosis.findings and not _culprits(diagnosis) and _has_order(reports):
+        in_order = [_log(report, groups, ranks, only_oldest=True) for report in reports]
+        likely = diagnose(in_order)
+        if any(isinstance(finding, Cycle) for finding in likely.findings):
+            logs, diagnosis = in_order, likely
+            assumed.append("a rank's calls are taken to begin on the device in the order in which they were enqueued")
+    is_found = bool(diagnosis.findings or _culprits(diagnosis))
+    if is_found:
+        assumed += _assumed(groups, diagnosis)
+    return logs, msgspec.structs.replace(
+        diagnosis,
+        waits=tuple(_culprits(diagnosis)),
+        under_way=(),
+        assumed=tuple(assumed),
+        remarks=(*remarks, *_messengers(groups, by_rank), *(() if is_found else _open(groups, by_rank))),
+    )
+
+
+def _culprits(diagnosis: Diagnosis) -> list[Missing]:
+    """The ranks that others wait for, of which lines are there: in no call, or in messages, of which it is not told for whom.
+
+    Which rank holds up the others where one is in a collective is open: not all members of its group are known.
+    """
+    return [
+        missing
+        for missing in diagnosis.waits
+        if missing.why == "late" or any(waiter.call.kind in _MESSAGES for waiter in missing.held)
+    ]
+
+
+def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
+    return tuple(finding for finding in diagnosis.findings if isinstance(finding, Mismatch))
+
+
+# Groups
+
+
+def _groups(by_rank: dict[int, Report]) -> dict[str, _Group]:
+    """The groups in which calls have timed out, and the one of all ranks."""
+    places: dict[str, dict[int, int]] = {}
+    last_ns = max(report.last_ns for report in by_rank.values())
+    faults: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
+    for rank, report in by_rank.items():
+        for name, group in report.groups.items():
+            if places.setdefault(name, {}).setdefault(group.place, rank) != rank:
+                faults[name] = "several groups go by this name"
+            descriptions[name] = group.description
+            if group.call is not None and group.call.kind in _MESSAGES:
+                faults.setdefault(name, "messages are numbered by each rank for itself")
+            elif group.completed > group.enqueued or (group.call and group.completed >= group.call.number):
+                faults.setdefault(name, "the numbers of its calls and messages are mixed")
+    for description in {each for each in descriptions.values() if each.startswith("mesh_")}:
+        named = [name for name in places if descriptions[name] == description]
+        if len(named) == 1:  # split_group gives all parts one name; where parts have their own, the name is one group's
+            faults.setdefault(named[0], "the groups of a mesh's dimension may all go by this name")
+    size = max(by_rank) + 1
+    groups = {}
+    for name, of_group in places.items():
+        reports = [report.groups[name] for report in by_rank.values() if name in report.groups]
+        default = any(group.is_default for group in reports)
+        ranks = range(size) if default else _members(of_group, size)
+        silent = tuple(rank for rank in ranks if rank not in of_group.values())
+        groups[name] = _Group(
+            name,
+            descriptions[name],
+            tuple(ranks),
+            silent,
+            is_complete=default,
+            fault=faults.get(name, ""),
+            followed_s=_followed_s(reports, last_ns),
+        )
+    groups = _with_only_candidates(groups, by_rank, places)
+    return {
+        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group) for name, group in groups.items()
+    }
+
+
+def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
+    """For how many seconds the lines of the job go on after the first timeout of a group; 0 where times are not known."""
+    first_ns = min((report.call.noticed_ns for report in reports if report.call is not None), default=0)
+    return (last_ns - first_ns) / 1e9 if first_ns else 0.0
+
+
+def _reported(group: _Group) -> _Group:
+    """The group without the members that do not report on it: they may have been about to."""
+    ranks = tuple(rank for rank in group.ranks if rank not in group.silent)
+    return replace(group, ranks=ranks, silent=(), is_complete=group.is_complete and not group.silent)
+
+
+def _members(places: dict[int, int], size: int) -> Sequence[int]:
+    """The ranks of a group, by place: those that report, and the few that have to be between or behind them in a regular mesh."""
+    known = [places[place] for place in sorted(places)]
+    count = _least_size(places, size)
+    first, last = min(places), max(places)
+    missing = count - len(known)
+    if len(known) < _LEAST_KNOWN or not 0 < missing <= len(known) // _LEAST_KNOWN:
+        return known
+    step, rest = divmod(places[last] - places[first], last - first)
+    start = places[first] - step * first
+    if rest or step < 1 or any(places[place] != start + step * place for place in places):
+        return known
+    ranks = range(start, start + step * count, step)
+    return ranks if start >= 0 and ranks[-1] < size else known
+
+
+def _least_size(places: dict[int, int], size: int) -> int:
+    """The least number of members that a group with these places can have in a mesh of ``size`` ranks, which it divides."""
+    least = max(2, max(places) + 1)
+    return next((count for count in range(least, size + 1) if size % count == 0), least)
+
+
+def _with_only_candidates(
+    groups: dict[str, _Group], by_rank: dict[int, Report], places: dict[str, dict[int, int]]
+) -> dict[str, _Group]:
+    """Complete the groups that lack one member where only one rank can be it.
+
+    That is none of the group's, and none of another group's of the same description, as these divide the ranks among them. Where
+    one group lacks a member, and one such rank has no call in flight, it is that one.
+    """
+    size = max(by_rank) + 1
+    idle = {rank for rank, report in by_rank.items() if not any(group.call for group in report.groups.values())}
+    candidates: dict[str, set[int]] = {}
+    for name, group in groups.items():
+        lacks_one = len(group.ranks) + 1 == _least_size(places[name], size)
+        if lacks_one and group.description and not group.is_complete and not group.fault and len(by_rank) == size:
+            siblings = {
+                rank for each in groups.values() if each.description == group.description for rank in each.ranks
+            }
+            candidates[name] = set(range(size)) - siblings
+    completed = dict(groups)
+    for name, ranks in candidates.items():
+        only = ranks & idle if len(candidates) == 1 and len(ranks & idle) == 1 else ranks
+        if len(only) == 1:
+            members = tuple(sorted((*groups[name].ranks, *only)))
+            completed[name] = replace(groups[name], ranks=members, silent=tuple(only))
+    return completed
+
+
+# Logs
+
+
+def _log(report: Report, groups: dict[str, _Group], ranks: tuple[int, ...], *, only_oldest: bool = False) -> RankLog:
+    """The log of a rank. ``only_oldest``: of its calls in flight only the one that was enqueued first has begun."""
+    in_flight = sorted(
+        (group for group in report.groups.values() if group.call),
+        key=lambda group: group.call.issued_ns if group.call else 0,
+    )
+    begun = in_flight[:1] if only_oldest else in_flight
+    group_logs, calls, waits = [], [], []
+    names = [name for name in report.groups if not groups[name].fault or report.groups[name].call]
+    for name in names:
+        group, own = groups[name], report.groups[name]
+        thread = begun.index(own) + 1 if own in begun else 0
+        group_logs.append(_group_log(report.rank, group, own, has_begun=own in begun or own.call is None))
+        if own.call is None:
+            continue
+        call = _call(len(group_logs) - 1, own, group, thread)
+        calls.append(call)
+        if thread:
+            waits.append(
+                WaitLog(
+                    thread=thread,
+                    group=call.group,
+                    kind=call.kind,
+                    number=call.number,
+                    site=call.site,
+                    since_ns=call.issued_ns,
+                )
+            )
+    return as_foreign(
+        RankLog(
+            job=report.job,
+            rank=report.rank,
+            ranks=ranks,
+            reason="timeout",
+            now_ns=report.last_ns,
+            groups=tuple(group_logs),
+            calls=tuple(calls),
+            waits=tuple(waits),
+            hidden=tuple(range(1, len(begun) + 1)) or (0,),
+        )
+    )
+
+
+def _group_log(rank: int, group: _Group, own: GroupReport, *, has_begun: bool) -> GroupLog:
+    """A group of a rank. One whose numbers cannot be compared is the rank's own, so that its call waits for nobody known."""
+    done = own.call.number - 1 if own.call else own.completed
+    members = (rank,) if group.fault else group.ranks
+    return GroupLog(
+        key=f"{group.name}|{','.join(map(str, members))}",
+        name=group.name,
+        ranks=members,
+        description=group.description,
+        issued=max(own.enqueued, own.call.number if own.call else 0) if has_begun else done,
+        done=done,
+    )
+
+
+def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
+    call = own.call
+    assert call is not None
+    is_message = call.kind in _MESSAGES
+    return CallLog(
+        group=place,
+        number=call.number,
+        kind=call.kind if is_message else kind_of(call.kind),
+        site=own.site,
+        state="started" if own.started >= call.number else "issued",
+        elements=-1 if is_message or group.fault else call.elements,
+        thread=thread,
+        is_async=True,
+        issued_ns=call.issued_ns,
+    )
+
+
+def _has_order(reports: Iterable[Report]) -> bool:
+    """Whether the calls that each rank has in flight have times far enough from each other to tell their order."""
+    for report in reports:
+        times = sorted(group.call.issued_ns for group in report.groups.values() if group.call)
+        pairs = itertools.pairwise(times)
+        if len(times) > 1 and (not times[0] or any(later - earlier < _LEAST_APART_NS for earlier, later in pairs)):
+            return False
+    return True
+
+
+# What was inferred, and what is open
+
+
+def _assumed(groups: dict[str, _Group], diagnosis: Diagnosis) -> list[str]:
+    culprits = {missing.call.rank for missing in _culprits(diagnosis)}
+    sentences = []
+    inferred = [str(group) for group in groups.values() if group.silent and not group.is_complete]
+    if inferred:
+        sentences.append(
+            f"members of {listed('group', inferred, 4)} are taken from those that report, and from even spacing as in a mesh"
+        )
+    for group in groups.values():
+        silent = sorted(culprits & set(group.silent))
+        if silent:
+            sentences.append(
+                f"{listed('rank', silent, 8)} would have reported a timeout of group {group} too, had the call been made within "
+                f"{group.followed_s:.0f} s of the others'"
+            )
+    return sentences
+
+
+def _messengers(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
+    """Which group only passes the failure on: the one of all ranks, through whose store ranks tell each other to dump."""
+    in_flight = {name for report in by_rank.values() for name, group in report.groups.items() if group.call}
+    sentences = []
+    for name, group in groups.items():
+        own = [report.groups[name] for report in by_rank.values() if name in report.groups]
+        numbers = {(each.enqueued, each.completed) for each in own}
+        if in_flight - {name} and name not in in_flight and len(numbers) == 1 and all(a == b for a, b in numbers):
+            sentences.append(
+                f"group {group} only passes the failure on: none of its calls is in flight on any rank whose lines are here"
+            )
+    return sentences
+
+
+def _open(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
+    """What is known of each group whose calls timed out, and why it does not say who is behind."""
+    sentences: dict[str, int] = {}
+    for name, group in groups.items():
+        own = {rank: report.groups[name] for rank, report in by_rank.items() if name in report.groups}
+        calls = {rank: report.call for rank, report in own.items() if report.call is not None}
+        if not calls:
+            continue
+        which = sorted({f"{kind_of(call.kind)} #{call.number}" for call in calls.values()})
+        behind = [rank for rank, report in own.items() if report.enqueued < min(call.number for call in calls.values())]
+        sentence = (
+            f"cannot tell what holds up group {shortened(str(group))}: {listed('rank', sorted(calls), 8)} timed out in "
+            f"{' or '.join(which[:4])}, and {group.fault or _why_open(behind)}"
+        )
+        sentences[sentence] = len(calls)
+    if not sentences:
+        return ["cannot tell: no line names a call that has timed out", _SWITCHES]
+    shown = sorted(sentences, key=lambda sentence: -sentences[sentence])[:_MOST_GROUPS]
+    others = len(sentences) - len(shown)
+    return [*shown, *([f"nor what holds up {counted(others, 'more group')}"] if others else []), _SWITCHES]
+
+
+def _why_open(behind: Sequence[int]) -> str:
+    if behind:
+        have = "has" if len(behind) == 1 else "have"
+        return f"{listed('rank', behind, 8)} {have} not come to it, held up in another group"
+    return (
+        "all members whose lines are here have enqueued it: another one has not, or the transfer itself hangs "
+        "(network, device)"
+    )

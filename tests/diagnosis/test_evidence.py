@@ -1,0 +1,216 @@
+"""What people have of a hanging job: files of all kinds, mixed, in folders and archives, each taken for what it is."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import random
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from dumps_in_memory import write_dumps
+from jobs_in_memory import Job, Op, run
+from test_watchdog_lines import EP, hanging
+from watchdogs_in_memory import Style, watchdog_lines
+
+from commlayer.cli.main import main
+from commlayer.diagnosis import evidence_files
+from commlayer.diagnosis.evidence import gather
+from commlayer.diagnosis.log_files import write_log
+
+A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
+STACK = """Process 4711: python train.py
+Python v3.12.4 (/usr/bin/python3.12)
+
+Thread 4711 (idle): "MainThread"
+    wait (threading.py:355)
+    get (queue.py:180)
+    _get_data (torch/utils/data/dataloader.py:1284)
+    load (batches.py:210)
+    <module> (train.py:88)
+Thread 4790 (active): "pin memory"
+    do_one_step (torch/utils/data/_utils/pin_memory.py:37)
+"""
+
+
+def circle(folder: Path) -> list[Path]:
+    """Dumps of two ranks that wait for each other."""
+    job = Job({"dp": (0, 1), "tp": (0, 1)}, {0: [A, B], 1: [B, A]})
+    run(job, random.Random(1))
+    return write_dumps(folder, job, random.Random(2), has_timing=True)
+
+
+def diagnose(*paths: Path | str) -> Result:
+    return CliRunner().invoke(main, ["diagnose", *map(str, paths)])
+
+
+def hung_log() -> bytes:
+    """The log of a job of which a rank left out a call."""
+    job, _ = hanging("skipped", 0)
+    return "\n".join(watchdog_lines(job, random.Random(0), Style((2, 7), "torchrun"))).encode()
+
+
+def test_a_mixed_folder_is_told_apart(tmp_path: Path) -> None:
+    circle(tmp_path / "node0")
+    (tmp_path / "job.log").write_bytes(b"step 1\nloss nan\n" + hung_log())
+    (tmp_path / "stack_rank_1.txt").write_text(STACK, encoding="utf-8")
+    (tmp_path / "notes.md").write_text("what we did", encoding="utf-8")
+    (tmp_path / "weights.pt").write_bytes(bytes(5000))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "ranks 0 and 1 wait for each other, in a circle of 2" in result.output
+    assert (
+        "2 dumps of torch's Flight Recorder (nccl): ranks 0 and 1; 1 log with lines of NCCL's watchdogs; "
+        in result.output
+    )
+    assert "1 file with stacks of 1 rank; 2 files not understood: " in result.output
+    assert "notes.md" in result.output
+    assert "rank 1: the program is at batches.py:210 in load, in threading.py:355 in wait" in result.output
+
+
+def test_logs_alone_are_judged_in_one_command(tmp_path: Path) -> None:
+    (tmp_path / "slurm-1.out").write_bytes(hung_log())
+    result = diagnose(tmp_path / "slurm-1.out")
+    assert result.exit_code == 1, result.output
+    assert f"of group {EP}" in result.output
+    as_json = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--json"])
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["findings"][0]["type"] == "cycle"
+
+
+def packed(folder: Path, kind: str) -> bytes:
+    """The files of a folder in an archive."""
+    file = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in folder.iterdir():
+                archive.write(path, f"job/{path.name}")
+    else:
+        with tarfile.open(fileobj=file, mode="w:gz" if kind == "tar.gz" else "w") as archive_:
+            archive_.add(folder, "job")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+def test_archives_say_what_their_files_say(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    for path in circle(folder):
+        if path.suffix == "":  # an archive within one
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=1_795_000_700))
+            path.unlink()
+    archive = tmp_path / f"job.{kind}"
+    archive.write_bytes(packed(folder, kind))
+    for path in folder.iterdir():
+        path.unlink()
+    evidence = gather([archive], [])
+    assert sorted(dump.rank for dump in evidence.dumps) == [0, 1]
+    assert "ranks 0 and 1 wait for each other" in diagnose(archive).output
+    assert sorted(tmp_path.iterdir()) == [folder, archive], "nothing is written"
+
+
+def test_logs_of_our_own_ranks_are_taken_from_an_archive(tmp_path: Path) -> None:
+    job = Job({"world": (0, 1)}, {0: [Op("all_reduce", "world", 1, 10)], 1: []})
+    run(job, random.Random(1))
+    (tmp_path / "logs").mkdir()
+    for rank in job.ranks:
+        write_log(tmp_path / "logs", job.log(rank, "timeout"))
+    archive = tmp_path / "job.zip"
+    archive.write_bytes(packed(tmp_path / "logs", "zip"))
+    result = diagnose(archive)
+    assert "2 logs of commlayer's ranks" in result.output
+    assert "rank 1 has not come to all_reduce #1 of group world" in result.output
+
+
+# Bounds
+
+
+def test_links_and_devices_in_archives_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(hung_log())
+    with tarfile.open(tmp_path / "job.tar", "w") as archive:
+        for name, kind in (("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("fifo", tarfile.FIFOTYPE)):
+            member = tarfile.TarInfo(f"../{name}_rank_1")
+            member.type, member.linkname = kind, str(tmp_path / "secret")
+            archive.addfile(member)
+    assert gather([tmp_path / "job.tar"], []).is_empty
+
+
+@pytest.mark.parametrize("nested", [1, 2])
+def test_an_archive_that_unpacks_to_too_much_is_refused(
+    nested: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_files, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(evidence_files, "_MOST_UNPACKED", 1 << 21)
+    data = gzip.compress(bytes(1 << 22))
+    for _ in range(nested - 1):
+        data = gzip.compress(data)
+    (tmp_path / "bomb.gz").write_bytes(data)
+    with tarfile.open(tmp_path / "many.tar", "w") as members:
+        for index in range(5):
+            member = tarfile.TarInfo(f"log_{index}")
+            member.size = 1 << 19
+            members.addfile(member, io.BytesIO(bytes(1 << 19)))
+    (tmp_path / "dumps").mkdir()
+    circle(tmp_path / "dumps")
+    damaged: list[str] = []
+    evidence = gather([tmp_path], damaged)
+    assert [error.partition(": ")[0] for error in damaged] == [str(tmp_path / "bomb.gz"), str(tmp_path / "many.tar")]
+    assert len(evidence.dump_paths) == 2, "the others are used"
+
+
+def test_archives_in_archives_have_an_end(tmp_path: Path) -> None:
+    data = b"nothing"
+    for _ in range(9):
+        data = gzip.compress(data)
+    (tmp_path / "deep.gz").write_bytes(data)
+    damaged: list[str] = []
+    assert gather([tmp_path], damaged).is_empty
+    assert "deep at most" in damaged[0]
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
+    circle(tmp_path)
+    whole = packed(tmp_path, "tar.gz")
+    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "trace_rank_9").write_bytes(b"\x80\x04nonsense")
+    (tmp_path / "ras.json").write_bytes(b'{"nccl_version": "2.28.3", "communicators": [{"hash": 3}]}')
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "ranks 0 and 1 wait for each other" in result.output
+    for name in ("cut.tar.gz", "trace_rank_9", "ras.json"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip", "log", "ras", "json", "pickle"])
+def test_changed_bytes_give_errors_that_name_the_file_and_no_other(kind: str, tmp_path: Path) -> None:
+    """Bytes of real files are flipped, cut, repeated and put in: whatever comes, it is data."""
+    random_ = random.Random(kind)
+    circle(tmp_path / "dumps")
+    dump = next(path for path in (tmp_path / "dumps").iterdir() if path.suffix == "").read_bytes()
+    whole = {
+        "log": hung_log() + STACK.encode(),
+        "ras": (Path(__file__).parent / "ras_sample.json").read_bytes(),
+        "json": json.dumps(pickle.loads(dump)).encode(),  # of this test's making
+        "pickle": dump,
+    }.get(kind) or packed(tmp_path / "dumps", kind)
+    path = tmp_path / "fuzzed_rank_0"
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(random_.randint(1, 8)):
+            at = random_.randrange(len(data))
+            change = random_.random()
+            if change < 0.6:
+                data[at] = random_.randrange(256)
+            elif change < 0.75:
+                del data[at : at + random_.randint(1, 50)]
+            else:
+                data[at:at] = data[: random_.randint(1, 50)]
+        path.write_bytes(bytes(data))
+        result = diagnose(path)
+        assert result.exit_code in (0, 1, 2), result.output
+        assert result.exit_code != 2 or "fuzzed_rank_0" in result.output
+        assert "\x1b" not in result.output

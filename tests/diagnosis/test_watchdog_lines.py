@@ -1,0 +1,306 @@
+"""Lines of NCCL's watchdogs: read in every form of torch's and of launchers, and judged right or not at all."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from jobs_in_memory import Groups, Job, Op, Program, run
+from watchdogs_in_memory import PREFIXES, Style, mesh_groups, watchdog_lines
+
+from commlayer.diagnosis.diagnosis_words import in_words
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch
+from commlayer.diagnosis.watchdog_lines import WatchdogLines, read_watchdog_lines
+from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
+
+RELEASES = [(2, 3), (2, 4), (2, 5), (2, 7), (2, 13)]
+EP, DP = "EXPERT_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
+
+
+def read(lines: list[str]) -> WatchdogLines:
+    return read_watchdog_lines([("job.log", "\n".join(lines).encode())])
+
+
+def judged(lines: list[str]) -> Diagnosis:
+    ((_, diagnosis),) = diagnose_watchdogs(read(lines)).values()
+    return diagnosis
+
+
+# Hanging jobs
+
+
+def step_program(groups: Groups, steps: int) -> Program:
+    """A training step: all_to_all of experts, reductions over data, a reduction over all; every rank the same."""
+    program: Program = {rank: [] for rank in groups["world"]}
+    mark = 0
+    for _ in range(steps):
+        for key in (*(key for key in groups if key != "world"), "world"):
+            mark += 1
+            kind = "all_to_all" if key.startswith(EP) else "all_reduce"
+            for rank in groups[key]:
+                program[rank].append(Op(kind, key, mark, 100 + mark))
+    return program
+
+
+Fault = tuple[set[int], str]
+"""Ranks at fault, and the group in which others wait for them."""
+
+
+def skipped(random_: random.Random, groups: Groups, program: Program) -> Fault:
+    """A rank leaves out one call of its experts: its numbers are behind from then on."""
+    rank = random_.choice(sorted(program))
+    calls = [op for op in program[rank] if op.group.startswith(EP)]
+    gone = random_.choice(calls)
+    program[rank] = [op for op in program[rank] if op is not gone]
+    return {rank}, gone.group
+
+
+def left(random_: random.Random, groups: Groups, program: Program) -> Fault:
+    """A rank's program ends, or waits elsewhere, before one of its calls."""
+    rank = random_.choice(sorted(program))
+    at = random_.randrange(len(program[rank]))
+    group = program[rank][at].group
+    del program[rank][at:]
+    return {rank}, group
+
+
+def reordered(random_: random.Random, groups: Groups, program: Program) -> Fault:
+    """A rank reduces over all before its last experts' call."""
+    rank = random_.choice(sorted(program))
+    ops = program[rank]
+    at = max(index for index, op in enumerate(ops) if op.group.startswith(EP))
+    ops.insert(at, ops.pop())
+    return {rank}, ops[at + 1].group
+
+
+def resized(random_: random.Random, groups: Groups, program: Program) -> Fault:
+    """A rank's last reduction over all has another size. Its members' calls never end."""
+    rank = random_.choice(sorted(program))
+    last = program[rank][-1]
+    program[rank][-1] = Op(last.kind, last.group, last.mark, last.line, sent=32)
+    return {rank}, "world"
+
+
+FAULTS: dict[str, Callable[[random.Random, Groups, Program], Fault]] = {
+    "skipped": skipped,
+    "left": left,
+    "reordered": reordered,
+    "resized": resized,
+}
+
+
+def hanging(fault: str, seed: int) -> tuple[Job, Fault]:
+    random_ = random.Random(f"{fault}{seed}")
+    dp, ep = random_.choice([(1, 8), (2, 4), (1, 4), (4, 4), (2, 8), (4, 8), (2, 2), (1, 2)])
+    groups = mesh_groups(dp, ep)
+    program = step_program(groups, 3)
+    truth = FAULTS[fault](random_, groups, program)
+    job = Job(groups, program)
+    run(job, random_)
+    if fault == "resized":  # on a device, both sizes were begun, and nobody knows how it would end
+        for here in job.ranks.values():
+            here.done["world"] = here.issued["world"] - 1
+        job._settle = lambda: None  # type: ignore[method-assign]
+    return job, truth
+
+
+def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
+    """Whether the first finding names the ranks at fault and their group: right, wrong, or cannot tell."""
+    ranks, _ = truth
+    found = [*diagnosis.findings, *(each for each in diagnosis.waits if each.why != "silent")]
+    if not found:
+        assert any("cannot tell" in remark for remark in diagnosis.remarks), in_words(diagnosis)
+        return "cannot tell"
+    first = found[0]
+    if isinstance(first, Cycle):
+        is_right = ranks <= {step.call.rank for step in first.steps}
+        return "right" if is_right else "wrong"
+    if isinstance(first, Mismatch):
+        return "right" if set(first.odd) == ranks or len(first.calls) == 2 else "wrong"
+    return "right" if {each.call.rank for each in diagnosis.waits} == ranks else "wrong"
+
+
+def test_of_hanging_jobs_most_are_named_and_none_wrongly() -> None:
+    """By their watchdogs' lines alone: 200 hangs, of 2 to 32 ranks, as five releases write them, behind five launchers."""
+    outcomes: Counter[tuple[str, str]] = Counter()
+    wrong = []
+    for fault in FAULTS:
+        for seed in range(50):
+            random_ = random.Random(seed)
+            job, truth = hanging(fault, seed)
+            style = Style(random_.choice(RELEASES), random_.choice(list(PREFIXES)))
+            diagnosis = judged(watchdog_lines(job, random_, style))
+            outcome = verdict(diagnosis, truth)
+            outcomes[fault, outcome] += 1
+            if outcome == "wrong":
+                wrong.append(f"{fault} {seed} {truth}: {in_words(diagnosis)}")
+    assert not wrong, wrong[0]
+    rights = sum(count for (_, outcome), count in outcomes.items() if outcome == "right")
+    assert rights >= 0.8 * sum(outcomes.values()), outcomes
+
+
+def shared_names(lines: list[str]) -> list[str]:
+    """The lines of a job whose groups of a mesh's dimension all go by one name, as torch's ``split_group`` gives it."""
+    names: dict[str, str] = {}
+    for line in lines:
+        for guid, description in re.findall(r"PG GUID (\d+)\((\w+)\)", line):
+            names.setdefault(description, guid)
+    described = [
+        re.sub(r"PG GUID \d+\((\w+)\)", lambda match: f"PG GUID {names[match[1]]}({match[1]})", line) for line in lines
+    ]
+    return [line.replace(f"({EP})", "(mesh_ep)").replace(f"({DP})", "(mesh_dp)") for line in described]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("seed", range(40))
+def test_what_lines_do_not_say_is_not_guessed(fault: str, seed: int) -> None:
+    """Ranks without lines, lines that end early while ranks are seconds apart, and groups that share a name."""
+    random_ = random.Random(seed)
+    job, truth = hanging(fault, seed)
+    ranks = sorted(job.ranks)
+    style = Style(random_.choice(RELEASES[2:]), random_.choice(list(PREFIXES)))
+    absent = random_.sample(ranks, random_.randrange(1, len(ranks)))
+    assert verdict(judged(watchdog_lines(job, random_, style, absent=absent)), truth) != "wrong"
+    assert verdict(judged(shared_names(watchdog_lines(job, random_, style))), truth) != "wrong"
+    late = {rank: random_.uniform(0, 25) for rank in ranks}
+    lines = watchdog_lines(job, random_, style, late_s=late)
+    assert verdict(judged(lines), truth) != "wrong"
+    assert verdict(judged(lines[: len(lines) // 2]), truth) != "wrong"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_transfer_that_hangs_on_all_ranks_is_nobodys_fault(seed: int) -> None:
+    random_ = random.Random(seed)
+    groups = mesh_groups(*random_.choice([(1, 8), (2, 4), (2, 2), (4, 4)]))
+    program = step_program(groups, 2)
+    key = random_.choice(list(groups))
+    for rank in groups[key]:  # all members are in the same call, and behind it nobody goes on
+        ops = program[rank]
+        program[rank] = ops[: 1 + max(index for index, op in enumerate(ops) if op.group == key)]
+    for rank in set(groups["world"]) - set(groups[key]):
+        program[rank] = program[rank][:-1]
+    job = Job(groups, program)
+    run(job, random_)
+    for here in job.ranks.values():
+        here.done[key] = here.issued[key] - 1 if key in here.issued else 0
+    job._settle = lambda: None  # type: ignore[method-assign]
+    late = {rank: random_.uniform(0, 25) for rank in job.ranks}
+    lines = watchdog_lines(job, random_, Style((2, 7), "plain"), late_s=late)
+    for shown in (lines, lines[: len(lines) // 2]):
+        diagnosis = judged(shown)
+        assert not diagnosis.findings, in_words(diagnosis)
+        assert not diagnosis.waits, in_words(diagnosis)
+        assert diagnosis.has_found
+
+
+# Lines as people post them
+
+
+OLD = """[80746] [rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=46, NumelOut=46, Timeout(ms)=600000) ran for 600060 \
+milliseconds before timing out.
+[80748] [rank0]:[E321 02:07:08.465150152 ProcessGroupNCCL.cpp:1664] [PG 1 Rank 0] Exception (either an error or \
+timeout) detected by watchdog at work: 1580, last enqueued NCCL work: 1582, last completed NCCL work: 1579."""
+MIDDLE = """Epoch 10/10: 240it [05:55,  1.47s/it, loss=5.46][rank13]:[E218 04:54:22.864467604 ProcessGroupNCCL.cpp:616] \
+[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=216, OpType=ALLTOALL_BASE, NumelIn=1379328, \
+NumelOut=1572864, Timeout(ms)=600000) ran for 600045 milliseconds before timing out.
+ 2025-02-18 12:54 [rank13]:[E218 04:54:22.864535778 ProcessGroupNCCL.cpp:1795] [PG ID 11 PG GUID 119 Rank 1] Exception \
+(either an error or timeout) detected by watchdog at work: 216, last enqueued NCCL work: 220, last completed NCCL work: \
+215."""
+NEW = """2026-08-08T04:21:41Z stderr F [rank368]:[E808 04:21:41.160918398 ProcessGroupNCCL.cpp:655] [Rank 3] Watchdog \
+caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) \
+ran for 600001 milliseconds before timing out.
+[rank368]:[E808 04:21:41.161005534 ProcessGroupNCCL.cpp:2299] [PG ID 2 PG GUID 5(EXPERT_MODEL_PARALLEL_GROUP) Rank 3]  \
+failure detected by watchdog at work sequence id: 5 PG status: last enqueued work: 9, last started work: 5 \
+(ALLREDUCE), last completed work: 4
+[rank368]:[E808 04:21:41.161011710 ProcessGroupNCCL.cpp:693] Stack trace of the failed collective:
+#0 all_reduce from /usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:2968
+#1 wrapper from /usr/lib/python3.12/site-packages/torch/distributed/c10d_logger.py:83
+#2 reduce_grads from /app/train.py:482
+#3 <module> from /app/train.py:900
+
+[rank368]:[E808 04:22:41.161045406 ProcessGroupNCCL.cpp:2147] [PG ID 0 PG GUID 0(default_pg) Rank 368] Received a dump \
+signal due to a collective timeout from this local rank and we will try our best to dump the debug info. Last enqueued \
+NCCL work: 58, last completed NCCL work: 58.This is most likely caused by incorrect usages of collectives"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "group", "number", "enqueued", "started"),
+    [
+        (OLD, 0, ("1", "", 0), 1580, 1582, -1),
+        (MIDDLE, 13, ("119", "", 1), 216, 220, -1),
+        (NEW, 368, ("5", EP, 3), 5, 9, 5),
+        (OLD.replace("1579.", "18446744073709551615."), 0, ("1", "", 0), 1580, 1582, -1),
+    ],
+)
+def test_lines_of_each_release_are_read(
+    text: str, rank: int, group: tuple[str, str, int], number: int, enqueued: int, started: int
+) -> None:
+    (report,) = read([text]).reports
+    own = report.groups[group[0]]
+    assert report.rank == rank
+    assert (own.name, own.description, own.place) == group
+    assert own.call is not None
+    assert (own.call.number, own.enqueued, own.started) == (number, enqueued, started)
+    assert own.call.noticed_ns > own.call.issued_ns > 0
+    if text is NEW:
+        assert str(own.site) == "/app/train.py:482 in reduce_grads"
+        assert report.groups["0"].enqueued == 58
+
+
+def test_lines_that_two_ranks_wrote_at_once_and_those_of_others_are_not_used() -> None:
+    mixed = NEW.replace("[rank368]:", "[rank3[]:").replace("default_pg) Rank 368", "default_pg) Rank 12")
+    reports = read(
+        [mixed, "[rank5]:[E808 04:21:41.1 ProcessGroupNCCL.cpp:655] [PG ID 0 PG GUID 0(default_pg) Rank 7] x"]
+    )
+    assert [report.rank for report in reports.reports] == [12]
+    assert reports.reports[0].groups["0"].call is None
+
+
+def test_a_file_named_by_its_rank_tells_the_rank() -> None:
+    bare = re.sub(r"\[rank\d+\]:", "", NEW)
+    lines = read_watchdog_lines([("logs/rank_368.txt", bare.encode())])
+    assert [report.rank for report in lines.reports] == [368]
+    assert "do not say of which rank" in read([re.sub(r"\[rank\d+\]:", "", MIDDLE)]).remarks[0]
+
+
+def test_only_the_last_failure_of_a_job_that_was_started_again_counts() -> None:
+    lines = read(
+        [NEW, NEW.replace("E808 04:", "E808 09:").replace("=5, OpType", "=7, OpType").replace("id: 5", "id: 7")]
+    )
+    (report,) = lines.reports
+    assert report.groups["5"].call is not None
+    assert report.groups["5"].call.number == 7
+    assert "started again" in lines.remarks[0]
+
+
+def test_what_ray_leaves_out_is_no_evidence() -> None:
+    job, _ = hanging("left", 4)
+    lines = watchdog_lines(job, random.Random(0), Style((2, 7), "ray"))
+    assert judged(lines).waits
+    thinned = judged([*lines[:-1], f"{lines[-1]} [repeated 14x across cluster]"])
+    assert not thinned.waits
+    assert "RAY_DEDUP_LOGS=0" in in_words(thinned)
+
+
+def test_jobs_that_share_a_log_of_ray_are_judged_one_by_one() -> None:
+    lines = []
+    for name in ("Actor", "Critic"):
+        job, _ = hanging("left", 4)
+        shown = watchdog_lines(job, random.Random(0), Style((2, 7), "ray"))
+        lines += [line.replace("(Trainer pid", f"({name} pid") for line in shown]
+    results = diagnose_watchdogs(read(lines))
+    assert list(results) == ["Actor", "Critic"]
+    assert all(diagnosis.waits for _, diagnosis in results.values())
+
+
+def test_messages_are_not_compared_by_their_numbers() -> None:
+    job, _ = hanging("resized", 3)
+    lines = watchdog_lines(job, random.Random(0), Style((2, 7), "plain"))
+    text = in_words(judged([re.sub(r"OpType=\w+", "OpType=COALESCED", line) for line in lines]))
+    assert "messages are numbered by each rank for itself" in text
+    assert "differ" not in text
+    assert "TORCH_FR_BUFFER_SIZE" in text
