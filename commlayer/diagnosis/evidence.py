@@ -6,6 +6,7 @@ then NCCL's RAS; the kind that says most is judged, and stacks add where program
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,11 @@ class Evidence:
 
     def _by_calls(self) -> Judged:
         if self.logs:
+            twice = [rank for rank, count in Counter(log.rank for log in self.logs).items() if count > 1]
+            if twice:
+                raise UsageError(
+                    f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
+                )
             return {"": (self.logs, diagnose(self.logs))}
         if self.dumps:
             return {"": diagnose_dumps(self.dumps)}
@@ -72,8 +78,8 @@ class Evidence:
         if self.ras:
             return diagnose_ras(self.ras)
         ranks = tuple(sorted({place.rank for place in self.places}))
-        nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=ranks, is_timeout=True)
-        return {"": ([], nothing)}
+        remark = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
+        return {"": ([], Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=True, remarks=(remark,)))}
 
     def in_words(self) -> str:
         """How many files were taken as what."""

@@ -6,6 +6,7 @@ other, up to ``_MOST_UNPACKED`` bytes of all and ``_MOST_MEMBERS``; links, devic
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import stat
@@ -73,8 +74,9 @@ def _paths(paths: Iterable[Path]) -> Iterator[Path]:
             yield path
             continue
         for each in sorted(path.rglob("*")):
-            if each.is_file():
-                yield each
+            with contextlib.suppress(OSError):  # in a folder that may not be looked into
+                if each.is_file():
+                    yield each
 
 
 def _of_path(path: Path) -> Iterator[EvidenceFile]:

@@ -25,10 +25,8 @@ _MOST_FRAMES = 1000
 _THREAD = re.compile(r"(?:^|\s)(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,20}(?P<rest> .{0,200})?$")
 _PY_SPY_REST = re.compile(r" \((?:active|idle)[\w+]{0,20}\)(?:: \"(?P<name>.{0,100})\")?$")
 _FAULT_REST = re.compile(r"(?: \[(?P<name>.{0,100})\])? \(most recent call first\):$")
-_FRAME = re.compile(
-    r"File \"(?P<file>.{1,1000})\", line (?P<line>\d{1,9}) in (?P<function>.{1,200})$|"
-    r"^\s{2,8}(?P<name>\S.{0,300}) \((?P<path>[^()]{1,1000}):(?P<number>\d{1,9})\)$"
-)
+_MOST_IN_LINE = 2000
+_IN_FILE = re.compile(r"\", line (\d{1,9}) in (.{1,200})$")
 _RANK = re.compile(r"\brank[ =:_-]{0,2}(\d{1,7})\b|\[rank(\d{1,7})\]", re.IGNORECASE)
 _LIBRARY = re.compile(
     r"site-packages/|dist-packages/|/lib/python3\.|^(?:<|torch/|multiprocessing/|threading\.py|queue\.py|selectors\.py)"
@@ -76,13 +74,13 @@ def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]
     for line in map(str.rstrip, lines):
         head = _THREAD.search(line[-400:])
         rest = head and (_PY_SPY_REST.match(head["rest"] or "") or _FAULT_REST.match(head["rest"] or ""))
-        frame = _FRAME.search(line[:2000]) if is_inside else None
+        site = _site(line[:_MOST_IN_LINE]) if is_inside else None
         if rest or not line.strip():
             if frames:
                 yield above, name, frames
             name, frames, is_inside = (rest["name"] or "" if rest else ""), [], bool(rest)
-        elif frame is not None and len(frames) < _MOST_FRAMES:
-            frames.append(_site(frame))
+        elif site is not None and len(frames) < _MOST_FRAMES:
+            frames.append(site)
         if not is_inside or rest:
             named = _RANK.search(line[:400])
             above = int(named[1] or named[2]) if named else above
@@ -90,10 +88,17 @@ def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]
         yield above, name, frames
 
 
-def _site(match: re.Match[str]) -> Site:
-    if match["file"]:
-        return Site(match["file"], int(match["line"]), match["function"])
-    return Site(match["path"], int(match["number"]), match["name"])
+def _site(line: str) -> Site | None:
+    """The place in a line of a stack: ``File "train.py", line 41 in step``, or ``step (train.py:41)``."""
+    before, _, rest = line.partition('File "')
+    match = _IN_FILE.search(rest)
+    if match:
+        return Site(rest[: match.start()], int(match[1]), match[2])
+    name, _, place = line.removesuffix(")").rpartition(" (")
+    file, _, number = place.rpartition(":")
+    if line.endswith(")") and before[:1] == " " and name.strip() and file and re.fullmatch(r"[0-9]{1,9}", number):
+        return Site(file, int(number), name.strip())
+    return None
 
 
 def _place(rank: int, frames: Sequence[Site]) -> ProgramPlace:

@@ -24,7 +24,10 @@ from commlayer.profiles.printable import shortened
 
 __all__ = ["Communicator", "RasOutput", "diagnose_ras", "is_ras_json", "is_ras_text", "read_ras"]
 
-_ONE_OUTPUT = "one output of RAS does not tell a rank that is behind from one that hangs: take another a minute later, and give both"
+_ONE_OUTPUT = (
+    "one output of RAS does not tell a rank that is behind from one that hangs: "
+    "take another a minute later, and give both"
+)
 _MOST_RANKS = 1 << 17
 _MOST_COMMUNICATORS = 1 << 14
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

@@ -29,8 +29,9 @@ __all__ = [
 ]
 
 _MARKS = (b"WorkNCCL(", b"last enqueued ", b"Last enqueued ")
-_USED = re.compile(rb"ProcessGroupNCCL|WorkNCCL\(|enqueued |#\d+ .* from ")
+_USED = (b"ProcessGroupNCCL", b"WorkNCCL(", b"enqueued ")
 _MOST_IN_LINE = 1 << 13
+_MOST_IN_FRAME = 1000
 _FAILURE_GAP_NS = 300 * 10**9
 """The silence of the watchdogs between two failures: a job that was started again numbers its calls anew. Ranks that time out
 in one failure do so within a minute or two, and the processes end."""
@@ -124,7 +125,12 @@ def has_watchdog_lines(data: bytes) -> bool:
 
 def watchdog_part(data: bytes) -> bytes:
     """Return the lines of a log that :func:`read_watchdog_lines` reads: few of many."""
-    return b"\n".join(line for line in re.split(rb"[\r\n]+", data) if _USED.search(line))
+    lines = re.split(rb"[\r\n]+", data)
+    return b"\n".join(
+        line[:_MOST_IN_LINE]
+        for line in lines
+        if any(mark in line for mark in _USED) or (b"#" in line and b" from " in line)
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
     frames: list[Site] = []
     for full in lines:
         line = full[:_MOST_IN_LINE]
-        frame = _FRAME.search(line) if stack_of is not None else None
+        frame = _FRAME.search(line[:_MOST_IN_FRAME]) if stack_of is not None else None
         if frame is not None and int(frame[1]) == len(frames):
             frames.append(Site(frame[3], int(frame[4]), frame[2]))
             continue

@@ -31,9 +31,9 @@ from commlayer.profiles.printable import shortened
 __all__ = ["diagnose_watchdogs"]
 
 _SWITCHES = (
-    "for more, run with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9), "
-    "TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/shared/trace_rank_ (TORCH_NCCL_DEBUG_INFO_TEMP_FILE before), "
-    "and give the dumps and logs of all ranks"
+    "for more, run with TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
+    "TORCH_FR_DUMP_TEMP_FILE=/shared/trace_rank_ (on older torch TORCH_NCCL_TRACE_BUFFER_SIZE and "
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE), and give the dumps and logs of all ranks"
 )
 _MESSAGES = ("SEND", "RECV", "COALESCED", "UNKNOWN")
 """Kinds of torch's that are messages, or may be."""
