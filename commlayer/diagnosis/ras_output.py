@@ -21,6 +21,7 @@ from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
+from commlayer.profiles.strict_json import parse_record
 
 __all__ = ["Communicator", "RasOutput", "diagnose_ras", "is_ras_json", "is_ras_text", "read_ras"]
 
@@ -105,20 +106,18 @@ def read_ras(name: str, data: bytes) -> RasOutput:
     """Read the output in ``data``, of the file ``name``. Raises UsageError, which names it."""
     if data.lstrip()[:1] != b"{":
         return RasOutput(name, tuple(_of_text(data.decode("utf-8", "replace"))))
-    try:
-        content = msgspec.json.decode(data, type=_RasJson)
-        return RasOutput(name, tuple(map(_of_json, content.communicators)))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{shortened(name)}: expected the output of ncclras -f json, got a damaged or foreign file: "
-            f"{shortened(str(error), 400)}. Copy it again, or remove it to go on without"
-        ) from error
+    content = parse_record(data, _RasJson, name, "the output of ncclras -f json")
+    for each in content.communicators:
+        places = [rank.rank for rank in each.ranks] + [rank.rank for rank in each.missing_ranks]
+        if max(places, default=0) >= each.size:
+            raise UsageError(
+                f"{shortened(name)}: expected ranks below {each.size} in communicator {shortened(each.hash)}, got "
+                f"{max(places)}. Copy it again, or remove it to go on without"
+            )
+    return RasOutput(name, tuple(map(_of_json, content.communicators)))
 
 
 def _of_json(content: _RasCommunicator) -> Communicator:
-    places = [each.rank for each in content.ranks] + [each.rank for each in content.missing_ranks]
-    if max(places, default=0) >= content.size:
-        raise ValueError(f"expected ranks below {content.size} in communicator {shortened(content.hash)}, got others")
     missing = {each.rank: each.status.considered_dead for each in content.missing_ranks}
     return Communicator(
         key=f"{content.hash}:{content.secondary_hash}",
