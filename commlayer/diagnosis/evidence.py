@@ -1,7 +1,9 @@
-"""What a job has left of its calls, of every kind that is read: told apart by looking into files, and judged together.
+"""What a job has left of its calls, of every kind that is read: told apart by looking into files,
+and judged together.
 
-Kinds say more or less. The logs of our own ranks say most, then dumps of torch's Flight Recorder, then lines of NCCL's watchdogs,
-then NCCL's RAS; the kind that says most is judged, and stacks add where programs are.
+Kinds say more or less. The logs of our own ranks say most, then dumps of torch's Flight Recorder,
+then lines of NCCL's watchdogs, then NCCL's RAS; the kind that says most is judged, and stacks add
+where programs are.
 """
 
 from __future__ import annotations
@@ -18,9 +20,19 @@ from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import parse_log
 from commlayer.diagnosis.program_stacks import ProgramPlace, has_stacks, read_stacks, with_places
-from commlayer.diagnosis.ras_output import RasOutput, diagnose_ras, is_ras_json, is_ras_text, read_ras
+from commlayer.diagnosis.ras_output import (
+    RasOutput,
+    diagnose_ras,
+    is_ras_json,
+    is_ras_text,
+    read_ras,
+)
 from commlayer.diagnosis.recorder_dumps import Dump, begins_as_dump, read_dump, read_dumps
-from commlayer.diagnosis.watchdog_lines import has_watchdog_lines, read_watchdog_lines, watchdog_part
+from commlayer.diagnosis.watchdog_lines import (
+    has_watchdog_lines,
+    read_watchdog_lines,
+    watchdog_part,
+)
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -35,7 +47,8 @@ Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 
 @dataclass
 class Evidence:
-    """What was found. ``dump_paths``: dumps that have not been read yet; ``unknown``: names of files of no kind."""
+    """What was found. ``dump_paths``: dumps that have not been read yet; ``unknown``: names of
+    files of no kind."""
 
     logs: list[RankLog] = field(default_factory=list)
     dump_paths: list[Path] = field(default_factory=list)
@@ -52,7 +65,8 @@ class Evidence:
         return not (self.logs or self.dump_paths or self.dumps or self.watchdogs or self.ras or self.places)
 
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
-        """Read the dumps, in several processes where they are many. Raises UsageError for two of one rank."""
+        """Read the dumps, in several processes where they are many. Raises UsageError for two of
+        one rank."""
         self.dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps)
         self.dump_paths = []
 
@@ -79,7 +93,19 @@ class Evidence:
             return diagnose_ras(self.ras)
         ranks = tuple(sorted({place.rank for place in self.places}))
         remark = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
-        return {"": ([], Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=True, remarks=(remark,)))}
+        return {
+            "": (
+                [],
+                Diagnosis(
+                    findings=(),
+                    waits=(),
+                    ranks=ranks,
+                    without=(),
+                    is_timeout=True,
+                    remarks=(remark,),
+                ),
+            )
+        }
 
     def in_words(self) -> str:
         """How many files were taken as what."""
@@ -108,7 +134,8 @@ class Evidence:
 def gather(paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> Evidence:
     """Look into all files among ``paths``, in folders and archives too.
 
-    ``damaged`` takes what is wrong with files that cannot be read; ``advance`` is called with the name of each file.
+    ``damaged`` takes what is wrong with files that cannot be read; ``advance`` is called with the
+    name of each file.
     """
     evidence = Evidence()
     for file in each_file(paths, damaged, advance):
@@ -138,7 +165,10 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
 def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
     """Take what a text has in it, which may be of several kinds; whether there is any."""
     data = file.content()
-    has_lines, places = has_watchdog_lines(data), read_stacks(file.name, data) if has_stacks(data) else []
+    has_lines, places = (
+        has_watchdog_lines(data),
+        read_stacks(file.name, data) if has_stacks(data) else [],
+    )
     if has_lines:
         evidence.watchdogs.append((file.name, watchdog_part(data)))
     if places:

@@ -1,7 +1,9 @@
-"""The files that a job left, in folders and archives, as bytes: nothing is written to a disk, and everything has a bound.
+"""The files that a job left, in folders and archives, as bytes: nothing is written to a disk, and
+everything has a bound.
 
-An archive (tar, zip, gz, and one of these within another) can hold more than a machine has. Its members are taken one after the
-other, up to ``_MOST_UNPACKED`` bytes of all and ``_MOST_MEMBERS``; links, devices and files with holes are left out.
+An archive (tar, zip, gz, and one of these within another) can hold more than a machine has. Its
+members are taken one after the other, up to ``_MOST_UNPACKED`` bytes of all and ``_MOST_MEMBERS``;
+links, devices and files with holes are left out.
 """
 
 from __future__ import annotations
@@ -33,14 +35,23 @@ _MOST_HEADERS = 1 << 22
 """Bytes of an archive between two members: long names and comments."""
 _MOST_NESTED = 3
 _HEAD = 4096
-_DAMAGED = (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, zipfile.BadZipFile, RuntimeError, MemoryError)
+_DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    zlib.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    RuntimeError,
+    MemoryError,
+)
 """The errors of archives that are damaged, encrypted or hostile."""
 
 
 @dataclass(frozen=True)
 class EvidenceFile:
-    """A file. ``name``: where it is, also within an archive; ``path``: of one that is in none; ``head``: its first bytes;
-    ``written_ns``: when it was written."""
+    """A file. ``name``: where it is, also within an archive; ``path``: of one that is in none;
+    ``head``: its first bytes; ``written_ns``: when it was written."""
 
     name: str
     path: Path | None
@@ -58,7 +69,8 @@ def file_count(paths: Iterable[Path]) -> int:
 def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str], None]) -> Iterator[EvidenceFile]:
     """Yield the files among ``paths``, and in folders and archives among them, at any depth.
 
-    ``damaged`` takes what is wrong with those that cannot be read; ``advance`` is called with the name of each when it is done.
+    ``damaged`` takes what is wrong with those that cannot be read; ``advance`` is called with the
+    name of each when it is done.
     """
     for path in _paths(paths):
         try:
@@ -145,7 +157,8 @@ class _Unpacked:
     def members(
         self, name: str, file: IO[bytes], head: bytes, written_ns: int, depth: int = 0
     ) -> Iterator[EvidenceFile]:
-        """Yield the files in an archive. Raises UsageError, which names it, for a damaged one, after those before the damage."""
+        """Yield the files in an archive. Raises UsageError, which names it, for a damaged one,
+        after those before the damage."""
         file.seek(0)
         if depth >= _MOST_NESTED:
             raise UsageError(f"{self.archive}: expected archives in archives {_MOST_NESTED} deep at most")
@@ -165,7 +178,11 @@ class _Unpacked:
                 yield member
             else:
                 yield from self.members(
-                    member.name, io.BytesIO(member.content()), member.head, member.written_ns, depth + 1
+                    member.name,
+                    io.BytesIO(member.content()),
+                    member.head,
+                    member.written_ns,
+                    depth + 1,
                 )
 
     def _taken(self, name: str, data: bytes, written_ns: int) -> EvidenceFile:

@@ -1,6 +1,8 @@
-"""Stacks of programs, as ``py-spy dump`` and Python's ``faulthandler`` write them: where the program of a rank is.
+"""Stacks of programs, as ``py-spy dump`` and Python's ``faulthandler`` write them: where the
+program of a rank is.
 
-The rank is in the file's name (``stack_rank_3.txt``), or in a line such as ``rank 3`` or ``[rank3]`` above its stack.
+The rank is in the file's name (``stack_rank_3.txt``), or in a line such as ``rank 3`` or
+``[rank3]`` above its stack.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _IN_CALL = re.compile(r"torch/distributed/|commlayer/backend/")
 
 @dataclass(frozen=True)
 class ProgramPlace:
-    """Where the program of a rank is. ``site``: the innermost place that is the program's own; ``inside``: the innermost of all;
-    ``is_in_call``: it is within a call of torch's distributed package."""
+    """Where the program of a rank is. ``site``: the innermost place that is the program's own;
+    ``inside``: the innermost of all; ``is_in_call``: it is within a call of torch's distributed
+    package."""
 
     rank: int
     site: Site
@@ -54,7 +57,8 @@ def has_stacks(data: bytes) -> bool:
 
 
 def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
-    """Read where the programs of ranks are, from a text of the file ``name``; those whose rank is not told are left out."""
+    """Read where the programs of ranks are, from a text of the file ``name``; those whose rank is
+    not told are left out."""
     rank = rank_in_name(name)
     places: dict[int, ProgramPlace] = {}
     best: dict[int, int] = {}
@@ -69,7 +73,8 @@ def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
 
 
 def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]]]:
-    """The threads in a text: the last rank that is named above each, the thread's name and its frames, innermost first."""
+    """The threads in a text: the last rank that is named above each, the thread's name and its
+    frames, innermost first."""
     above, name, frames, is_inside = None, "", list[Site](), False
     for line in map(str.rstrip, lines):
         head = _THREAD.search(line[-400:])
@@ -89,7 +94,8 @@ def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]
 
 
 def _site(line: str) -> Site | None:
-    """The place in a line of a stack: ``File "train.py", line 41 in step``, or ``step (train.py:41)``."""
+    """The place in a line of a stack: ``File "train.py", line 41 in step``, or ``step
+    (train.py:41)``."""
     before, _, rest = line.partition('File "')
     match = _IN_FILE.search(rest)
     if match:
@@ -108,7 +114,8 @@ def _place(rank: int, frames: Sequence[Site]) -> ProgramPlace:
 
 
 def with_places(diagnosis: Diagnosis, places: Iterable[ProgramPlace]) -> Diagnosis:
-    """Return the diagnosis with where programs are: of the ranks that others wait for, and as a remark of all."""
+    """Return the diagnosis with where programs are: of the ranks that others wait for, and as a
+    remark of all."""
     of_rank = {place.rank: place for place in places}
 
     def placed(missing: Missing) -> Missing:

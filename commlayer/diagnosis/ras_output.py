@@ -1,9 +1,10 @@
-"""Outputs of NCCL's RAS (``ncclras``, also with ``-f json``): communicators, ranks that miss, and counts of calls.
+"""Outputs of NCCL's RAS (``ncclras``, also with ``-f json``): communicators, ranks that miss, and
+counts of calls.
 
-Formats are those of NCCL 2.24 to 2.32 (``src/ras/client_support.cc``). RAS counts the collectives that
-ranks have launched, by kind; sends and receives, and what is made of them, are in no count. A rank with
-a lower count than others has not come to their call. One output cannot tell a rank that is behind from
-one that hangs: of a job that hangs, a second one says the same.
+Formats are those of NCCL 2.24 to 2.32 (``src/ras/client_support.cc``). RAS counts the collectives
+that ranks have launched, by kind; sends and receives, and what is made of them, are in no count. A
+rank with a lower count than others has not come to their call. One output cannot tell a rank that
+is behind from one that hangs: of a job that hangs, a second one says the same.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ _LISTED = re.compile(r"  Rank (\d{1,9}) -- ")
 
 @dataclass
 class Communicator:
-    """A communicator. ``counts``: of each rank that answered, how many calls of each kind it has launched; ``processes``: the
-    host, process and device of each rank, where they are told; ``dead``, ``silent``: ranks that did not answer."""
+    """A communicator. ``counts``: of each rank that answered, how many calls of each kind it has
+    launched; ``processes``: the host, process and device of each rank, where they are told;
+    ``dead``, ``silent``: ranks that did not answer."""
 
     key: str
     size: int
@@ -130,7 +132,8 @@ def _of_json(content: _RasCommunicator) -> Communicator:
 
 
 def _of_text(text: str) -> list[Communicator]:
-    """The communicators with errors or warnings. Ranks that are not named one by one have the count that most have."""
+    """The communicators with errors or warnings. Ranks that are not named one by one have the count
+    that most have."""
     sizes: dict[str, int] = {}
     communicators: dict[str, Communicator] = {}
     at: Communicator | None = None
@@ -140,7 +143,10 @@ def _of_text(text: str) -> list[Communicator]:
         if row:
             sizes[row[1]] = int(row[2])
         elif head and 0 < sizes.get(head[1], 0) <= _MOST_RANKS and len(communicators) < _MOST_COMMUNICATORS:
-            at, section = communicators.setdefault(head[2], Communicator(f"0x{head[2]}", sizes[head[1]])), head[3]
+            at, section = (
+                communicators.setdefault(head[2], Communicator(f"0x{head[2]}", sizes[head[1]])),
+                head[3],
+            )
         elif at is not None and section == "INCOMPLETE" and (one := _LISTED.match(line[:200])):
             at.silent.add(int(one[1]))
         elif at is not None and (different := _DIFFERENT.match(line[:200])):
@@ -151,7 +157,8 @@ def _of_text(text: str) -> list[Communicator]:
 
 
 def _take_count(communicator: Communicator, kind: str, common: int, line: str) -> int:
-    """Take the counts of a line; return the one that the ranks listed below it have. The first is the most frequent."""
+    """Take the counts of a line; return the one that the ranks listed below it have. The first is
+    the most frequent."""
     many, one, each = _MANY.match(line), _ONE.match(line), _LISTED.match(line)
     if many:
         count = int(many[2] or 0)
@@ -172,7 +179,8 @@ def _take_count(communicator: Communicator, kind: str, common: int, line: str) -
 def diagnose_ras(outputs: Sequence[RasOutput]) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """Return the logs that the last of ``outputs`` amounts to, and what is wrong.
 
-    All communicators are judged together where one has all processes, whose ranks are the job's then; each by itself otherwise.
+    All communicators are judged together where one has all processes, whose ranks are the job's
+    then; each by itself otherwise.
     """
     last = outputs[-1]
     before = {each.key: each.counts for output in outputs[:-1] for each in output.communicators}
@@ -195,7 +203,8 @@ def _differ(communicator: Communicator) -> bool:
 
 
 def _job_ranks(communicators: Sequence[Communicator]) -> dict[str, dict[int, int]] | None:
-    """The job's ranks of each communicator's: those in the one that has all processes; None: there is none such."""
+    """The job's ranks of each communicator's: those in the one that has all processes; None: there
+    is none such."""
     whole = max(communicators, key=lambda each: each.size, default=None)
     if whole is None or not all(each.processes for each in communicators):
         return None
@@ -240,7 +249,8 @@ def _log(
     *,
     is_over: bool,
 ) -> RankLog:
-    """The log of a rank: it waits in the last call of each kind of which others have launched fewer."""
+    """The log of a rank: it waits in the last call of each kind of which others have launched
+    fewer."""
     groups, calls, waits = [], [], []
     for each in communicators:
         members = ranks_of[each.key]
@@ -259,10 +269,23 @@ def _log(
                 thread, site = len(groups), Site("", 0, "")
                 calls.append(
                     CallLog(
-                        group=len(groups) - 1, number=count, kind=kind_of(kind), site=site, thread=thread, is_async=True
+                        group=len(groups) - 1,
+                        number=count,
+                        kind=kind_of(kind),
+                        site=site,
+                        thread=thread,
+                        is_async=True,
                     )
                 )
-                waits.append(WaitLog(thread=thread, group=len(groups) - 1, kind=kind_of(kind), number=count, site=site))
+                waits.append(
+                    WaitLog(
+                        thread=thread,
+                        group=len(groups) - 1,
+                        kind=kind_of(kind),
+                        number=count,
+                        site=site,
+                    )
+                )
     return as_foreign(
         RankLog(
             job="",

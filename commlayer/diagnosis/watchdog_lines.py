@@ -1,10 +1,12 @@
-"""Lines of the watchdog of torch's ProcessGroupNCCL, in text logs: which call timed out, and how far each group had come.
+"""Lines of the watchdog of torch's ProcessGroupNCCL, in text logs: which call timed out, and how
+far each group had come.
 
-They are read as torch 2.3 to 2.13 writes them (``ProcessGroupNCCL.cpp``), wherever they stand in a line: launchers put
-``[default3]:``, ``3: `` or a time in front. Older lines name no group. The rank of the job is in torch's own ``[rank3]:``;
-the one beside a group's name is the place in that group.
+They are read as torch 2.3 to 2.13 writes them (``ProcessGroupNCCL.cpp``), wherever they stand in a
+line: launchers put ``[default3]:``, ``3: `` or a time in front. Older lines name no group. The rank
+of the job is in torch's own ``[rank3]:``; the one beside a group's name is the place in that group.
 
-Rejected: the numbers that launchers put in front, as ranks: torchrun counts on each machine, and Slurm counts tasks.
+Rejected: the numbers that launchers put in front, as ranks: torchrun counts on each machine, and
+Slurm counts tasks.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _USED = (b"ProcessGroupNCCL", b"WorkNCCL(", b"enqueued ")
 _MOST_IN_LINE = 1 << 13
 _MOST_IN_FRAME = 1000
 _FAILURE_GAP_NS = 300 * 10**9
-"""The silence of the watchdogs between two failures: a job that was started again numbers its calls anew. Ranks that time out
-in one failure do so within a minute or two, and the processes end."""
+"""The silence of the watchdogs between two failures: a job that was started again numbers its calls
+anew. Ranks that time out in one failure do so within a minute or two, and the processes end."""
 _NONE_YET = 1 << 62
 """From here on a number is torch's −1, written by some versions as if it had no sign."""
 
@@ -63,8 +65,9 @@ _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 
 @dataclass(frozen=True)
 class TimedOut:
-    """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``; ``elements``: those sent, −1: not known;
-    ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog wrote, in the year 2000, 0: not known."""
+    """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``; ``elements``: those
+    sent, −1: not known; ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog
+    wrote, in the year 2000, 0: not known."""
 
     number: int
     kind: str
@@ -75,8 +78,8 @@ class TimedOut:
 
 @dataclass
 class GroupReport:
-    """How far a rank had come in a group. ``place``: the rank's, in the group; ``enqueued``, ``completed``: numbers of its last
-    such calls, 0: none; ``started``: the same, −1: not recorded."""
+    """How far a rank had come in a group. ``place``: the rank's, in the group; ``enqueued``,
+    ``completed``: numbers of its last such calls, 0: none; ``started``: the same, −1: not recorded."""
 
     name: str
     description: str
@@ -95,8 +98,8 @@ class GroupReport:
 
 @dataclass
 class Report:
-    """The lines of a rank in one failure. ``job``: the Ray actors that it is one of, as several jobs may share a log;
-    ``groups``: by name; ``last_ns``: the time of its last line."""
+    """The lines of a rank in one failure. ``job``: the Ray actors that it is one of, as several
+    jobs may share a log; ``groups``: by name; ``last_ns``: the time of its last line."""
 
     job: str
     rank: int
@@ -135,8 +138,9 @@ def watchdog_part(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class WatchdogLines:
-    """The lines of all ranks of one failure. ``remarks``: sentences on lines that are not used; ``are_thinned``: lines of some
-    ranks are left out, so that it says nothing where a rank has none."""
+    """The lines of all ranks of one failure. ``remarks``: sentences on lines that are not used;
+    ``are_thinned``: lines of some ranks are left out, so that it says nothing where a rank has
+    none."""
 
     reports: tuple[Report, ...]
     remarks: tuple[str, ...]
@@ -175,7 +179,8 @@ def _is_ours(line: str) -> bool:
 
 
 def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
-    """The lines that say something, in their order, with the places in the program below a failed call."""
+    """The lines that say something, in their order, with the places in the program below a failed
+    call."""
     stack_of: _Event | None = None
     frames: list[Site] = []
     for full in lines:
@@ -243,7 +248,8 @@ def _number(text: str) -> int:
 
 
 def _time_ns(line: str) -> int:
-    """The time of a line of torch's, in the leap year 2000, as torch writes no year; 0: it has none."""
+    """The time of a line of torch's, in the leap year 2000, as torch writes no year; 0: it has
+    none."""
     match = _TIME.search(line)
     if match is None:
         return 0
@@ -275,7 +281,8 @@ def _by_rank(events: Iterable[_Event]) -> dict[tuple[str, int], list[_Event]]:
 
 
 def _report(job: str, rank: int, events: Sequence[_Event]) -> Report:
-    """Put a rank's lines together: a call that timed out belongs to the group whose status names its number and place."""
+    """Put a rank's lines together: a call that timed out belongs to the group whose status names
+    its number and place."""
     report = Report(job, rank, last_ns=max(event.time_ns for event in events))
     calls: list[tuple[TimedOut, int]] = []
     last_group: GroupReport | None = None

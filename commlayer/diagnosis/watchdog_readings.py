@@ -1,16 +1,17 @@
 """The diagnosis of a job from the lines of its watchdogs alone.
 
-They say less than a dump: the oldest call of each group that has timed out, and the numbers of the last ones that were enqueued.
-What is wrong is found in the graph of all groups, as from logs; before that, it is inferred, and said in
-:attr:`~commlayer.diagnosis.findings.Diagnosis.assumed`:
+They say less than a dump: the oldest call of each group that has timed out, and the numbers of the
+last ones that were enqueued. What is wrong is found in the graph of all groups, as from logs;
+before that, it is inferred, and said in :attr:`~commlayer.diagnosis.findings.Diagnosis.assumed`:
 
-- A group's members: those that report on it. Where all of these but a few are evenly spaced, as ranks of a mesh are, the others
-  too.
-- A rank whose lines are there, and whose watchdog reports no timeout of a group in which others have timed out, has not come to
-  their call: it would have timed out too, soon after.
+- A group's members: those that report on it. Where all of these but a few are evenly spaced, as
+  ranks of a mesh are, the others too.
+- A rank whose lines are there, and whose watchdog reports no timeout of a group in which others
+  have timed out, has not come to their call: it would have timed out too, soon after.
 - The order in which a rank enqueued its calls: from the moments at which they timed out.
 
-Whatever hangs on a rank without lines is not told, and neither is what messages wait for: each rank numbers its own.
+Whatever hangs on a rank without lines is not told, and neither is what messages wait for: each rank
+numbers its own.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _SWITCHES = (
 _MESSAGES = ("SEND", "RECV", "COALESCED", "UNKNOWN")
 """Kinds of torch's that are messages, or may be."""
 _LEAST_APART_NS = 5_000_000
-"""Times of calls that are nearer do not tell their order: a watchdog looks, and writes milliseconds."""
+"""Times of calls that are nearer do not tell their order: a watchdog looks, and writes
+milliseconds."""
 _LEAST_FOLLOWED_S = 30.0
-"""For so long lines have to go on after a group's first timeout before it says something that a rank has not reported one: ranks
-make a call at moments that differ. torch waits for a minute before it ends processes, so that all can dump."""
+"""For so long lines have to go on after a group's first timeout before it says something that a
+rank has not reported one: ranks make a call at moments that differ. torch waits for a minute before
+it ends processes, so that all can dump."""
 _MOST_GROUPS = 4
 _LEAST_KNOWN = 3
 """The number of members that have to be known before others are inferred from even spacing."""
@@ -49,9 +52,9 @@ _LEAST_KNOWN = 3
 
 @dataclass(frozen=True)
 class _Group:
-    """A group. ``ranks``: its members, as far as known; ``silent``: those of them that do not report on it; ``is_complete``:
-    whether there can be no others; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for how long
-    lines go on after its first timeout."""
+    """A group. ``ranks``: its members, as far as known; ``silent``: those of them that do not
+    report on it; ``is_complete``: whether there can be no others; ``fault``: why its numbers cannot
+    be compared, empty: they can; ``followed_s``: for how long lines go on after its first timeout."""
 
     name: str
     description: str
@@ -68,7 +71,8 @@ class _Group:
 def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """Return of each job in the lines the logs that they amount to, and what is wrong.
 
-    Where nothing is found, remarks say which calls have timed out, why it cannot be told who is behind, and what to switch on.
+    Where nothing is found, remarks say which calls have timed out, why it cannot be told who is
+    behind, and what to switch on.
     """
     jobs: dict[str, list[Report]] = {}
     for report in lines.reports:
@@ -102,14 +106,20 @@ def _diagnosed(reports: Sequence[Report], remarks: Sequence[str], are_thinned: b
         waits=tuple(_culprits(diagnosis)),
         under_way=(),
         assumed=tuple(assumed),
-        remarks=(*remarks, *_messengers(groups, by_rank), *(() if is_found else _open(groups, by_rank))),
+        remarks=(
+            *remarks,
+            *_messengers(groups, by_rank),
+            *(() if is_found else _open(groups, by_rank)),
+        ),
     )
 
 
 def _culprits(diagnosis: Diagnosis) -> list[Missing]:
-    """The ranks that others wait for, of which lines are there: in no call, or in messages, of which it is not told for whom.
+    """The ranks that others wait for, of which lines are there: in no call, or in messages, of
+    which it is not told for whom.
 
-    Which rank holds up the others where one is in a collective is open: not all members of its group are known.
+    Which rank holds up the others where one is in a collective is open: not all members of its
+    group are known.
     """
     return [
         missing
@@ -167,7 +177,8 @@ def _groups(by_rank: dict[int, Report]) -> dict[str, _Group]:
 
 
 def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
-    """For how many seconds the lines of the job go on after the first timeout of a group; 0 where times are not known."""
+    """For how many seconds the lines of the job go on after the first timeout of a group; 0 where
+    times are not known."""
     first_ns = min((report.call.noticed_ns for report in reports if report.call is not None), default=0)
     return (last_ns - first_ns) / 1e9 if first_ns else 0.0
 
@@ -179,7 +190,8 @@ def _reported(group: _Group) -> _Group:
 
 
 def _members(places: dict[int, int], size: int) -> Sequence[int]:
-    """The ranks of a group, by place: those that report, and the few that have to be between or behind them in a regular mesh."""
+    """The ranks of a group, by place: those that report, and the few that have to be between or
+    behind them in a regular mesh."""
     known = [places[place] for place in sorted(places)]
     count = _least_size(places, size)
     first, last = min(places), max(places)
@@ -195,7 +207,8 @@ def _members(places: dict[int, int], size: int) -> Sequence[int]:
 
 
 def _least_size(places: dict[int, int], size: int) -> int:
-    """The least number of members that a group with these places can have in a mesh of ``size`` ranks, which it divides."""
+    """The least number of members that a group with these places can have in a mesh of ``size``
+    ranks, which it divides."""
     least = max(2, max(places) + 1)
     return next((count for count in range(least, size + 1) if size % count == 0), least)
 
@@ -205,8 +218,9 @@ def _with_only_candidates(
 ) -> dict[str, _Group]:
     """Complete the groups that lack one member where only one rank can be it.
 
-    That is none of the group's, and none of another group's of the same description, as these divide the ranks among them. Where
-    one group lacks a member, and one such rank has no call in flight, it is that one.
+    That is none of the group's, and none of another group's of the same description, as these
+    divide the ranks among them. Where one group lacks a member, and one such rank has no call in
+    flight, it is that one.
     """
     size = max(by_rank) + 1
     idle = {rank for rank, report in by_rank.items() if not any(group.call for group in report.groups.values())}
@@ -231,7 +245,8 @@ def _with_only_candidates(
 
 
 def _log(report: Report, groups: dict[str, _Group], ranks: tuple[int, ...], *, only_oldest: bool = False) -> RankLog:
-    """The log of a rank. ``only_oldest``: of its calls in flight only the one that was enqueued first has begun."""
+    """The log of a rank. ``only_oldest``: of its calls in flight only the one that was enqueued
+    first has begun."""
     in_flight = sorted(
         (group for group in report.groups.values() if group.call),
         key=lambda group: group.call.issued_ns if group.call else 0,
@@ -274,7 +289,8 @@ def _log(report: Report, groups: dict[str, _Group], ranks: tuple[int, ...], *, o
 
 
 def _group_log(rank: int, group: _Group, own: GroupReport, *, has_begun: bool) -> GroupLog:
-    """A group of a rank. One whose numbers cannot be compared is the rank's own, so that its call waits for nobody known."""
+    """A group of a rank. One whose numbers cannot be compared is the rank's own, so that its call
+    waits for nobody known."""
     done = own.call.number - 1 if own.call else own.completed
     members = (rank,) if group.fault else group.ranks
     return GroupLog(
@@ -305,7 +321,8 @@ def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
 
 
 def _has_order(reports: Iterable[Report]) -> bool:
-    """Whether the calls that each rank has in flight have times far enough from each other to tell their order."""
+    """Whether the calls that each rank has in flight have times far enough from each other to tell
+    their order."""
     for report in reports:
         times = sorted(group.call.issued_ns for group in report.groups.values() if group.call)
         pairs = itertools.pairwise(times)
@@ -336,7 +353,8 @@ def _assumed(groups: dict[str, _Group], diagnosis: Diagnosis) -> list[str]:
 
 
 def _messengers(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
-    """Which group only passes the failure on: the one of all ranks, through whose store ranks tell each other to dump."""
+    """Which group only passes the failure on: the one of all ranks, through whose store ranks tell
+    each other to dump."""
     in_flight = {name for report in by_rank.values() for name, group in report.groups.items() if group.call}
     sentences = []
     for name, group in groups.items():
@@ -368,7 +386,11 @@ def _open(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
         return ["cannot tell: no line names a call that has timed out", _SWITCHES]
     shown = sorted(sentences, key=lambda sentence: -sentences[sentence])[:_MOST_GROUPS]
     others = len(sentences) - len(shown)
-    return [*shown, *([f"nor what holds up {counted(others, 'more group')}"] if others else []), _SWITCHES]
+    return [
+        *shown,
+        *([f"nor what holds up {counted(others, 'more group')}"] if others else []),
+        _SWITCHES,
+    ]
 
 
 def _why_open(behind: Sequence[int]) -> str:

@@ -1,4 +1,5 @@
-"""What people have of a hanging job: files of all kinds, mixed, in folders and archives, each taken for what it is."""
+"""What people have of a hanging job: files of all kinds, mixed, in folders and archives, each taken
+for what it is."""
 
 from __future__ import annotations
 
@@ -132,7 +133,11 @@ def test_logs_of_our_own_ranks_are_taken_from_an_archive(tmp_path: Path) -> None
 def test_links_and_devices_in_archives_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(hung_log())
     with tarfile.open(tmp_path / "job.tar", "w") as archive:
-        for name, kind in (("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("fifo", tarfile.FIFOTYPE)):
+        for name, kind in (
+            ("link", tarfile.SYMTYPE),
+            ("hard", tarfile.LNKTYPE),
+            ("fifo", tarfile.FIFOTYPE),
+        ):
             member = tarfile.TarInfo(f"../{name}_rank_1")
             member.type, member.linkname = kind, str(tmp_path / "secret")
             archive.addfile(member)
@@ -158,7 +163,10 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
     circle(tmp_path / "dumps")
     damaged: list[str] = []
     evidence = gather([tmp_path], damaged)
-    assert [error.partition(": ")[0] for error in damaged] == [str(tmp_path / "bomb.gz"), str(tmp_path / "many.tar")]
+    assert [error.partition(": ")[0] for error in damaged] == [
+        str(tmp_path / "bomb.gz"),
+        str(tmp_path / "many.tar"),
+    ]
     assert len(evidence.dump_paths) == 2, "the others are used"
 
 

@@ -150,7 +150,8 @@ def test_the_text_of_ras_says_the_same() -> None:
     assert (missing.call.rank, missing.call.number) == (3, 27)
     assert len(missing.waiting) == 7
     incomplete = TEXT.replace(
-        "MISMATCH\n  Comm", "INCOMPLETE\n  Missing communicator data from 1 rank\n  Rank 5 -- GPU 5\n  C"
+        "MISMATCH\n  Comm",
+        "INCOMPLETE\n  Missing communicator data from 1 rank\n  Rank 5 -- GPU 5\n  C",
     )
     assert read_ras("ras.txt", incomplete.encode()).communicators[0].silent == {5}
 

@@ -1,4 +1,5 @@
-"""Lines of NCCL's watchdogs: read in every form of torch's and of launchers, and judged right or not at all."""
+"""Lines of NCCL's watchdogs: read in every form of torch's and of launchers, and judged right or
+not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def judged(lines: list[str]) -> Diagnosis:
 
 
 def step_program(groups: Groups, steps: int) -> Program:
-    """A training step: all_to_all of experts, reductions over data, a reduction over all; every rank the same."""
+    """A training step: all_to_all of experts, reductions over data, a reduction over all; every
+    rank the same."""
     program: Program = {rank: [] for rank in groups["world"]}
     mark = 0
     for _ in range(steps):
@@ -108,7 +110,8 @@ def hanging(fault: str, seed: int) -> tuple[Job, Fault]:
 
 
 def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
-    """Whether the first finding names the ranks at fault and their group: right, wrong, or cannot tell."""
+    """Whether the first finding names the ranks at fault and their group: right, wrong, or cannot
+    tell."""
     ranks, _ = truth
     found = [*diagnosis.findings, *(each for each in diagnosis.waits if each.why != "silent")]
     if not found:
@@ -124,7 +127,8 @@ def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
 
 
 def test_of_hanging_jobs_most_are_named_and_none_wrongly() -> None:
-    """By their watchdogs' lines alone: 200 hangs, of 2 to 32 ranks, as five releases write them, behind five launchers."""
+    """By their watchdogs' lines alone: 200 hangs, of 2 to 32 ranks, as five releases write them,
+    behind five launchers."""
     outcomes: Counter[tuple[str, str]] = Counter()
     wrong = []
     for fault in FAULTS:
@@ -143,7 +147,8 @@ def test_of_hanging_jobs_most_are_named_and_none_wrongly() -> None:
 
 
 def shared_names(lines: list[str]) -> list[str]:
-    """The lines of a job whose groups of a mesh's dimension all go by one name, as torch's ``split_group`` gives it."""
+    """The lines of a job whose groups of a mesh's dimension all go by one name, as torch's
+    ``split_group`` gives it."""
     names: dict[str, str] = {}
     for line in lines:
         for guid, description in re.findall(r"PG GUID (\d+)\((\w+)\)", line):
@@ -157,7 +162,8 @@ def shared_names(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_lines_do_not_say_is_not_guessed(fault: str, seed: int) -> None:
-    """Ranks without lines, lines that end early while ranks are seconds apart, and groups that share a name."""
+    """Ranks without lines, lines that end early while ranks are seconds apart, and groups that
+    share a name."""
     random_ = random.Random(seed)
     job, truth = hanging(fault, seed)
     ranks = sorted(job.ranks)
@@ -254,7 +260,10 @@ def test_lines_of_each_release_are_read(
 def test_lines_that_two_ranks_wrote_at_once_and_those_of_others_are_not_used() -> None:
     mixed = NEW.replace("[rank368]:", "[rank3[]:").replace("default_pg) Rank 368", "default_pg) Rank 12")
     reports = read(
-        [mixed, "[rank5]:[E808 04:21:41.1 ProcessGroupNCCL.cpp:655] [PG ID 0 PG GUID 0(default_pg) Rank 7] x"]
+        [
+            mixed,
+            "[rank5]:[E808 04:21:41.1 ProcessGroupNCCL.cpp:655] [PG ID 0 PG GUID 0(default_pg) Rank 7] x",
+        ]
     )
     assert [report.rank for report in reports.reports] == [12]
     assert reports.reports[0].groups["0"].call is None
@@ -269,7 +278,10 @@ def test_a_file_named_by_its_rank_tells_the_rank() -> None:
 
 def test_only_the_last_failure_of_a_job_that_was_started_again_counts() -> None:
     lines = read(
-        [NEW, NEW.replace("E808 04:", "E808 09:").replace("=5, OpType", "=7, OpType").replace("id: 5", "id: 7")]
+        [
+            NEW,
+            NEW.replace("E808 04:", "E808 09:").replace("=5, OpType", "=7, OpType").replace("id: 5", "id: 7"),
+        ]
     )
     (report,) = lines.reports
     assert report.groups["5"].call is not None

@@ -1,4 +1,5 @@
-"""Lines as the watchdogs of torch's ProcessGroupNCCL write them, of jobs that run in memory, behind prefixes of launchers."""
+"""Lines as the watchdogs of torch's ProcessGroupNCCL write them, of jobs that run in memory, behind
+prefixes of launchers."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def watchdog_lines(
     absent: Iterable[int] = (),
     late_s: Mapping[int, float] | None = None,
 ) -> list[str]:
-    """The lines of all ranks but ``absent``, as they come in a job's log: of each call in flight, and of the signal to dump.
+    """The lines of all ranks but ``absent``, as they come in a job's log: of each call in flight,
+    and of the signal to dump.
 
     ``late_s``: by how many seconds ranks made their last calls after the others.
     """
@@ -87,7 +89,12 @@ def watchdog_lines(
         moment = START + timedelta(seconds=random_.random() + (late_s or {}).get(rank, 0.0))
 
         def add(
-            text: str, after_s: float, *, rank: int = rank, prefix: str = prefix, moment: datetime = moment
+            text: str,
+            after_s: float,
+            *,
+            rank: int = rank,
+            prefix: str = prefix,
+            moment: datetime = moment,
         ) -> None:
             at = moment + timedelta(seconds=after_s)
             stamp = f"[E{at.month}{at:%d %H:%M:%S.%f}123 ProcessGroupNCCL.cpp:632]"
@@ -112,13 +119,19 @@ def watchdog_lines(
                 "before timing out."
             )
             add(timed_out, after_s)
-            add(f"{group} {style.status(number, here.issued.get(key, 0) or number, done)}", after_s + 0.0001)
+            add(
+                f"{group} {style.status(number, here.issued.get(key, 0) or number, done)}",
+                after_s + 0.0001,
+            )
             add(
                 "Stack trace of the failed collective:\n#0 all_reduce from /lib/python3.12/site-packages/torch/distributed/"
                 f"distributed_c10d.py:2968\n#1 step from train.py:{op.line}\n",
                 after_s + 0.0002,
             )
-            add(f"{group} Process group watchdog thread terminated with exception: {timed_out}", after_s + 60)
+            add(
+                f"{group} Process group watchdog thread terminated with exception: {timed_out}",
+                after_s + 60,
+            )
         issued, done = here.issued.get("world", 0), here.done.get("world", 0)
         world = style.group(0, "0", "default_pg", rank)
         source = "this local rank" if rank == first else f" rank {first}"
