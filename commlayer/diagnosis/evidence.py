@@ -78,34 +78,32 @@ class Evidence:
         return results
 
     def _by_calls(self) -> Judged:
-        if self.logs:
-            twice = [rank for rank, count in Counter(log.rank for log in self.logs).items() if count > 1]
-            if twice:
-                raise UsageError(
-                    f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
-                )
-            return {"": (self.logs, diagnose(self.logs))}
-        if self.dumps:
-            return {"": diagnose_dumps(self.dumps)}
-        if self.watchdogs:
-            return diagnose_watchdogs(read_watchdog_lines(self.watchdogs))
-        if self.ras:
-            return diagnose_ras(self.ras)
+        """What the kind says that says most; where that names nobody, the next one that does."""
+        first: Judged = {}
+        for judge, is_there in (
+            (self._by_logs, self.logs),
+            (lambda: {"": diagnose_dumps(self.dumps)}, self.dumps),
+            (lambda: diagnose_watchdogs(read_watchdog_lines(self.watchdogs)), self.watchdogs),
+            (lambda: diagnose_ras(self.ras), self.ras),
+        ):
+            results = judge() if is_there else {}
+            if any(_names_somebody(diagnosis) for _, diagnosis in results.values()):
+                return results
+            first = first or results
+        return first or {"": ([], self._by_stacks())}
+
+    def _by_logs(self) -> Judged:
+        twice = [rank for rank, count in Counter(log.rank for log in self.logs).items() if count > 1]
+        if twice:
+            raise UsageError(
+                f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
+            )
+        return {"": (self.logs, diagnose(self.logs))}
+
+    def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))
         remark = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
-        return {
-            "": (
-                [],
-                Diagnosis(
-                    findings=(),
-                    waits=(),
-                    ranks=ranks,
-                    without=(),
-                    is_timeout=True,
-                    remarks=(remark,),
-                ),
-            )
-        }
+        return Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=True, remarks=(remark,))
 
     def in_words(self) -> str:
         """How many files were taken as what."""
@@ -129,6 +127,10 @@ class Evidence:
             names = ", ".join(shortened(name) for name in self.unknown[:_MOST_NAMED])
             parts.append(f"{counted(len(self.unknown), 'file')} not understood: {names}{more}")
         return "; ".join(parts)
+
+
+def _names_somebody(diagnosis: Diagnosis) -> bool:
+    return bool(diagnosis.findings) or any(missing.why != "silent" for missing in diagnosis.waits)
 
 
 def gather(paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> Evidence:

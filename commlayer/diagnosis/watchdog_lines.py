@@ -34,6 +34,7 @@ _MARKS = (b"WorkNCCL(", b"last enqueued ", b"Last enqueued ")
 _USED = (b"ProcessGroupNCCL", b"WorkNCCL(", b"enqueued ")
 _MOST_IN_LINE = 1 << 13
 _MOST_IN_FRAME = 1000
+_MOST_RANKS = 1 << 17
 _FAILURE_GAP_NS = 300 * 10**9
 """The silence of the watchdogs between two failures: a job that was started again numbers its calls
 anew. Ranks that time out in one failure do so within a minute or two, and the processes end."""
@@ -202,13 +203,16 @@ def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
 
 
 def _event(line: str, rank_of_file: int | None) -> _Event | None:
-    """What a line says; None: two ranks have written into it at once."""
+    """What a line says; None: two ranks have written into it at once, or it names a rank that no
+    job has."""
     group, timed_out = _GROUP.search(line), _TIMED_OUT.search(line)
     start = min((match.start() for match in (group, timed_out) if match), default=len(line))
     named = _LAUNCHED.findall(line[:start])
     is_default = group is not None and (group["description"] == "default_pg" or group["id"] == "0")
     rank = int(named[-1]) if named else int(group["place"]) if group and is_default else rank_of_file
     if group and is_default and rank != int(group["place"]):
+        return None
+    if (rank or 0) >= _MOST_RANKS or (group and int(group["place"]) >= _MOST_RANKS):
         return None
     ray = _RAY.search(line[:start])
     time_ns = _time_ns(line)

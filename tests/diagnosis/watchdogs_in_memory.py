@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 
-from jobs_in_memory import Groups, Job
+from jobs_in_memory import Groups, Job, Op
 
 __all__ = ["GUIDS", "Style", "mesh_groups", "watchdog_lines"]
 
@@ -149,10 +149,10 @@ def _named(job: Job, key: str) -> tuple[str, str]:
     return GUIDS.get(key) or (str(list(job.groups).index(key)), key.rpartition(" ")[0] or key)
 
 
-def _in_flight(job: Job, rank: int) -> list[tuple[str, object, int]]:
+def _in_flight(job: Job, rank: int) -> list[tuple[str, Op, int]]:
     """The oldest call of each group that a rank has made and that has not ended."""
     here = job.ranks[rank]
-    oldest = {}
+    oldest: dict[str, tuple[str, Op, int]] = {}
     for op, at in here.calls:
         if op.kind in ("send", "recv"):
             continue
