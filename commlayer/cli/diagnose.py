@@ -17,7 +17,7 @@ from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
-from commlayer.diagnosis.evidence import gather
+from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.evidence_files import file_count
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
@@ -103,7 +103,7 @@ def _results(
         logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], _LOGS, refused)}
         return {name: (each, diagnose(each)) for name, each in logs.items()}
     with progress("looking", file_count(paths)) as advance:
-        evidence = gather(paths, damaged, advance)
+        evidence = gather_evidence(paths, damaged, advance)
     if evidence.is_empty:
         if damaged:
             raise UsageError("\n".join(damaged))

@@ -1,5 +1,5 @@
-"""What a job has left of its calls, of every kind that is read: told apart by looking into files,
-and judged together.
+"""The evidence that a job has left of its calls: files of every kind that is read, told apart by
+looking into them, and judged together.
 
 Kinds say more or less. The logs of our own ranks say most, then dumps of torch's Flight Recorder,
 then lines of NCCL's watchdogs, then NCCL's RAS; the kind that says most is judged, and stacks add
@@ -38,7 +38,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["Evidence", "gather"]
+__all__ = ["Evidence", "gather_evidence"]
 
 _MOST_NAMED = 4
 Judged = dict[str, tuple[list[RankLog], Diagnosis]]
@@ -47,8 +47,8 @@ Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 
 @dataclass
 class Evidence:
-    """What was found. ``dump_paths``: dumps that have not been read yet; ``unknown``: names of
-    files of no kind."""
+    """All that was found in files, by kind. ``dump_paths``: dumps that have not been read yet;
+    ``unknown``: names of files of no kind."""
 
     logs: list[RankLog] = field(default_factory=list)
     dump_paths: list[Path] = field(default_factory=list)
@@ -133,7 +133,9 @@ def _names_somebody(diagnosis: Diagnosis) -> bool:
     return bool(diagnosis.findings) or any(missing.why != "silent" for missing in diagnosis.waits)
 
 
-def gather(paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> Evidence:
+def gather_evidence(
+    paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None
+) -> Evidence:
     """Look into all files among ``paths``, in folders and archives too.
 
     ``damaged`` takes what is wrong with files that cannot be read; ``advance`` is called with the

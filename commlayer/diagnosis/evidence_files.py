@@ -25,9 +25,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 
-__all__ = ["MOST_BYTES", "EvidenceFile", "each_file", "file_count"]
+__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "each_file", "file_count"]
 
-MOST_BYTES = 1 << 28
+MOST_FILE_BYTES = 1 << 28
 """The largest file that is read. Of a larger text its last bytes are, where a job's end is."""
 _MOST_UNPACKED = 1 << 33
 _MOST_MEMBERS = 200_000
@@ -108,13 +108,13 @@ def _of_path(path: Path) -> Iterator[EvidenceFile]:
 
 
 def _end_of(path: Path) -> bytes:
-    """The last ``MOST_BYTES`` of a file, from the start of a line on where it is larger."""
+    """The last ``MOST_FILE_BYTES`` of a file, from the start of a line on where it is larger."""
     try:
-        if path.stat().st_size <= MOST_BYTES:
-            return read_file(path, MOST_BYTES)
+        if path.stat().st_size <= MOST_FILE_BYTES:
+            return read_file(path, MOST_FILE_BYTES)
         with path.open("rb") as file:
-            file.seek(-MOST_BYTES, io.SEEK_END)
-            return file.read(MOST_BYTES).partition(b"\n")[2]
+            file.seek(-MOST_FILE_BYTES, io.SEEK_END)
+            return file.read(MOST_FILE_BYTES).partition(b"\n")[2]
     except OSError as error:
         raise UsageError(f"{shortened(str(path))}: cannot read: {error.strerror or error}") from error
 
@@ -198,14 +198,14 @@ class _Unpacked:
             if _unpacker(head) == "tar":
                 yield from self._in_tar(name, unpacked, written_ns)
                 return
-            data = unpacked.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise OSError(f"expected at most {MOST_BYTES} bytes, got more")
+            data = unpacked.read(MOST_FILE_BYTES + 1)
+        if len(data) > MOST_FILE_BYTES:
+            raise OSError(f"expected at most {MOST_FILE_BYTES} bytes, got more")
         yield self._taken(name.removesuffix(".gz"), data, written_ns)
 
     def _in_tar(self, name: str, file: IO[bytes] | gzip.GzipFile, written_ns: int) -> Iterator[EvidenceFile]:
         stream = _Bounded(file)
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8") as archive:
             while True:
                 member = archive.next()
                 if member is None:
@@ -213,12 +213,16 @@ class _Unpacked:
                 stream.left = max(member.size, 0) + _MOST_HEADERS
                 if self.num_bytes + member.size > _MOST_UNPACKED:
                     raise OSError("it holds more than that")
-                if not member.isreg() or member.issparse() or member.size > MOST_BYTES:
+                if not member.isreg() or member.issparse() or member.size > MOST_FILE_BYTES:
                     self.num_bytes += member.size  # they are unpacked all the same, to be passed over
                     continue
                 data = archive.extractfile(member)
                 if data is not None:
-                    yield self._taken(f"{name}/{member.name}", data.read(MOST_BYTES), int(member.mtime) * 10**9)
+                    yield self._taken(
+                        f"{name}/{member.name}",
+                        data.read(MOST_FILE_BYTES),
+                        int(member.mtime) * 10**9,
+                    )
 
     def _in_zip(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
         with zipfile.ZipFile(file) as archive:
@@ -230,8 +234,8 @@ class _Unpacked:
             for member in members:
                 if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
                     continue
-                with archive.open(member) as unpacked:
-                    data = unpacked.read(MOST_BYTES + 1)
-                if len(data) <= MOST_BYTES:
+                with archive.open(member, "r", None) as unpacked:
+                    data = unpacked.read(MOST_FILE_BYTES + 1)
+                if len(data) <= MOST_FILE_BYTES:
                     at_ns = int(datetime(*member.date_time).timestamp()) * 10**9  # of the machine that packed it
                     yield self._taken(f"{name}/{member.filename}", data, at_ns)

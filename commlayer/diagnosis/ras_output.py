@@ -24,7 +24,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import parse_record
 
-__all__ = ["Communicator", "RasOutput", "diagnose_ras", "is_ras_json", "is_ras_text", "read_ras"]
+__all__ = ["RasCommunicator", "RasOutput", "diagnose_ras", "is_ras_json", "is_ras_text", "read_ras"]
 
 _ONE_OUTPUT = (
     "one output of RAS does not tell a rank that is behind from one that hangs: "
@@ -44,7 +44,7 @@ _LISTED = re.compile(r"  Rank (\d{1,9}) -- ")
 
 
 @dataclass
-class Communicator:
+class RasCommunicator:
     """A communicator. ``counts``: of each rank that answered, how many calls of each kind it has
     launched; ``processes``: the host, process and device of each rank, where they are told;
     ``dead``, ``silent``: ranks that did not answer."""
@@ -62,7 +62,7 @@ class RasOutput:
     """An output. ``communicators``: those of a text are only the ones with something wrong."""
 
     name: str
-    communicators: tuple[Communicator, ...]
+    communicators: tuple[RasCommunicator, ...]
 
 
 class _MissingStatus(msgspec.Struct):
@@ -82,7 +82,7 @@ class _RasRank(msgspec.Struct):
     collective_counts: dict[str, _Count] = {}
 
 
-class _RasCommunicator(msgspec.Struct):
+class _JsonCommunicator(msgspec.Struct):
     hash: str
     secondary_hash: str
     size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_RANKS)]
@@ -91,7 +91,7 @@ class _RasCommunicator(msgspec.Struct):
 
 
 class _RasJson(msgspec.Struct):
-    communicators: Annotated[list[_RasCommunicator], msgspec.Meta(max_length=_MOST_COMMUNICATORS)]
+    communicators: Annotated[list[_JsonCommunicator], msgspec.Meta(max_length=_MOST_COMMUNICATORS)]
 
 
 def is_ras_json(head: bytes) -> bool:
@@ -119,9 +119,9 @@ def read_ras(name: str, data: bytes) -> RasOutput:
     return RasOutput(name, tuple(map(_of_json, content.communicators)))
 
 
-def _of_json(content: _RasCommunicator) -> Communicator:
+def _of_json(content: _JsonCommunicator) -> RasCommunicator:
     missing = {each.rank: each.status.considered_dead for each in content.missing_ranks}
-    return Communicator(
+    return RasCommunicator(
         key=f"{content.hash}:{content.secondary_hash}",
         size=content.size,
         counts={each.rank: dict(each.collective_counts) for each in content.ranks},
@@ -131,12 +131,12 @@ def _of_json(content: _RasCommunicator) -> Communicator:
     )
 
 
-def _of_text(text: str) -> list[Communicator]:
+def _of_text(text: str) -> list[RasCommunicator]:
     """The communicators with errors or warnings. Ranks that are not named one by one have the count
     that most have."""
     sizes: dict[str, int] = {}
-    communicators: dict[str, Communicator] = {}
-    at: Communicator | None = None
+    communicators: dict[str, RasCommunicator] = {}
+    at: RasCommunicator | None = None
     section, kind, common = "", "", 0
     for line in text.splitlines():
         row, head = _ROW.fullmatch(line[:200]), _HEAD.match(line[:200])
@@ -144,7 +144,7 @@ def _of_text(text: str) -> list[Communicator]:
             sizes[row[1]] = int(row[2])
         elif head and 0 < sizes.get(head[1], 0) <= _MOST_RANKS and len(communicators) < _MOST_COMMUNICATORS:
             at, section = (
-                communicators.setdefault(head[2], Communicator(f"0x{head[2]}", sizes[head[1]])),
+                communicators.setdefault(head[2], RasCommunicator(f"0x{head[2]}", sizes[head[1]])),
                 head[3],
             )
         elif at is not None and section == "INCOMPLETE" and (one := _LISTED.match(line[:200])):
@@ -156,7 +156,7 @@ def _of_text(text: str) -> list[Communicator]:
     return [each for each in communicators.values() if max((*each.counts, *each.silent, 0)) < each.size]
 
 
-def _take_count(communicator: Communicator, kind: str, common: int, line: str) -> int:
+def _take_count(communicator: RasCommunicator, kind: str, common: int, line: str) -> int:
     """Take the counts of a line; return the one that the ranks listed below it have. The first is
     the most frequent."""
     many, one, each = _MANY.match(line), _ONE.match(line), _LISTED.match(line)
@@ -198,11 +198,11 @@ def diagnose_ras(outputs: Sequence[RasOutput]) -> dict[str, tuple[list[RankLog],
     return results if len(results) > 1 else {"": next(iter(results.values()), ([], nothing))}
 
 
-def _differ(communicator: Communicator) -> bool:
+def _differ(communicator: RasCommunicator) -> bool:
     return len({tuple(sorted(counts.items())) for counts in communicator.counts.values()}) > 1
 
 
-def _job_ranks(communicators: Sequence[Communicator]) -> dict[str, dict[int, int]] | None:
+def _job_ranks(communicators: Sequence[RasCommunicator]) -> dict[str, dict[int, int]] | None:
     """The job's ranks of each communicator's: those in the one that has all processes; None: there
     is none such."""
     whole = max(communicators, key=lambda each: each.size, default=None)
@@ -220,7 +220,7 @@ def _job_ranks(communicators: Sequence[Communicator]) -> dict[str, dict[int, int
 
 
 def _judged(
-    communicators: Sequence[Communicator],
+    communicators: Sequence[RasCommunicator],
     ranks_of: dict[str, dict[int, int]],
     remarks: tuple[str, ...],
     *,
@@ -243,7 +243,7 @@ def _judged(
 def _log(
     rank: int,
     ranks: tuple[int, ...],
-    communicators: Sequence[Communicator],
+    communicators: Sequence[RasCommunicator],
     ranks_of: dict[str, dict[int, int]],
     dead: set[int],
     *,

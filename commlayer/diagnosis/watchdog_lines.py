@@ -22,8 +22,8 @@ from commlayer.diagnosis.recorder_dumps import rank_in_name
 
 __all__ = [
     "GroupReport",
-    "Report",
-    "TimedOut",
+    "RankReport",
+    "TimedOutCall",
     "WatchdogLines",
     "has_watchdog_lines",
     "read_watchdog_lines",
@@ -65,7 +65,7 @@ _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 
 
 @dataclass(frozen=True)
-class TimedOut:
+class TimedOutCall:
     """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``; ``elements``: those
     sent, −1: not known; ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog
     wrote, in the year 2000, 0: not known."""
@@ -88,7 +88,7 @@ class GroupReport:
     enqueued: int = 0
     started: int = -1
     completed: int = 0
-    call: TimedOut | None = None
+    call: TimedOutCall | None = None
     site: Site = field(default_factory=lambda: Site("", 0, ""))
 
     @property
@@ -98,7 +98,7 @@ class GroupReport:
 
 
 @dataclass
-class Report:
+class RankReport:
     """The lines of a rank in one failure. ``job``: the Ray actors that it is one of, as several
     jobs may share a log; ``groups``: by name; ``last_ns``: the time of its last line."""
 
@@ -118,7 +118,7 @@ class _Event:
     group: GroupReport | None = None
     place: int = -1
     work: int = -1
-    call: TimedOut | None = None
+    call: TimedOutCall | None = None
     site: Site | None = None
 
 
@@ -143,7 +143,7 @@ class WatchdogLines:
     ``are_thinned``: lines of some ranks are left out, so that it says nothing where a rank has
     none."""
 
-    reports: tuple[Report, ...]
+    reports: tuple[RankReport, ...]
     remarks: tuple[str, ...]
     are_thinned: bool
 
@@ -169,7 +169,7 @@ def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
     last = _last_failure(placed)
     if len(last) < len(placed):
         remarks.append("lines of an earlier failure are left out: the job was started again")
-    reports: dict[tuple[str, int], Report] = {}
+    reports: dict[tuple[str, int], RankReport] = {}
     for (job, rank), of_rank in _by_rank(last).items():
         reports[job, rank] = _report(job, rank, of_rank)
     return WatchdogLines(tuple(reports[key] for key in sorted(reports)), tuple(remarks), are_thinned=repeated > 0)
@@ -236,13 +236,13 @@ def _described(group: re.Match[str]) -> str:
     return "default_pg" if group["id"] == "0" and not description else description
 
 
-def _call(match: re.Match[str] | None, time_ns: int) -> TimedOut | None:
+def _call(match: re.Match[str] | None, time_ns: int) -> TimedOutCall | None:
     """The call that a line of ``time_ns`` says has timed out."""
     if match is None:
         return None
     issued_ns = max(time_ns - int(match["ran"]) * 10**6, 0) if time_ns else 0
     elements = -1 if match["sent"] is None else int(match["sent"])
-    return TimedOut(int(match["number"]), match["kind"], elements, issued_ns, time_ns)
+    return TimedOutCall(int(match["number"]), match["kind"], elements, issued_ns, time_ns)
 
 
 def _number(text: str) -> int:
@@ -284,11 +284,11 @@ def _by_rank(events: Iterable[_Event]) -> dict[tuple[str, int], list[_Event]]:
     return by_rank
 
 
-def _report(job: str, rank: int, events: Sequence[_Event]) -> Report:
+def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
     """Put a rank's lines together: a call that timed out belongs to the group whose status names
     its number and place."""
-    report = Report(job, rank, last_ns=max(event.time_ns for event in events))
-    calls: list[tuple[TimedOut, int]] = []
+    report = RankReport(job, rank, last_ns=max(event.time_ns for event in events))
+    calls: list[tuple[TimedOutCall, int]] = []
     last_group: GroupReport | None = None
     for event in events:
         if event.group is None:

@@ -25,7 +25,7 @@ import msgspec
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
 from commlayer.diagnosis.dump_readings import kind_of
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
-from commlayer.diagnosis.watchdog_lines import GroupReport, Report, WatchdogLines
+from commlayer.diagnosis.watchdog_lines import GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.printable import shortened
 
@@ -74,7 +74,7 @@ def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], D
     Where nothing is found, remarks say which calls have timed out, why it cannot be told who is
     behind, and what to switch on.
     """
-    jobs: dict[str, list[Report]] = {}
+    jobs: dict[str, list[RankReport]] = {}
     for report in lines.reports:
         jobs.setdefault(report.job, []).append(report)
     return {
@@ -83,7 +83,9 @@ def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], D
     }
 
 
-def _diagnosed(reports: Sequence[Report], remarks: Sequence[str], are_thinned: bool) -> tuple[list[RankLog], Diagnosis]:
+def _diagnosed(
+    reports: Sequence[RankReport], remarks: Sequence[str], are_thinned: bool
+) -> tuple[list[RankLog], Diagnosis]:
     by_rank = {report.rank: report for report in reports}
     groups = _groups(by_rank)
     ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
@@ -135,7 +137,7 @@ def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
 # Groups
 
 
-def _groups(by_rank: dict[int, Report]) -> dict[str, _Group]:
+def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
     """The groups in which calls have timed out, and the one of all ranks."""
     places: dict[str, dict[int, int]] = {}
     last_ns = max(report.last_ns for report in by_rank.values())
@@ -214,7 +216,7 @@ def _least_size(places: dict[int, int], size: int) -> int:
 
 
 def _with_only_candidates(
-    groups: dict[str, _Group], by_rank: dict[int, Report], places: dict[str, dict[int, int]]
+    groups: dict[str, _Group], by_rank: dict[int, RankReport], places: dict[str, dict[int, int]]
 ) -> dict[str, _Group]:
     """Complete the groups that lack one member where only one rank can be it.
 
@@ -244,7 +246,13 @@ def _with_only_candidates(
 # Logs
 
 
-def _log(report: Report, groups: dict[str, _Group], ranks: tuple[int, ...], *, only_oldest: bool = False) -> RankLog:
+def _log(
+    report: RankReport,
+    groups: dict[str, _Group],
+    ranks: tuple[int, ...],
+    *,
+    only_oldest: bool = False,
+) -> RankLog:
     """The log of a rank. ``only_oldest``: of its calls in flight only the one that was enqueued
     first has begun."""
     in_flight = sorted(
@@ -320,7 +328,7 @@ def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
     )
 
 
-def _has_order(reports: Iterable[Report]) -> bool:
+def _has_order(reports: Iterable[RankReport]) -> bool:
     """Whether the calls that each rank has in flight have times far enough from each other to tell
     their order."""
     for report in reports:
@@ -352,7 +360,7 @@ def _assumed(groups: dict[str, _Group], diagnosis: Diagnosis) -> list[str]:
     return sentences
 
 
-def _messengers(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
+def _messengers(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str]:
     """Which group only passes the failure on: the one of all ranks, through whose store ranks tell
     each other to dump."""
     in_flight = {name for report in by_rank.values() for name, group in report.groups.items() if group.call}
@@ -367,7 +375,7 @@ def _messengers(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[s
     return sentences
 
 
-def _open(groups: dict[str, _Group], by_rank: dict[int, Report]) -> list[str]:
+def _open(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str]:
     """What is known of each group whose calls timed out, and why it does not say who is behind."""
     sentences: dict[str, int] = {}
     for name, group in groups.items():

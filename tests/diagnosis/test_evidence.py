@@ -21,7 +21,7 @@ from watchdogs_in_memory import Style, watchdog_lines
 
 from commlayer.cli.main import main
 from commlayer.diagnosis import evidence_files
-from commlayer.diagnosis.evidence import gather
+from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.log_files import write_log
 
 A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
@@ -92,7 +92,7 @@ def packed(folder: Path, kind: str) -> bytes:
             for path in folder.iterdir():
                 archive.write(path, f"job/{path.name}")
     else:
-        with tarfile.open(fileobj=file, mode="w:gz" if kind == "tar.gz" else "w") as archive_:
+        with tarfile.open(fileobj=file, mode="w:gz" if kind == "tar.gz" else "w", encoding="utf-8") as archive_:
             archive_.add(folder, "job")
     return file.getvalue()
 
@@ -108,7 +108,7 @@ def test_archives_say_what_their_files_say(kind: str, tmp_path: Path) -> None:
     archive.write_bytes(packed(folder, kind))
     for path in folder.iterdir():
         path.unlink()
-    evidence = gather([archive], [])
+    evidence = gather_evidence([archive], [])
     assert sorted(dump.rank for dump in evidence.dumps) == [0, 1]
     assert "ranks 0 and 1 wait for each other" in diagnose(archive).output
     assert sorted(tmp_path.iterdir()) == [folder, archive], "nothing is written"
@@ -132,7 +132,7 @@ def test_logs_of_our_own_ranks_are_taken_from_an_archive(tmp_path: Path) -> None
 
 def test_links_and_devices_in_archives_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(hung_log())
-    with tarfile.open(tmp_path / "job.tar", "w") as archive:
+    with tarfile.open(tmp_path / "job.tar", "w", encoding="utf-8") as archive:
         for name, kind in (
             ("link", tarfile.SYMTYPE),
             ("hard", tarfile.LNKTYPE),
@@ -141,20 +141,20 @@ def test_links_and_devices_in_archives_are_passed_over(tmp_path: Path) -> None:
             member = tarfile.TarInfo(f"../{name}_rank_1")
             member.type, member.linkname = kind, str(tmp_path / "secret")
             archive.addfile(member)
-    assert gather([tmp_path / "job.tar"], []).is_empty
+    assert gather_evidence([tmp_path / "job.tar"], []).is_empty
 
 
 @pytest.mark.parametrize("nested", [1, 2])
 def test_an_archive_that_unpacks_to_too_much_is_refused(
     nested: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evidence_files, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(evidence_files, "MOST_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(evidence_files, "_MOST_UNPACKED", 1 << 21)
     data = gzip.compress(bytes(1 << 22))
     for _ in range(nested - 1):
         data = gzip.compress(data)
     (tmp_path / "bomb.gz").write_bytes(data)
-    with tarfile.open(tmp_path / "many.tar", "w") as members:
+    with tarfile.open(tmp_path / "many.tar", "w", encoding="utf-8") as members:
         for index in range(5):
             member = tarfile.TarInfo(f"log_{index}")
             member.size = 1 << 19
@@ -162,7 +162,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
     (tmp_path / "dumps").mkdir()
     circle(tmp_path / "dumps")
     damaged: list[str] = []
-    evidence = gather([tmp_path], damaged)
+    evidence = gather_evidence([tmp_path], damaged)
     assert [error.partition(": ")[0] for error in damaged] == [
         str(tmp_path / "bomb.gz"),
         str(tmp_path / "many.tar"),
@@ -176,7 +176,7 @@ def test_archives_in_archives_have_an_end(tmp_path: Path) -> None:
         data = gzip.compress(data)
     (tmp_path / "deep.gz").write_bytes(data)
     damaged: list[str] = []
-    assert gather([tmp_path], damaged).is_empty
+    assert gather_evidence([tmp_path], damaged).is_empty
     assert "deep at most" in damaged[0]
 
 
@@ -222,3 +222,26 @@ def test_changed_bytes_give_errors_that_name_the_file_and_no_other(kind: str, tm
         assert result.exit_code in (0, 1, 2), result.output
         assert result.exit_code != 2 or "fuzzed_rank_0" in result.output
         assert "\x1b" not in result.output
+
+
+def test_the_kind_that_names_somebody_is_asked_next(tmp_path: Path) -> None:
+    """Dumps of two ranks in which nothing is missing, and a log that says who is behind."""
+    job = Job({"dp": (0, 1)}, {0: [A], 1: [A]})
+    for rank in (0, 1):
+        job.step(rank)
+    write_dumps(tmp_path, job, random.Random(1), has_timing=True)
+    assert "no call is missing" in diagnose(tmp_path).output
+    (tmp_path / "job.log").write_bytes(hung_log())
+    result = diagnose(tmp_path)
+    assert "wait for each other" in result.output
+    assert "no call is missing" not in result.output
+
+
+def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
+    job = Job({"world": (0, 1)}, {0: [], 1: []})
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_log(tmp_path / name, job.log(0))
+    result = diagnose(tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 2
+    assert "got several of rank 0" in result.output

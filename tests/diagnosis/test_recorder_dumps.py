@@ -21,7 +21,7 @@ from test_graph import FAULTS, blocking
 from commlayer.cli.main import main
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
-from commlayer.diagnosis.evidence import gather
+from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
 from commlayer.diagnosis.recorder_dumps import read_dumps
 from commlayer.emulation import EmulatedCluster
@@ -194,7 +194,7 @@ def test_odd_words_in_a_dump_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps({"version": "2.10", "entries": [odd, _entry(thread_id="9" * 5000)]}))
     (tmp_path / "other").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "fifo")
-    logs, _ = diagnose_dumps(read_dumps(gather([tmp_path], []).dump_paths))
+    logs, _ = diagnose_dumps(read_dumps(gather_evidence([tmp_path], []).dump_paths))
     assert [len(log.calls) for log in logs] == [1]
 
 
