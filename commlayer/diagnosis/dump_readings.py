@@ -42,7 +42,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["diagnose_dumps", "kind_of"]
+__all__ = ["diagnose_dumps", "collective_kind"]
 
 _LONG_WAIT_S = 60.0
 _KINDS = (
@@ -291,7 +291,7 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     return CallLog(
         group=place,
         number=record.number,
-        kind=entry.message.kind if entry.message else kind_of(name),
+        kind=entry.message.kind if entry.message else collective_kind(name),
         site=Site("", 0, "") if frame is None else Site(frame.filename, frame.line, frame.name),
         state="done" if entry.has_ended else "started" if entry.has_begun else "issued",
         dtype=dtype,
@@ -304,7 +304,7 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     )
 
 
-def kind_of(name: str) -> str:
+def collective_kind(name: str) -> str:
     """Return our kind of a collective that torch calls ``name``; where there is none, torch's name."""
     return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
 

@@ -61,7 +61,7 @@ class Evidence:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that can be judged or shown."""
+        """Tell whether there is nothing that can be judged or shown."""
         return not (self.logs or self.dump_paths or self.dumps or self.watchdogs or self.ras or self.places)
 
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
@@ -78,7 +78,7 @@ class Evidence:
         return results
 
     def _by_calls(self) -> Judged:
-        """What the kind says that says most; where that names nobody, the next one that does."""
+        """Judge the kind that says most; where that names nobody, the next one that does."""
         first: Judged = {}
         for judge, is_there in (
             (self._by_logs, self.logs),
@@ -106,7 +106,7 @@ class Evidence:
         return Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=True, remarks=(remark,))
 
     def in_words(self) -> str:
-        """How many files were taken as what."""
+        """Say how many files were taken as what."""
         backends = ", ".join(sorted({backend for dump in self.dumps for backend in dump.backends}))
         parts = []
         if self.logs:

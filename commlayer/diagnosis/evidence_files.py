@@ -149,7 +149,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Unpacked:
-    """What has been taken out of one archive so far, and of those within it."""
+    """The members that have been taken out of one archive so far, and of those within it."""
 
     def __init__(self, archive: str) -> None:
         self.archive, self.num_bytes, self.num_members = archive, 0, 0

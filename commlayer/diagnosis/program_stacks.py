@@ -38,7 +38,7 @@ _IN_CALL = re.compile(r"torch/distributed/|commlayer/backend/")
 
 @dataclass(frozen=True)
 class ProgramPlace:
-    """Where the program of a rank is. ``site``: the innermost place that is the program's own;
+    """The place of a rank's program. ``site``: the innermost place that is the program's own;
     ``inside``: the innermost of all; ``is_in_call``: it is within a call of torch's distributed
     package."""
 
@@ -52,7 +52,7 @@ class ProgramPlace:
 
 
 def has_stacks(data: bytes) -> bool:
-    """Whether a text looks as if it had stacks."""
+    """Tell whether a text looks as if it had stacks."""
     return any(mark in b"\n" + data for mark in _MARKS)
 
 
@@ -133,7 +133,7 @@ def with_places(diagnosis: Diagnosis, places: Iterable[ProgramPlace]) -> Diagnos
 
 
 def _remarks(of_rank: dict[int, ProgramPlace]) -> list[str]:
-    """Where the programs are, the places of few ranks first: they differ from the others."""
+    """Say where the programs are, the places of few ranks first: they differ from the others."""
     alike: dict[str, list[int]] = {}
     for rank, place in sorted(of_rank.items()):
         alike.setdefault(str(place), []).append(rank)

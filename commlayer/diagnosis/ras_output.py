@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, WaitLog, as_foreign
-from commlayer.diagnosis.dump_readings import kind_of
+from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
@@ -95,12 +95,12 @@ class _RasJson(msgspec.Struct):
 
 
 def is_ras_json(head: bytes) -> bool:
-    """Whether a file that begins so is an output in JSON."""
+    """Tell whether a file that begins so is an output in JSON."""
     return head[:1] == b"{" and b'"nccl_version"' in head and b'"communicators"' in head
 
 
 def is_ras_text(data: bytes) -> bool:
-    """Whether a text is an output, or has one in it."""
+    """Tell whether a text is an output, or has one in it."""
     return _TEXT_MARK in data
 
 
@@ -271,7 +271,7 @@ def _log(
                     CallLog(
                         group=len(groups) - 1,
                         number=count,
-                        kind=kind_of(kind),
+                        kind=collective_kind(kind),
                         site=site,
                         thread=thread,
                         is_async=True,
@@ -281,7 +281,7 @@ def _log(
                     WaitLog(
                         thread=thread,
                         group=len(groups) - 1,
-                        kind=kind_of(kind),
+                        kind=collective_kind(kind),
                         number=count,
                         site=site,
                     )

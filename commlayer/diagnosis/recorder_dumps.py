@@ -147,7 +147,7 @@ class Dump:
 
 
 def begins_as_dump(head: bytes) -> bool:
-    """Whether a file that begins so looks like a dump: a pickle, or JSON with a dump's fields."""
+    """Tell whether a file that begins so looks like a dump: a pickle, or JSON with a dump's fields."""
     if head[:1] == b"\x80":
         return head[1:2] <= b"\x05"
     return head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head)
@@ -265,7 +265,7 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
 
 
 def _is_of_torchcomms(content: _Content) -> bool:
-    """Whether torchcomms' recorder has written it, which lists ranks without brackets."""
+    """Tell whether torchcomms' recorder has written it, which lists ranks without brackets."""
     return any(config.ranks[:1].isdigit() for config in content.pg_config.values())
 
 

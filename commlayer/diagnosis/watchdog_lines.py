@@ -79,7 +79,7 @@ class TimedOutCall:
 
 @dataclass
 class GroupReport:
-    """How far a rank had come in a group. ``place``: the rank's, in the group; ``enqueued``,
+    """The progress of a rank in a group. ``place``: the rank's, in the group; ``enqueued``,
     ``completed``: numbers of its last such calls, 0: none; ``started``: the same, −1: not recorded."""
 
     name: str
@@ -93,7 +93,7 @@ class GroupReport:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the group of all ranks."""
+        """Tell whether it is the group of all ranks."""
         return self.description == "default_pg" or (not self.description and self.name == "0")
 
 
@@ -123,7 +123,7 @@ class _Event:
 
 
 def has_watchdog_lines(data: bytes) -> bool:
-    """Whether a text has such lines."""
+    """Tell whether a text has such lines."""
     return any(mark in data for mark in _MARKS)
 
 
@@ -203,8 +203,8 @@ def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
 
 
 def _event(line: str, rank_of_file: int | None) -> _Event | None:
-    """What a line says; None: two ranks have written into it at once, or it names a rank that no
-    job has."""
+    """Read what a line says; None: two ranks have written into it at once, or it names a rank that
+    no job has."""
     group, timed_out = _GROUP.search(line), _TIMED_OUT.search(line)
     start = min((match.start() for match in (group, timed_out) if match), default=len(line))
     named = _LAUNCHED.findall(line[:start])

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
-from commlayer.diagnosis.dump_readings import kind_of
+from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
 from commlayer.diagnosis.watchdog_lines import GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed
@@ -179,8 +179,8 @@ def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
 
 
 def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
-    """For how many seconds the lines of the job go on after the first timeout of a group; 0 where
-    times are not known."""
+    """Return for how many seconds the lines of the job go on after the first timeout of a group; 0
+    where times are not known."""
     first_ns = min((report.call.noticed_ns for report in reports if report.call is not None), default=0)
     return (last_ns - first_ns) / 1e9 if first_ns else 0.0
 
@@ -318,7 +318,7 @@ def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
     return CallLog(
         group=place,
         number=call.number,
-        kind=call.kind if is_message else kind_of(call.kind),
+        kind=call.kind if is_message else collective_kind(call.kind),
         site=own.site,
         state="started" if own.started >= call.number else "issued",
         elements=-1 if is_message or group.fault else call.elements,
@@ -329,8 +329,8 @@ def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
 
 
 def _has_order(reports: Iterable[RankReport]) -> bool:
-    """Whether the calls that each rank has in flight have times far enough from each other to tell
-    their order."""
+    """Tell whether the calls that each rank has in flight have times far enough from each other to
+    tell their order."""
     for report in reports:
         times = sorted(group.call.issued_ns for group in report.groups.values() if group.call)
         pairs = itertools.pairwise(times)
@@ -376,14 +376,14 @@ def _messengers(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> li
 
 
 def _open(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str]:
-    """What is known of each group whose calls timed out, and why it does not say who is behind."""
+    """Say what is known of each group whose calls timed out, and why it does not say who is behind."""
     sentences: dict[str, int] = {}
     for name, group in groups.items():
         own = {rank: report.groups[name] for rank, report in by_rank.items() if name in report.groups}
         calls = {rank: report.call for rank, report in own.items() if report.call is not None}
         if not calls:
             continue
-        which = sorted({f"{kind_of(call.kind)} #{call.number}" for call in calls.values()})
+        which = sorted({f"{collective_kind(call.kind)} #{call.number}" for call in calls.values()})
         behind = [rank for rank, report in own.items() if report.enqueued < min(call.number for call in calls.values())]
         sentence = (
             f"cannot tell what holds up group {shortened(str(group))}: {listed('rank', sorted(calls), 8)} timed out in "

@@ -1,5 +1,5 @@
-"""What people have of a hanging job: files of all kinds, mixed, in folders and archives, each taken
-for what it is."""
+"""Evidence that people have of a hanging job: files of all kinds, mixed, in folders and archives,
+each taken for what it is."""
 
 from __future__ import annotations
 

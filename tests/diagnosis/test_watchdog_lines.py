@@ -110,8 +110,8 @@ def hanging(fault: str, seed: int) -> tuple[Job, Fault]:
 
 
 def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
-    """Whether the first finding names the ranks at fault and their group: right, wrong, or cannot
-    tell."""
+    """Tell whether the first finding names the ranks at fault and their group: right, wrong, or
+    cannot tell."""
     ranks, _ = truth
     found = [*diagnosis.findings, *(each for each in diagnosis.waits if each.why != "silent")]
     if not found:
@@ -127,8 +127,8 @@ def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
 
 
 def test_of_hanging_jobs_most_are_named_and_none_wrongly() -> None:
-    """By their watchdogs' lines alone: 200 hangs, of 2 to 32 ranks, as five releases write them,
-    behind five launchers."""
+    """Their watchdogs' lines are all that is known of 200 hangs, of 2 to 32 ranks, as five releases
+    write them, behind five launchers."""
     outcomes: Counter[tuple[str, str]] = Counter()
     wrong = []
     for fault in FAULTS:

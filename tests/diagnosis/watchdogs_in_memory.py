@@ -33,7 +33,8 @@ GUIDS = {"world": ("0", "default_pg")}
 
 
 class Style:
-    """How a torch writes: ``release`` from (2, 3) on; ``prefix``: a launcher's, of ``PREFIXES``."""
+    """The way in which a torch writes: ``release`` from (2, 3) on; ``prefix``: a launcher's, of
+    ``PREFIXES``."""
 
     def __init__(self, release: tuple[int, int], prefix: str) -> None:
         self.release, self.prefix = release, PREFIXES[prefix]
