@@ -42,7 +42,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["diagnose_dumps", "collective_kind"]
+__all__ = ["collective_kind", "diagnose_dumps"]
 
 _LONG_WAIT_S = 60.0
 _KINDS = (
