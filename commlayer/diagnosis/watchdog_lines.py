@@ -223,8 +223,9 @@ def _event(line: str, rank_of_file: int | None) -> _Event | None:
     if group is None or (status is None and call is None):
         return event
     report = GroupReport(group["name"], _described(group), int(group["place"]))
-    if status is None:  # the exception that a watchdog ends with names the group and the call
-        return replace(event, group=report, place=report.place)
+    if status is None:  # the exception that a watchdog ends with, some time after it had noticed
+        late = call and replace(call, issued_ns=0, noticed_ns=0)
+        return replace(event, group=report, place=report.place, call=late)
     report.enqueued, report.completed = _number(status["enqueued"]), _number(status["completed"])
     if status["started"]:
         report.started = _number(status["started"]) or -1

@@ -181,7 +181,8 @@ def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
 def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
     """Return for how many seconds the lines of the job go on after the first timeout of a group; 0
     where times are not known."""
-    first_ns = min((report.call.noticed_ns for report in reports if report.call is not None), default=0)
+    noticed = [report.call.noticed_ns for report in reports if report.call is not None]
+    first_ns = min(filter(None, noticed), default=0)
     return (last_ns - first_ns) / 1e9 if first_ns else 0.0
 
 

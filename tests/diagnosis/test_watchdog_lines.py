@@ -316,3 +316,39 @@ def test_messages_are_not_compared_by_their_numbers() -> None:
     assert "messages are numbered by each rank for itself" in text
     assert "differ" not in text
     assert "TORCH_FR_BUFFER_SIZE" in text
+
+
+def test_the_exception_of_a_watchdog_alone_names_the_call_and_no_time() -> None:
+    line = (
+        "[rank1]:[E606 09:10:08.365393482 ProcessGroupNCCL.cpp:2197] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process "
+        "group watchdog thread terminated with exception: [Rank 1] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=1, OpType=ALLGATHER, NumelIn=1, NumelOut=4, Timeout(ms)=600000) ran for 600004 milliseconds "
+        "before timing out."
+    )
+    call = read([line]).reports[0].groups["0"].call
+    assert call is not None
+    assert (call.number, call.kind, call.issued_ns, call.noticed_ns) == (1, "ALLGATHER", 0, 0)
+
+
+def test_ranks_that_counted_fewer_calls_of_the_group_of_all_are_named() -> None:
+    """Two of eight ranks were in another library's call, as their lines posted in public show."""
+    lines = []
+    for rank in range(8):
+        start = f"[rank{rank}]:[E810 03:04:1{rank % 2}.061727749 ProcessGroupNCCL.cpp:683]"
+        group = f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+        if rank not in (0, 4):
+            lines += [
+                f"{start} [Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, "
+                "NumelIn=80, NumelOut=80, Timeout(ms)=600000) ran for 600096 milliseconds before timing out.",
+                f"{start} {group}  failure detected by watchdog at work sequence id: 78 PG status: last enqueued work: 79, "
+                "last completed work: 77",
+            ]
+        count = 77 if rank in (0, 4) else 79
+        lines.append(
+            f"{start} {group} Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump "
+            f"the debug info. Last enqueued NCCL work: {count}, last completed NCCL work: 77.This is most likely"
+        )
+    diagnosis = judged(lines)
+    assert [missing.call.rank for missing in diagnosis.waits] == [0, 4]
+    assert "rank 0 has not come to broadcast #78 of group default_pg" in in_words(diagnosis)
+    assert diagnosis.assumed == ()
