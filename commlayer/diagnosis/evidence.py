@@ -8,6 +8,7 @@ where programs are.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from commlayer.profiles.printable import shortened
 __all__ = ["Evidence", "gather_evidence"]
 
 _MOST_NAMED = 4
+_RAS_BEGINS = re.compile(rb"(?m)^(?=NCCL version )")
+"""Where an output of RAS begins: several may follow each other in a text."""
 Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 """The logs and the diagnosis of each job, by name; of the only one without."""
 
@@ -178,7 +181,6 @@ def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
     if places:
         evidence.places += places
         evidence.num_stacks += 1
-    is_ras = is_ras_text(data)
-    if is_ras:
-        evidence.ras.append(read_ras(file.name, data))
-    return has_lines or bool(places) or is_ras
+    outputs = [part for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
+    evidence.ras += [read_ras(file.name, part) for part in outputs]
+    return has_lines or bool(places or outputs)

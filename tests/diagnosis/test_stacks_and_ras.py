@@ -7,9 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from test_watchdog_lines import hanging, read
 from watchdogs_in_memory import Style, watchdog_lines
 
+from commlayer.cli.main import main
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Missing
 from commlayer.diagnosis.program_stacks import has_stacks, read_stacks, with_places
@@ -141,6 +143,16 @@ Warnings
   Rank 3 has launched up to operation 26 -- GPU 3 managed by process 2487962 on node 10.0.0.1
 
 """
+
+
+def test_outputs_that_follow_each_other_in_a_text_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "ras.txt").write_text(TEXT, encoding="utf-8")
+    assert CliRunner().invoke(main, ["diagnose", str(tmp_path)]).exit_code == 0, "it may only be late"
+    (tmp_path / "ras.txt").write_text(TEXT + TEXT, encoding="utf-8")
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "2 outputs of NCCL's RAS" in result.output
+    assert "rank 3 has not come to all_reduce #27" in result.output
 
 
 def test_the_text_of_ras_says_the_same() -> None:
