@@ -74,7 +74,7 @@ def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str]
     """
     for path in _paths(paths):
         try:
-            yield from _of_path(path)
+            yield from _of_path(path, damaged)
         except UsageError as error:
             damaged.append(str(error))
         advance(path.name)
@@ -91,7 +91,7 @@ def _paths(paths: Iterable[Path]) -> Iterator[Path]:
                     yield each
 
 
-def _of_path(path: Path) -> Iterator[EvidenceFile]:
+def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
     name = shortened(str(path))
     try:
         status = path.stat()
@@ -100,7 +100,7 @@ def _of_path(path: Path) -> Iterator[EvidenceFile]:
         with path.open("rb") as file:
             head = file.read(_HEAD)
             if _unpacker(head) is not None:
-                yield from _Unpacked(name).members(name, file, head, status.st_mtime_ns)
+                yield from _Unpacked(name, damaged).members(name, file, head, status.st_mtime_ns)
                 return
         yield EvidenceFile(name, path, head, status.st_mtime_ns, lambda: _end_of(path))
     except OSError as error:
@@ -151,8 +151,8 @@ class _Bounded(io.RawIOBase):
 class _Unpacked:
     """The members that have been taken out of one archive so far, and of those within it."""
 
-    def __init__(self, archive: str) -> None:
-        self.archive, self.num_bytes, self.num_members = archive, 0, 0
+    def __init__(self, archive: str, damaged: list[str]) -> None:
+        self.archive, self.damaged, self.num_bytes, self.num_members = archive, damaged, 0, 0
 
     def members(
         self, name: str, file: IO[bytes], head: bytes, written_ns: int, depth: int = 0
@@ -185,12 +185,22 @@ class _Unpacked:
                     depth + 1,
                 )
 
-    def _taken(self, name: str, data: bytes, written_ns: int) -> EvidenceFile:
-        self.num_bytes += len(data)
+    def _count(self, num_bytes: int) -> None:
+        """Count a member. Raises OSError where that is one too many, or too much."""
+        self.num_bytes += num_bytes
         self.num_members += 1
         if self.num_bytes > _MOST_UNPACKED or self.num_members > _MOST_MEMBERS:
             raise OSError("it holds more than that")
-        return EvidenceFile(name, None, data[:_HEAD], written_ns, lambda: data)
+
+    def _is_small(self, name: str, num_bytes: int) -> bool:
+        """Tell whether a member may be read; one that is too large is told of."""
+        if num_bytes <= MOST_FILE_BYTES:
+            return True
+        self.damaged.append(
+            f"{self.archive}: expected members of at most {MOST_FILE_BYTES} bytes, got a larger one, "
+            f"{shortened(name)}: unpack it"
+        )
+        return False
 
     def _in_gz(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
         with gzip.GzipFile(fileobj=file) as unpacked:
@@ -199,9 +209,9 @@ class _Unpacked:
                 yield from self._in_tar(name, unpacked, written_ns)
                 return
             data = unpacked.read(MOST_FILE_BYTES + 1)
-        if len(data) > MOST_FILE_BYTES:
-            raise OSError(f"expected at most {MOST_FILE_BYTES} bytes, got more")
-        yield self._taken(name.removesuffix(".gz"), data, written_ns)
+        self._count(len(data))
+        if self._is_small(name, len(data)):
+            yield _member(name.removesuffix(".gz"), data, written_ns)
 
     def _in_tar(self, name: str, file: IO[bytes] | gzip.GzipFile, written_ns: int) -> Iterator[EvidenceFile]:
         stream = _Bounded(file)
@@ -211,18 +221,11 @@ class _Unpacked:
                 if member is None:
                     return
                 stream.left = max(member.size, 0) + _MOST_HEADERS
-                if self.num_bytes + member.size > _MOST_UNPACKED:
-                    raise OSError("it holds more than that")
-                if not member.isreg() or member.issparse() or member.size > MOST_FILE_BYTES:
-                    self.num_bytes += member.size  # they are unpacked all the same, to be passed over
-                    continue
-                data = archive.extractfile(member)
-                if data is not None:
-                    yield self._taken(
-                        f"{name}/{member.name}",
-                        data.read(MOST_FILE_BYTES),
-                        int(member.mtime) * 10**9,
-                    )
+                self._count(member.size)  # of those that are passed over, too
+                inside = f"{name}/{member.name}"
+                data = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+                if data is not None and self._is_small(inside, member.size):
+                    yield _member(inside, data.read(MOST_FILE_BYTES), int(member.mtime) * 10**9)
 
     def _in_zip(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
         with zipfile.ZipFile(file) as archive:
@@ -236,6 +239,12 @@ class _Unpacked:
                     continue
                 with archive.open(member, "r", None) as unpacked:
                     data = unpacked.read(MOST_FILE_BYTES + 1)
-                if len(data) <= MOST_FILE_BYTES:
+                self._count(len(data))
+                inside = f"{name}/{member.filename}"
+                if self._is_small(inside, len(data)):
                     at_ns = int(datetime(*member.date_time).timestamp()) * 10**9  # of the machine that packed it
-                    yield self._taken(f"{name}/{member.filename}", data, at_ns)
+                    yield _member(inside, data, at_ns)
+
+
+def _member(name: str, data: bytes, written_ns: int) -> EvidenceFile:
+    return EvidenceFile(name, None, data[:_HEAD], written_ns, lambda: data)
