@@ -160,8 +160,9 @@ class _Unpacked:
         """Yield the files in an archive. Raises UsageError, which names it, for a damaged one,
         after those before the damage."""
         file.seek(0)
+        where = name if name.startswith(self.archive) else self.archive
         if depth >= _MOST_NESTED:
-            raise UsageError(f"{self.archive}: expected archives in archives {_MOST_NESTED} deep at most")
+            raise UsageError(f"{where}: expected archives in archives {_MOST_NESTED} deep at most")
         kinds = {"gz": self._in_gz, "zip": self._in_zip, "tar": self._in_tar}
         members = kinds[_unpacker(head) or ""](name, file, written_ns)
         while True:
@@ -169,7 +170,8 @@ class _Unpacked:
                 member = next(members, None)
             except _DAMAGED as error:
                 raise UsageError(
-                    f"{self.archive}: expected an archive of at most {_MOST_UNPACKED >> 30} GiB unpacked, got a damaged one: "
+                    f"{where}: expected an archive of at most {_MOST_UNPACKED >> 30} GiB unpacked, got a damaged "
+                    f"one: "
                     f"{shortened(str(error) or type(error).__name__, 300)}. Copy it again, or unpack it"
                 ) from error
             if member is None:
@@ -177,13 +179,11 @@ class _Unpacked:
             if _unpacker(member.head) is None:
                 yield member
             else:
-                yield from self.members(
-                    member.name,
-                    io.BytesIO(member.content()),
-                    member.head,
-                    member.written_ns,
-                    depth + 1,
-                )
+                inner = io.BytesIO(member.content())
+                try:
+                    yield from self.members(member.name, inner, member.head, member.written_ns, depth + 1)
+                except UsageError as error:
+                    self.damaged.append(str(error))
 
     def _count(self, num_bytes: int) -> None:
         """Count a member. Raises OSError where that is one too many, or too much."""

@@ -193,6 +193,18 @@ def test_a_damaged_file_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
         assert name in result.output
 
 
+def test_a_damaged_archive_in_another_one_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
+    whole = gzip.compress(hung_log())
+    with tarfile.open(tmp_path / "job.tar", "w", encoding="utf-8") as archive:
+        for name, data in (("cut.gz", whole[: len(whole) // 2]), ("log.gz", whole)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    damaged: list[str] = []
+    assert len(gather_evidence([tmp_path], damaged).watchdogs) == 1
+    assert damaged[0].startswith(f"{tmp_path / 'job.tar'}/cut.gz: ")
+
+
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip", "log", "ras", "json", "pickle"])
 def test_changed_bytes_give_errors_that_name_the_file_and_no_other(kind: str, tmp_path: Path) -> None:
     """Bytes of real files are flipped, cut, repeated and put in: whatever comes, it is data."""

@@ -23,7 +23,7 @@ from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
-from commlayer.diagnosis.recorder_dumps import read_dumps
+from commlayer.diagnosis.recorder_dumps import rank_in_name, read_dumps
 from commlayer.emulation import EmulatedCluster
 from commlayer.profiles.errors import UsageError
 
@@ -248,6 +248,22 @@ def test_dumps_of_torchcomms_are_read_as_torchs(tmp_path: Path) -> None:
     write(1, entry(0, retired=True), entry(1, group="tp"))
     with pytest.raises(UsageError, match="numbers the calls of all its communicators together"):
         read_dumps([*tmp_path.iterdir()])
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("nccl_trace_rank_3", 3),
+        ("node7-trace_rank_12.json", 12),
+        ("trace_rank_node7_5", 5),
+        ("dump-0003.json", 3),
+        ("rank_1_on_host2.pickle", 1),
+        ("nccl_trace_rank_", None),
+        ("rank_" + "9" * 5000, None),
+    ],
+)
+def test_the_rank_is_in_the_name(name: str, rank: int | None) -> None:
+    assert rank_in_name(name, or_last_number=True) == rank
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
