@@ -2,7 +2,7 @@
 program of a rank is.
 
 The rank is in the file's name (``stack_rank_3.txt``), or in a line such as ``rank 3`` or
-``[rank3]`` above its stack.
+``[rank3]`` just above its stacks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _THREAD = re.compile(r"(?:^|\s)(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,20
 _PY_SPY_REST = re.compile(r" \((?:active|idle)[\w+]{0,20}\)(?:: \"(?P<name>.{0,100})\")?$")
 _FAULT_REST = re.compile(r"(?: \[(?P<name>.{0,100})\])? \(most recent call first\):$")
 _MOST_IN_LINE = 2000
+_MOST_BETWEEN = 3
+"""Lines between one that names a rank and the rank's stacks."""
 _IN_FILE = re.compile(r"\", line (\d{1,9}) in (.{1,200})$")
 _RANK = re.compile(r"\brank[ =:_-]{0,2}(\d{1,7})\b|\[rank(\d{1,7})\]", re.IGNORECASE)
 _LIBRARY = re.compile(
@@ -59,11 +61,11 @@ def has_stacks(data: bytes) -> bool:
 def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
     """Read where the programs of ranks are, from a text of the file ``name``; those whose rank is
     not told are left out."""
-    rank = rank_in_name(name)
+    rank_of_file = rank_in_name(name)
     places: dict[int, ProgramPlace] = {}
     best: dict[int, int] = {}
     for above, thread, frames in _threads(data.decode("utf-8", "replace").splitlines()):
-        rank = above if above is not None else rank
+        rank = above if rank_of_file is None else rank_of_file
         if rank is None or not frames:
             continue
         score = 2 if thread == "MainThread" else int(frames[-1].function == "<module>")
@@ -73,9 +75,10 @@ def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
 
 
 def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]]]:
-    """The threads in a text: the last rank that is named above each, the thread's name and its
+    """The threads in a text: the rank that is named just above the stacks, the thread's name and its
     frames, innermost first."""
     above, name, frames, is_inside = None, "", list[Site](), False
+    lines_since = 0
     for line in map(str.rstrip, lines):
         head = _THREAD.search(line[-400:])
         rest = head and (_PY_SPY_REST.match(head["rest"] or "") or _FAULT_REST.match(head["rest"] or ""))
@@ -86,9 +89,12 @@ def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]
             name, frames, is_inside = (rest["name"] or "" if rest else ""), [], bool(rest)
         elif site is not None and len(frames) < _MOST_FRAMES:
             frames.append(site)
-        if not is_inside or rest:
-            named = _RANK.search(line[:400])
-            above = int(named[1] or named[2]) if named else above
+        if not is_inside and line.strip():
+            named, lines_since = _RANK.search(line[:400]), lines_since + 1
+            if named:
+                above, lines_since = int(named[1] or named[2]), 0
+            elif lines_since > _MOST_BETWEEN:
+                above = None  # a line of a job's log, which may be any rank's
     if frames:
         yield above, name, frames
 
