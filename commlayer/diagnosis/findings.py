@@ -137,13 +137,13 @@ Trouble = Mismatch | Cycle | Missing
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may
-    still come; ``under_way``: ranks in calls that all have come to, and that have not ended.
+    still come; ``under_way``: ranks in calls that all have come to, and that have not ended;
+    ``remarks``: sentences on what the logs show beside, and what they leave open.
 
     ``shared``: groups that several threads use at once, which may be why. ``ranks``: those of the
     job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
-    who is waited for is no longer only late. ``remarks``: sentences on what the logs show beside,
-    and what they leave open. ``assumed``: what was taken for granted, where the ranks' logs do not
-    say it.
+    who is waited for is no longer only late. ``assumed``: what was taken for granted, where the
+    ranks' logs do not say it.
     """
 
     findings: tuple[Trouble, ...]
