@@ -18,7 +18,7 @@ from commlayer.cli.tables import echo
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
 from commlayer.diagnosis.evidence import gather_evidence
-from commlayer.diagnosis.evidence_files import file_count
+from commlayer.diagnosis.evidence_files import files_in
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
 from commlayer.profiles.errors import UsageError
@@ -102,7 +102,7 @@ def _results(
     if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{_LOGS}")):
         logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], _LOGS, refused)}
         return {name: (each, diagnose(each)) for name, each in logs.items()}
-    with progress("looking", file_count(paths)) as advance:
+    with progress("looking", len(files_in(paths))) as advance:
         evidence = gather_evidence(paths, damaged, advance)
     if evidence.is_empty:
         if damaged:

@@ -25,7 +25,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 
-__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "each_file", "file_count"]
+__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "each_file", "files_in"]
 
 MOST_FILE_BYTES = 1 << 28
 """The largest file that is read. Of a larger text its last bytes are, where a job's end is."""
@@ -61,18 +61,13 @@ class EvidenceFile:
     """Reads all of it; raises UsageError."""
 
 
-def file_count(paths: Iterable[Path]) -> int:
-    """Return how many files there are, an archive counted as one."""
-    return sum(1 for _ in _paths(paths))
-
-
 def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str], None]) -> Iterator[EvidenceFile]:
     """Yield the files among ``paths``, and in folders and archives among them, at any depth.
 
     ``damaged`` takes what is wrong with those that cannot be read; ``advance`` is called with the
     name of each when it is done.
     """
-    for path in _paths(paths):
+    for path in files_in(paths):
         try:
             yield from _of_path(path, damaged)
         except UsageError as error:
@@ -80,15 +75,17 @@ def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str]
         advance(path.name)
 
 
-def _paths(paths: Iterable[Path]) -> Iterator[Path]:
+def files_in(paths: Iterable[Path]) -> list[Path]:
+    """List the files among ``paths``, and in folders among them, at any depth; an archive is one."""
+    files: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            yield path
+            files.append(path)
             continue
         for each in sorted(path.rglob("*")):
             with contextlib.suppress(OSError):  # in a folder that may not be looked into
-                if each.is_file():
-                    yield each
+                files += [each] * each.is_file()
+    return files
 
 
 def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
