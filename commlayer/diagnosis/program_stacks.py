@@ -77,8 +77,8 @@ def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
 def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]]]:
     """The threads in a text: the rank that is named just above the stacks, the thread's name and its
     frames, innermost first."""
-    above, name, frames, is_inside = None, "", list[Site](), False
-    lines_since = 0
+    above: int | None = None
+    name, frames, is_inside, lines_since = "", list[Site](), False, 0
     for line in map(str.rstrip, lines):
         head = _THREAD.search(line[-400:])
         rest = head and (_PY_SPY_REST.match(head["rest"] or "") or _FAULT_REST.match(head["rest"] or ""))
