@@ -36,6 +36,7 @@ from commlayer.diagnosis.call_logs import (
     WaitLog,
     as_foreign,
 )
+from commlayer.diagnosis.causes import explained
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
 from commlayer.profiles.counted import counted
@@ -110,7 +111,8 @@ def diagnose_dumps(dumps: Sequence[Dump]) -> tuple[list[RankLog], Diagnosis]:
             )
     if is_on_device and any(isinstance(finding, Cycle) for finding in diagnosis.findings):
         assumed.append("a host that has enqueued nothing more is taken to wait for its device")
-    return logs, msgspec.structs.replace(diagnosis, assumed=tuple(assumed))
+    diagnosis = msgspec.structs.replace(diagnosis, assumed=tuple(assumed))
+    return logs, explained(diagnosis, logs, circles_are="likely" if is_on_device else "proven")
 
 
 # Groups
@@ -140,10 +142,24 @@ class _Groups:
                 users.setdefault(name, set()).add(dump.rank)
                 if description and description != "undefined":
                     self.descriptions[name] = description
+        self.inferred = sorted(set(users) - set(self.listed))
         listed_ranks = (rank for each in self.listed.values() for ranks in each for rank in ranks)
-        self.ranks = tuple(sorted({dump.rank for dump in dumps}.union(listed_ranks)))
-        self.users = {name: tuple(sorted(ranks)) for name, ranks in users.items()}
-        self.inferred = sorted(set(self.users) - set(self.listed))
+        ranks = {dump.rank for dump in dumps}.union(listed_ranks)
+        sizes = _least_sizes(dumps) if self.inferred else {}
+        if self.inferred and ranks:  # ranks count from 0, so that those that are missing between are known
+            ranks |= set(range(max(ranks)))
+        silent = ranks - {dump.rank for dump in dumps}
+        for name in self.inferred:
+            is_world = self.descriptions.get(name) == "default_pg"
+            size = max(sizes.get(name, 0), len(ranks) if is_world else 0)
+            ranks |= set(range(size)) if is_world else set()
+            lacking = size - len(users[name])
+            if not is_world and lacking > 0:
+                silent = silent or set(range(max(ranks) + 1, max(ranks) + 1 + lacking))
+                ranks |= silent
+                users[name] |= silent if len(silent) == lacking else set()
+        self.ranks = tuple(sorted(ranks))
+        self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
     @property
     def inferred_words(self) -> str:
@@ -166,6 +182,20 @@ class _Groups:
                 f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
             )
         return _Group(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+
+
+def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
+    """How many ranks groups have at least, by name: those in which a call is overdue, or data was gathered."""
+    sizes: dict[str, int] = {}
+    for dump in dumps:
+        for entry in dump.entries:
+            size = 1 if entry.has_ended else 2
+            sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
+            if _kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
+                size = max(size, received // sent)
+            name = entry.process_group[0]
+            sizes[name] = max(sizes.get(name, 0), size)
+    return sizes
 
 
 # Logs

@@ -12,7 +12,20 @@ from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
 from commlayer.profiles.counted import counted, listed
 
-__all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
+__all__ = [
+    "Cause",
+    "Cycle",
+    "CycleStep",
+    "Diagnosis",
+    "GroupCalls",
+    "LastCalls",
+    "Mismatch",
+    "Missing",
+    "NamedCall",
+    "Trouble",
+    "Waiter",
+    "diagnose",
+]
 
 _MOST_STARTS = 64
 """The number of stuck threads from which the smallest circle is looked for: in a large job one
@@ -26,7 +39,8 @@ that is taken for granted."""
 
 class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call in a finding. ``number``: of its group's collectives, or of the messages with ``peer``
-    and ``tag``."""
+    and ``tag``. ``state``: ``issued`` where a device has not begun it, else ``started`` or ``done``;
+    empty: not made."""
 
     rank: int
     group: str
@@ -42,6 +56,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     tag: int = 0
     thread: str = ""
     stage: str = ""
+    state: str = ""
 
     @classmethod
     def of_log(cls, rank: int, group: str, call: CallLog) -> NamedCall:
@@ -60,6 +75,7 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
             peer=call.peer,
             tag=call.tag,
             stage=call.stage,
+            state=call.state,
         )
 
 
@@ -106,7 +122,7 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     ``late`` (no call holds it), ``silent`` (no log of it) or ``held`` (it waits in calls of its
     own, ``held``, for a rank of which another thread waits here).
 
-    ``last``: its last call of that group, or else of any; ``at``: where its program is now.
+    ``last``: the last call that a thread of it made which waits in none; ``at``: where its program is now.
     ``behind``: who waits for one that waits for it."""
 
     call: NamedCall
@@ -135,6 +151,42 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 Trouble = Mismatch | Cycle | Missing
 
 
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """The reason why a job hangs, in one sentence.
+
+    ``what``: ``order`` (of groups), ``skipped`` or ``extra`` (a call that a rank left out, or made too
+    many), ``collective``, ``dtype``, ``operation``, ``root``, ``size`` or ``splits`` (calls that
+    differ in these), ``threads`` (that share a group), ``ended`` (a rank), ``absent`` (a rank is in no
+    call), ``elsewhere`` (its program is known to be at another place), ``no dump`` (of a rank),
+    ``held`` (by a thread of its own rank), ``stalled`` (all have come to a call, and it does not
+    end). ``certainty``: ``proven``, ``likely`` or ``unknown``. ``ranks``: at fault; ``calls``: theirs.
+    """
+
+    what: str
+    certainty: str
+    ranks: tuple[int, ...]
+    calls: tuple[NamedCall, ...]
+    words: str
+
+
+class LastCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest call of a group on ``ranks``, which have all come equally far. ``made``, ``done``:
+    how many calls of the group they have made, and how many of these have ended."""
+
+    ranks: tuple[int, ...]
+    made: int
+    done: int
+    call: NamedCall | None
+
+
+class GroupCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """A group in which calls have not ended, or of which ranks have made unequally many."""
+
+    group: str
+    ranks: tuple[int, ...]
+    last: tuple[LastCalls, ...]
+
+
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may
     still come; ``under_way``: ranks in calls that all have come to, and that have not ended;
@@ -143,7 +195,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     ``shared``: groups that several threads use at once, which may be why. ``ranks``: those of the
     job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
     who is waited for is no longer only late. ``assumed``: what was taken for granted, where the
-    ranks' logs do not say it.
+    ranks' logs do not say it. ``cause`` and ``groups``: set by
+    :func:`~commlayer.diagnosis.causes.explained`.
     """
 
     findings: tuple[Trouble, ...]
@@ -155,6 +208,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     shared: tuple[Shared, ...] = ()
     remarks: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    cause: Cause | None = None
+    groups: tuple[GroupCalls, ...] = ()
 
     @property
     def has_found(self) -> bool:
@@ -442,8 +497,7 @@ def _late(graph: Graph) -> Iterable[Missing]:
                 behind=_waiters(graph, behind.get(rank, ())),
             )
             continue
-        free = [call for call in view.log.calls if call.thread not in view.blocked]
-        calls = [call for call in free if view.log.groups[call.group].key == node.group] or free
+        calls = [call for call in view.log.calls if call.thread not in view.blocked]
         last = calls[-1] if calls else None
         thread = _thread_of(view.log, last)
         yield Missing(
@@ -521,6 +575,10 @@ def _needed(graph: Graph, node: Node) -> NamedCall:
             peer=node.peer,
             tag=node.tag,
         )
+    own = graph.views.get(node.rank)
+    call = None if own is None else own.collectives.get((node.group, node.number))
+    if call is not None:  # queued behind the group's calls before it, or enqueued on a device
+        return _call(graph, node.rank, node.group, call)
     for view in graph.views.values():
         call = view.collectives.get((node.group, node.number))
         if call is not None:

@@ -47,6 +47,8 @@ _MOST_ENDED = 16
 """The number of calls that are kept of each group beside those that have not ended: by them calls that differ are compared."""
 _LEAST_PARALLEL = 16
 """The number of dumps from which on several processes read them."""
+_WRAPPERS = ("typing_extensions.py", "contextlib.py", "functools.py", "warnings.py")
+"""Files of decorators: torch's deprecated all_gather_into_tensor is called through one of these."""
 _HOST_BACKENDS = ("gloo", "mpi", "ucc", "fake", "commlayer")
 _RANK = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE | re.ASCII)
 _LAST_DIGITS = re.compile(r"(\d+)\D*$", re.ASCII)
@@ -134,7 +136,7 @@ class Dump:
 
     ``written_ns``: when its file was written; ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of
     groups, by name, where the dump lists them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is
-    recorded which calls have begun on the device.
+    recorded which calls have begun on the device; ``lost``: how many of the oldest calls the ring has lost.
     """
 
     path: Path
@@ -144,6 +146,7 @@ class Dump:
     group_ranks: dict[str, tuple[int, ...]]
     backends: tuple[str, ...]
     knows_beginnings: bool
+    lost: int = 0
 
 
 def begins_as_dump(head: bytes) -> bool:
@@ -261,6 +264,7 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
         group_ranks={name: ranks for name, ranks in group_ranks.items() if ranks},
         backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
+        lost=content.entries[0].record_id if content.entries else 0,
     )
 
 
@@ -346,8 +350,10 @@ def _kept(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _innermost(frames: list[CallFrame]) -> list[CallFrame]:
-    """The innermost place that is not torch's, alone; the innermost of all where each is."""
+    """The innermost place that is neither torch's nor a decorator's, alone; without one, the innermost."""
     for frame in frames:
-        if frame.filename and "/torch/" not in frame.filename and frame.filename[:1] != "<":
+        file = frame.filename
+        is_own = file and "/torch/" not in file and file[:1] != "<"
+        if is_own and file.rpartition("/")[2] not in _WRAPPERS:
             return [frame]
     return frames[:1]

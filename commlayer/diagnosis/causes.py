@@ -1,0 +1,324 @@
+"""The cause of a hang in one sentence, and how sure it is.
+
+A diagnosis lists all that is wrong: circles, calls that differ, ranks that do not come. Most of these
+are consequences of one thing. A rank that has left a call out ends in a circle, in calls that differ,
+or alone, by what comes next in its program. Places tell it: from the lost call on, the rank makes its
+calls of the group from the places that the others reach one call later.
+
+Rejected: judging by places where nothing hangs. Ranks may make one call from different places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from commlayer.calls.group_life import LIFE_KEY
+from commlayer.diagnosis.call_logs import CallLog, RankLog
+from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call
+from commlayer.diagnosis.findings import (
+    Cause,
+    Cycle,
+    Diagnosis,
+    GroupCalls,
+    LastCalls,
+    Mismatch,
+    Missing,
+    NamedCall,
+)
+from commlayer.diagnosis.matching import shared_signature
+
+__all__ = ["explained"]
+
+_MOST_CALLS = 4
+_MOST_GROUPS = 64
+_Calls = Mapping[int, CallLog]
+"""Calls of a rank in one group, by number."""
+
+
+def explained(
+    diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven"
+) -> Diagnosis:
+    """Return the diagnosis with its cause, and with each group's last calls.
+
+    Args:
+        logs: what it was made from.
+        circles_are: ``proven``, or ``likely`` where what ranks wait for was partly inferred.
+    """
+    if not diagnosis.has_found and not (diagnosis.is_timeout and diagnosis.under_way):
+        return diagnosis
+    groups = _groups(logs)
+    shift = _first_shift(groups)
+    cause = shift or _cause(diagnosis, circles_are)
+    return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
+
+
+def _cause(diagnosis: Diagnosis, circles_are: str) -> Cause | None:
+    for finding in diagnosis.findings:
+        if isinstance(finding, Mismatch):
+            return _differing(finding, bool(diagnosis.shared))
+    for finding in diagnosis.findings:
+        if isinstance(finding, Cycle):
+            return _order(finding, circles_are)
+    missing = [each for each in diagnosis.findings if isinstance(each, Missing)]
+    for why in ("late", "silent"):  # a rank that is seen in no call, before one of which nothing is seen
+        missing = missing or [each for each in diagnosis.waits if each.why == why]
+    if missing:
+        return _absent(missing)
+    return _stalled(diagnosis) or (_absent(diagnosis.waits) if diagnosis.waits else None)
+
+
+# Calls that a rank has left out, or made too many
+
+
+class _Group(msgspec.Struct, kw_only=True):
+    """A group in all logs: ``calls`` of each rank, and how many it has ``made`` and ``done``."""
+
+    name: str
+    ranks: tuple[int, ...]
+    calls: dict[int, dict[int, CallLog]]
+    made: dict[int, int]
+    done: dict[int, int]
+
+
+def _groups(logs: Sequence[RankLog]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for log in logs:
+        own = []
+        for each in log.groups:
+            group = groups.get(each.key)
+            if group is None:
+                group = _Group(name=str(each), ranks=each.ranks, calls={}, made={}, done={})
+                groups[each.key] = group
+            group.made[log.rank], group.done[log.rank] = each.issued, each.done
+            own.append(group.calls.setdefault(log.rank, {}))
+        for call in log.calls:
+            if not call.is_message and not log.groups[call.group].key.endswith(LIFE_KEY):
+                own[call.group][call.number] = call
+    return list(groups.values())
+
+
+def _first_shift(groups: Iterable[_Group]) -> Cause | None:
+    """The first group in which one rank's calls are the others' with one left out, or one more."""
+    for group in groups:
+        calls = {rank: each for rank, each in group.calls.items() if each}
+        if len(calls) < 2:
+            continue
+        number, odd = _first_unlike(calls)
+        if len(odd) != 1:
+            continue
+        other = next(each for each in calls if each != odd[0] and number in calls[each])
+        pairs = [(odd[0], other), (other, odd[0])]
+        for its, theirs in pairs if len(calls) == 2 else pairs[:1]:
+            shift = _shift(calls[its], calls[theirs], number)
+            if shift:
+                return _shifted(group, its, theirs, number, shift)
+    return None
+
+
+def _first_unlike(calls: Mapping[int, _Calls]) -> tuple[int, list[int]]:
+    """The first number of which ranks make unlike calls, or from unlike places, and those that
+    differ from most others."""
+    numbers = sorted({number for each in calls.values() for number in each})
+    for number in numbers:
+        identities = {
+            rank: _identity(each[number]) for rank, each in calls.items() if number in each
+        }
+        counts = Counter(identities.values())
+        if len(counts) > 1:
+            most = counts.most_common(1)[0][0]
+            return number, [rank for rank, each in identities.items() if each != most]
+    return 0, []
+
+
+def _identity(call: CallLog) -> tuple[object, ...]:
+    return *shared_signature(call), call.site
+
+
+def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
+    """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
+    0: neither."""
+    ahead = dict(theirs)
+    while max(ahead) <= max(its) and _extend(ahead):
+        pass
+    if _runs(its, ahead, number, 1):
+        return 1
+    if _runs(its, theirs, number, -1) or _runs(its, theirs, number + 1, -1):
+        return -1
+    return 0
+
+
+def _extend(calls: dict[int, CallLog]) -> bool:
+    """Add the call that would come next, if the last one was followed by another one before."""
+    last = max(calls)
+    for number in sorted(calls, reverse=True):
+        is_same = number != last and _identity(calls[number]) == _identity(calls[last])
+        if is_same and number + 1 in calls:
+            calls[last + 1] = calls[number + 1]
+            return True
+    return False
+
+
+def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
+    pairs = [(its[at], theirs.get(at + shift)) for at in sorted(its) if at >= first]
+    return bool(pairs) and all(
+        other is not None and _identity(call) == _identity(other) for call, other in pairs
+    )
+
+
+def _shifted(group: _Group, rank: int, other: int, number: int, shift: int) -> Cause:
+    call = NamedCall.of_log(rank, group.name, group.calls[rank][number])
+    theirs = NamedCall.of_log(other, group.name, group.calls[other][number])
+    is_pair = len(group.calls) == 2
+    left, made = "left out a call", "made a call too many"
+    who = f"rank {rank} has {left if shift > 0 else made} of group {group.name}"
+    if is_pair:
+        who += f", or rank {other} has {made if shift > 0 else left}"
+    return Cause(
+        what="skipped" if shift > 0 else "extra",
+        certainty="likely",
+        ranks=(rank, other) if is_pair else (rank,),
+        calls=(call, theirs),
+        words=(
+            f"{who}: as call #{number} rank {rank} makes {call.kind} at {call.site}, "
+            f"rank {other} {theirs.kind} at {theirs.site}"
+        ),
+    )
+
+
+# Other causes
+
+
+def _differing(found: Mismatch, has_shared: bool) -> Cause:
+    has_majority = 2 * len(found.odd) < len(found.calls)
+    ranks = found.odd if has_majority else tuple(call.rank for call in found.calls)
+    calls = tuple(call for call in found.calls if call.rank in ranks)
+    at = "; ".join(f"rank {call.rank} at {call.site}" for call in calls[:_MOST_CALLS])
+    return Cause(
+        what="threads" if has_shared else found.what,
+        certainty="proven",
+        ranks=ranks,
+        calls=calls,
+        words=f"call #{found.number} of group {found.group} is not one call: {found.words} ({at})",
+    )
+
+
+def _order(cycle: Cycle, certainty: str) -> Cause:
+    calls = tuple(
+        msgspec.structs.replace(step.call, site=step.call.site or step.site) for step in cycle.steps
+    )
+    ranks = tuple(sorted({call.rank for call in calls}))
+    groups = sorted({call.group for call in calls})
+    waits = ", ".join(
+        f"rank {call.rank} waits in {short_call(call)} of group {call.group} at {call.site}"
+        for call in calls[:_MOST_CALLS]
+    )
+    more = f", and {len(calls) - _MOST_CALLS} more" if len(calls) > _MOST_CALLS else ""
+    do = (
+        f"make their calls of groups {', '.join(groups)} in different orders"
+        if len(groups) > 1
+        else f"make their calls of group {groups[0]} in different orders"
+    )
+    if len(ranks) == 1:
+        do = "waits for a call of its own"
+    return Cause(
+        what="order",
+        certainty=certainty,
+        ranks=ranks,
+        calls=calls,
+        words=f"{ranks_words(ranks)} {do}: {waits}{more}",
+    )
+
+
+def _absent(missing: Sequence[Missing]) -> Cause:
+    first = max(missing, key=lambda each: len(each.waiting) + len(each.behind))
+    what, state, certainty = {
+        "gone": ("ended", "has ended", "proven"),
+        "late": ("absent", "is in no call", "proven"),
+        "silent": ("no dump", "has left no dump (it is dead, stopped, or its dump is not here)", "likely"),
+        "held": ("held", "waits in other calls of its own", "likely"),
+    }[first.why]
+    if first.at is not None:
+        what, state = "elsewhere", f"is at {first.at}, in no call"
+    elif first.why == "late" and first.last is not None:
+        state = f"is in no call since {short_call(first.last)} at {first.last.site}"
+    others = sorted({waiter.call.rank for waiter in first.waiting})
+    ranks = tuple(sorted({each.call.rank for each in missing}))
+    others_missing = [rank for rank in ranks if rank != first.call.rank]
+    more = f" (and so for {ranks_words(others_missing)})" if others_missing else ""
+    return Cause(
+        what=what,
+        certainty=certainty,
+        ranks=ranks,
+        calls=tuple(each.last or each.call for each in missing),
+        words=(
+            f"rank {first.call.rank} {state}, and has not come to {short_call(first.call)} of group "
+            f"{first.call.group}, for which {ranks_words(others)} wait{'s' * (len(others) == 1)}"
+            f"{more}"
+        ),
+    )
+
+
+def _stalled(diagnosis: Diagnosis) -> Cause | None:
+    calls = tuple(waiter.call for waiter in diagnosis.under_way)
+    if not calls:
+        return None
+    ranks = tuple(sorted({call.rank for call in calls}))
+    longest = max(diagnosis.under_way, key=lambda waiter: waiter.waited_s)
+    where = f"{call_words(longest.call)}, at {longest.site}"
+    if diagnosis.without:
+        return Cause(
+            what="no dump",
+            certainty="likely",
+            ranks=diagnosis.without,
+            calls=calls,
+            words=(
+                f"{ranks_words(diagnosis.without)} left no dump, and {ranks_words(ranks)} "
+                f"wait{'s' * (len(ranks) == 1)} in {where}"
+            ),
+        )
+    return Cause(
+        what="stalled",
+        certainty="unknown",
+        ranks=ranks,
+        calls=calls,
+        words=(
+            f"all ranks have come to {where}, and it does not end: the network, a rank that is "
+            "stopped, or roots, operations or splits that differ, which dumps do not record"
+        ),
+    )
+
+
+# Last calls
+
+
+def _last_calls(groups: Iterable[_Group]) -> Iterator[GroupCalls]:
+    shown = 0
+    for group in groups:
+        is_even = len(set(group.made.values())) == 1 and group.made == group.done
+        if is_even or not any(group.calls.values()) or shown == _MOST_GROUPS:
+            continue
+        shown += 1
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for rank, made in sorted(group.made.items()):
+            call = group.calls[rank].get(made)
+            site = None if call is None else call.site
+            alike.setdefault((made, group.done[rank], site), []).append(rank)
+        yield GroupCalls(
+            group=group.name,
+            ranks=group.ranks,
+            last=tuple(_last(group, ranks) for ranks in alike.values()),
+        )
+
+
+def _last(group: _Group, ranks: Sequence[int]) -> LastCalls:
+    made = group.made[ranks[0]]
+    call = group.calls[ranks[0]].get(made)
+    return LastCalls(
+        ranks=tuple(ranks),
+        made=made,
+        done=group.done[ranks[0]],
+        call=None if call is None else NamedCall.of_log(ranks[0], group.name, call),
+    )
