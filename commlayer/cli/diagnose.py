@@ -16,18 +16,16 @@ from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
 from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.causes import explained
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
 from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.evidence_files import files_in
+from commlayer.diagnosis.explaining import LOGS, await_files
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
-from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 
 __all__ = ["diagnose_command"]
-
-_LOGS = "calls-*.json"
-"""The names of the files in which ranks write what they remember."""
 
 
 @click.command("diagnose", cls=Command)
@@ -39,10 +37,21 @@ _LOGS = "calls-*.json"
     metavar="OUT",
     help="Write the logs into this folder as dumps of torch's Flight Recorder, too.",
 )
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Wait so long for files to appear in PATH, and diagnose once they no longer change.",
+)
 @json_option
 @click.pass_context
 def diagnose_command(
-    ctx: click.Context, paths: tuple[Path, ...], output: Path | None, flight_recorder: Path | None, as_json: bool
+    ctx: click.Context,
+    paths: tuple[Path, ...],
+    output: Path | None,
+    flight_recorder: Path | None,
+    watch: float | None,
+    as_json: bool,
 ) -> None:
     """Say who waits for whom, from what a job's ranks have left of their calls.
 
@@ -65,11 +74,16 @@ def diagnose_command(
       commlayer diagnose DIR
       commlayer diagnose DIR -o hang.html --flight-recorder dumps
       commlayer diagnose /tmp/nccl_trace_rank_* slurm-4242.out
+      commlayer diagnose /shared/dumps --watch 86400
 
     Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read: what the others say is printed all the same.
     """
     refused = tuple(name for name, value in (("--output", output), ("--flight-recorder", flight_recorder)) if value)
     damaged: list[str] = []
+    if watch is not None and not await_files(paths, watch):
+        raise click.UsageError(
+            f"--watch: within {watch:g} s no dumps or files {LOGS} came to rest in {', '.join(map(str, paths[:4]))}"
+        )
     results = _results(paths, refused, damaged)
     logs, first = next(iter(results.values()))
     diagnoses = {name: diagnosis for name, (_, diagnosis) in results.items()}
@@ -99,18 +113,12 @@ def _results(
     paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]
 ) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """The logs and the diagnosis of every replica; of one without a name, of dumps and where there are no replicas."""
-    if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{_LOGS}")):
-        logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], _LOGS, refused)}
-        return {name: (each, diagnose(each)) for name, each in logs.items()}
+    if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{LOGS}")):
+        logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], LOGS, refused)}
+        return {name: (each, explained(diagnose(each), each)) for name, each in logs.items()}
     with progress("looking", len(files_in(paths))) as advance:
         evidence = gather_evidence(paths, damaged, advance)
-    if evidence.is_empty:
-        if damaged:
-            raise UsageError("\n".join(damaged))
-        raise click.UsageError(
-            f"expected logs of commlayer, dumps of torch's Flight Recorder, logs with lines of NCCL's watchdogs, outputs of "
-            f"ncclras or stacks, got {evidence.in_words() or 'no file in ' + ', '.join(map(str, paths[:4]))}"
-        )
+    evidence.check_not_empty(paths, damaged)
     with progress("reading", len(evidence.dump_paths)) as advance:
         evidence.read_dumps(damaged, advance)
     echo(evidence.in_words(), err=True)

@@ -38,9 +38,7 @@ _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
 
-def explained(
-    diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven"
-) -> Diagnosis:
+def explained(diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven") -> Diagnosis:
     """Return the diagnosis with its cause, and with each group's last calls.
 
     Args:
@@ -123,9 +121,7 @@ def _first_unlike(calls: Mapping[int, _Calls]) -> tuple[int, list[int]]:
     differ from most others."""
     numbers = sorted({number for each in calls.values() for number in each})
     for number in numbers:
-        identities = {
-            rank: _identity(each[number]) for rank, each in calls.items() if number in each
-        }
+        identities = {rank: _identity(each[number]) for rank, each in calls.items() if number in each}
         counts = Counter(identities.values())
         if len(counts) > 1:
             most = counts.most_common(1)[0][0]
@@ -145,7 +141,7 @@ def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
         pass
     if _runs(its, ahead, number, 1):
         return 1
-    if _runs(its, theirs, number, -1) or _runs(its, theirs, number + 1, -1):
+    if _runs(its, ahead, number, -1) or _runs(its, ahead, number + 1, -1):
         return -1
     return 0
 
@@ -163,9 +159,7 @@ def _extend(calls: dict[int, CallLog]) -> bool:
 
 def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
     pairs = [(its[at], theirs.get(at + shift)) for at in sorted(its) if at >= first]
-    return bool(pairs) and all(
-        other is not None and _identity(call) == _identity(other) for call, other in pairs
-    )
+    return bool(pairs) and all(other is not None and _identity(call) == _identity(other) for call, other in pairs)
 
 
 def _shifted(group: _Group, rank: int, other: int, number: int, shift: int) -> Cause:
@@ -206,9 +200,7 @@ def _differing(found: Mismatch, has_shared: bool) -> Cause:
 
 
 def _order(cycle: Cycle, certainty: str) -> Cause:
-    calls = tuple(
-        msgspec.structs.replace(step.call, site=step.call.site or step.site) for step in cycle.steps
-    )
+    calls = tuple(msgspec.structs.replace(step.call, site=step.call.site or step.site) for step in cycle.steps)
     ranks = tuple(sorted({call.rank for call in calls}))
     groups = sorted({call.group for call in calls})
     waits = ", ".join(

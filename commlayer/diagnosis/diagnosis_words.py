@@ -8,8 +8,10 @@ from pathlib import Path
 from commlayer.calls.group_life import LIFE_KEY
 from commlayer.diagnosis.call_logs import MAKING, CallLog, RankLog, Site
 from commlayer.diagnosis.findings import (
+    Cause,
     Cycle,
     Diagnosis,
+    GroupCalls,
     Mismatch,
     Missing,
     NamedCall,
@@ -35,21 +37,23 @@ __all__ = [
 
 _MOST_RANKS = 16
 _MOST_CALLS = 8
+_MOST_GROUPS = 12
 _LAST_CALLS = 10
 _WAYS = {"send": "to", "recv": "from"}
 
 
 def in_words(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, some lines of text."""
-    lines: list[str] = []
+    lines = [] if diagnosis.cause is None else [_cause(diagnosis.cause)]
     for finding in diagnosis.findings:
         lines += _finding(finding)
     for missing in diagnosis.waits:
         lines += _missing(missing)
     for shared in diagnosis.shared:
         lines += _shared(shared)
-    if not lines and diagnosis.under_way:
-        lines = _under_way(diagnosis.under_way)
+    if diagnosis.under_way and not (diagnosis.findings or diagnosis.waits or diagnosis.shared):
+        lines += _under_way(diagnosis.under_way)
+    lines += _last_calls(diagnosis.groups)
     if not lines and not (diagnosis.is_timeout and diagnosis.remarks):
         lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
@@ -59,8 +63,34 @@ def in_words(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
+def _cause(cause: Cause) -> str:
+    """The cause, with how sure it is."""
+    sure = {"proven": "cause", "likely": "likely cause"}
+    return f"{sure.get(cause.certainty, 'the cause cannot be told')}: {cause.words}"
+
+
+def _last_calls(groups: Sequence[GroupCalls]) -> list[str]:
+    """The groups in which calls have not ended, and how far each of their ranks has come."""
+    lines = ["last calls:"] if groups else []
+    for group in groups[:_MOST_GROUPS]:
+        states = []
+        for last in group.last[:_MOST_CALLS]:
+            if last.call is None:
+                states.append(f"{ranks_words(last.ranks)}: {last.made} made, {last.done} ended")
+                continue
+            state = "ended" if last.done >= last.made else "has not ended"
+            what = f"{short_call(last.call)} at {last.call.site}, {state}"
+            states.append(f"{ranks_words(last.ranks)}: {what}")
+        lines.append(f"  group {group.group}: {'; '.join(states)}")
+    if len(groups) > _MOST_GROUPS:
+        lines.append(f"  and {len(groups) - _MOST_GROUPS} more groups")
+    return lines
+
+
 def one_line(diagnosis: Diagnosis) -> str:
     """The first finding in one sentence, and how many more there are."""
+    if diagnosis.cause is not None:
+        return _cause(diagnosis.cause)
     findings = [*diagnosis.findings, *diagnosis.waits]
     if not findings:
         return in_words(diagnosis).splitlines()[0]
@@ -110,11 +140,18 @@ def _cycle(cycle: Cycle) -> list[str]:
         missing = step.missing
         lines.append(f"  rank {step.call.rank} waits in {call_words(step.call)}, {_where(step.call, step.site)},")
         # One that has been called is queued behind the group's calls before it.
-        lines.append(f"    for rank {missing.rank}, which has not come to {_short(missing)} of group {missing.group}")
+        lines.append(f"    for rank {missing.rank}, which has {_not_come(missing)} of group {missing.group}")
     if cycle.behind:
         are = "waits" if len(cycle.behind) == 1 else "wait"
         lines.append(f"  {ranks_words(cycle.behind)} {are} for these")
     return lines
+
+
+def _not_come(missing: NamedCall) -> str:
+    """A call that a rank has not made, or that its host has enqueued and its device has not begun."""
+    if missing.state != "issued":
+        return f"not come to {_short(missing)}"
+    return f"enqueued and not begun {_short(missing)}, at {missing.site},"
 
 
 def _where(call: NamedCall, site: Site) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.causes import explained
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
@@ -67,6 +68,17 @@ class Evidence:
         """Tell whether there is nothing that can be judged or shown."""
         return not (self.logs or self.dump_paths or self.dumps or self.watchdogs or self.ras or self.places)
 
+    def check_not_empty(self, paths: Sequence[Path], damaged: Sequence[str]) -> None:
+        """Raise UsageError where there is nothing to judge in ``paths``, with what is ``damaged``."""
+        if not self.is_empty:
+            return
+        if damaged:
+            raise UsageError("\n".join(damaged))
+        raise UsageError(
+            "expected logs of commlayer, dumps of torch's Flight Recorder, logs with lines of NCCL's watchdogs, outputs of "
+            f"ncclras or stacks, got {self.in_words() or 'no file in ' + ', '.join(map(str, paths[:4]))}"
+        )
+
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
         """Read the dumps, in several processes where they are many. Raises UsageError for two of
         one rank."""
@@ -101,7 +113,7 @@ class Evidence:
             raise UsageError(
                 f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
             )
-        return {"": (self.logs, diagnose(self.logs))}
+        return {"": (self.logs, explained(diagnose(self.logs), self.logs))}
 
     def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))

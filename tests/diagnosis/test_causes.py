@@ -1,0 +1,156 @@
+"""The cause of a hang: programs of several shapes, spoiled in one place, from dumps of torch's recorders."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from dumps_in_memory import write_dumps
+from hanging_programs import Hang, hangs, judged, slow_jobs, stuck
+from jobs_in_memory import Job, run
+
+from commlayer.cli.main import main
+from commlayer.diagnosis import explain, explaining
+from commlayer.diagnosis.findings import Diagnosis
+from commlayer.profiles.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(hang: Hang, folder: Path, *, has_timing: bool = True, seed: int = 0) -> list[Path]:
+    """Its dumps, with the states of NCCL's recorder."""
+    absent = hang.absent + hang.stopped
+    random_ = random.Random(seed)
+    return write_dumps(folder, stuck(hang), random_, has_timing=has_timing, absent=absent, most=hang.most)
+
+
+def named(text: str) -> Hang:
+    """The first program with this text in its name."""
+    return next(each for each in hangs(8) if text in each.name)
+
+
+@pytest.mark.parametrize("has_timing", [True, False], ids=["timing", "no timing"])
+def test_causes_ranks_and_places_are_named(has_timing: bool, tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    wrong = []
+    for index, hang in enumerate(hangs(16)):
+        paths = written(hang, tmp_path / str(index), has_timing=has_timing, seed=index)
+        verdict = judged(hang, explain(paths), has_messages=True)
+        counts["programs"] += 1
+        counts.update(each for each in ("cause", "ranks", "places") if getattr(verdict, each))
+        if verdict.is_false:
+            wrong.append(f"{hang.name}: {verdict.words}")
+    assert counts["programs"] >= 60
+    for what in ("cause", "ranks", "places"):
+        assert counts[what] >= 0.95 * counts["programs"], (what, counts, wrong)
+    assert wrong == []
+
+
+def test_sound_jobs_give_no_alarm(tmp_path: Path) -> None:
+    """Each is seen somewhere in its program, 20 s after it began."""
+    for index, (groups, program) in enumerate(slow_jobs(48)):
+        random_ = random.Random(index)
+        job = Job(groups, program)
+        run(job, random_, random_.randint(1, 12))
+        paths = write_dumps(tmp_path / str(index), job, random_, has_timing=bool(index % 2), age_s=20.0)
+        diagnosis = explain(paths)
+        assert not diagnosis.has_found, str(diagnosis)
+        assert diagnosis.cause is None
+
+
+def test_the_answer_begins_with_the_cause_and_ends_with_last_calls(tmp_path: Path) -> None:
+    hang = named("ddp 4: skip on rank 1")
+    diagnosis = explain(written(hang, tmp_path / "dumps"))
+    text = str(diagnosis)
+    assert text.startswith("likely cause: rank 1 has left out a call of group the world: as call #4 ")
+    assert "all_reduce at train.py:11 in step" in text.splitlines()[0]
+    assert "last calls:" in text
+    assert "  group the world: " in text
+    decoded = msgspec.json.decode(msgspec.json.encode(diagnosis), type=Diagnosis)
+    assert decoded.cause == diagnosis.cause
+    assert decoded.groups == diagnosis.groups
+
+
+def test_a_rank_that_makes_no_more_calls_is_named_with_its_last_one(tmp_path: Path) -> None:
+    diagnosis = explain(written(named("tp+dp 4: end on rank 2"), tmp_path / "dumps"))
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.what, diagnosis.cause.ranks) == ("absent", (2,))
+    assert "rank 2 is in no call since all_reduce #3 at train.py:50 in step" in diagnosis.cause.words
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("circle over 3 groups", "order"),
+        ("fsdp 2: skip", "skipped"),
+        ("ddp 4: stop", "no dump"),
+        ("tp+dp 4: dtype", "dtype"),
+    ],
+)
+def test_dumps_of_torchs_own_recorder_on_gloo(program: str, what: str, tmp_path: Path) -> None:
+    """Of real processes, as the benchmark runs them."""
+    command = [sys.executable, "benchmarks/hangs.py", "--recorder", "gloo", "--only", program]
+    result = subprocess.run(
+        [*command, "--json", str(tmp_path / "verdicts.json")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text(encoding="utf-8"))["programs"]
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict["said"].startswith(what), verdict
+        assert (verdict["cause"], verdict["ranks"], verdict["places"]) == (True, True, True), verdict
+
+
+def test_paths_without_dumps_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no dump", encoding="utf-8")
+    with pytest.raises(UsageError, match="expected dumps of torch's Flight Recorder, or one folder"):
+        explain([tmp_path / "notes.txt"])
+
+
+def test_the_command_waits_for_dumps_to_come_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "SETTLED_S", 0.3)
+    monkeypatch.setattr(explaining, "_LOOK_S", 0.05)
+    waited = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--watch", "0.2"])
+    assert waited.exit_code == 2
+    assert "--watch: within 0.2 s no dumps" in waited.output
+
+    def write() -> None:
+        time.sleep(0.2)
+        written(named("circle over 2 groups"), tmp_path / "dumps")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--watch", "60"])
+    writer.join()
+    assert result.exit_code == 1, result.output
+    assert "cause: ranks 0 and 1 make their calls of groups" in result.output
+
+
+def test_explaining_needs_no_torch(tmp_path: Path) -> None:
+    paths = written(named("circle over 2 groups"), tmp_path / "dumps")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from commlayer.diagnosis import explain\n"
+        "print(explain(sys.argv[1:]).cause.what)"
+    )
+    command = [sys.executable, "-c", code, *map(str, paths)]
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "order\n"
