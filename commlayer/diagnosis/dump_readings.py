@@ -191,7 +191,7 @@ def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
         for entry in dump.entries:
             size = 1 if entry.has_ended else 2
             sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
-            if _kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
+            if collective_kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
                 size = max(size, received // sent)
             name = entry.process_group[0]
             sizes[name] = max(sizes.get(name, 0), size)

@@ -19,7 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  # else each rank imports it at its first call, for seconds
+import torch._dynamo  # else each rank imports it at its first call, for seconds
 import torch.distributed as dist
 from hanging_programs import Hang, stuck
 from jobs_in_memory import Op
@@ -158,6 +158,6 @@ def _at_line(line: int) -> FunctionType:
     """A function ``step`` that stands at this line of ``train.py``, and calls what it is given."""
     source = "\n" * (line - 1) + "def step(call, *args, **options): return call(*args, **options)"
     names: dict[str, Any] = {}
-    exec(compile(source, "train.py", "exec"), names)  # noqa: S102  # the text is the one above
+    exec(compile(source, "train.py", "exec"), names)  # the text is the one above
     function: FunctionType = names["step"]
     return function
