@@ -136,14 +136,14 @@ class _Groups:
         users: dict[str, set[int]] = {}
         self.descriptions: dict[str, str] = {}
         for dump in dumps:
-            for name, ranks in dump.group_ranks.items():
-                self.listed.setdefault(name, set()).add(ranks)
+            for name, listed in dump.group_ranks.items():
+                self.listed.setdefault(name, set()).add(listed)
             for name, description in {entry.process_group for entry in dump.entries}:
                 users.setdefault(name, set()).add(dump.rank)
                 if description and description != "undefined":
                     self.descriptions[name] = description
         self.inferred = sorted(set(users) - set(self.listed))
-        listed_ranks = (rank for each in self.listed.values() for ranks in each for rank in ranks)
+        listed_ranks = (rank for each in self.listed.values() for members in each for rank in members)
         ranks = {dump.rank for dump in dumps}.union(listed_ranks)
         sizes = _least_sizes(dumps) if self.inferred else {}
         if self.inferred and ranks:  # ranks count from 0, so that those that are missing between are known

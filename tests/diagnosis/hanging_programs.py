@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jobs_in_memory import Groups, Job, Op, Program, run
 
@@ -245,7 +246,7 @@ def _spoiled(shape: _Shape, fault: str, rank: int) -> tuple[Program, set[str]] |
 def _altered(program: Program, ops: list[Op], at: int, fault: str) -> tuple[Program, set[str]] | None:
     if ops[at].kind in ("send", "recv") or (fault != "kind" and ops[at].kind == "all_to_all"):
         return None
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "kind": {"kind": "barrier", "dtype": "", "op": "", "sent": 0, "root": -1, "to": None},
         "dtype": {"dtype": "int32"},
         "size": {"sent": ops[at].sent * 2},
