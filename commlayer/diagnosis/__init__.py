@@ -1,12 +1,11 @@
 """Who waits for whom: what every rank called, kept in a ring, merged into one graph over all
 groups, said in words.
 
-    from commlayer.diagnosis import explain
+    from commlayer.diagnosis import explain, in_words
 
-    diagnosis = explain(["/shared/dumps"])
-    print(diagnosis.cause.words if diagnosis.cause else "nothing is wrong")
+    print(in_words(explain(["/shared/dumps"])))
 
-The name is loaded when first used, and needs no torch.
+The names are loaded when first used, and need no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING
 from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from commlayer.diagnosis.diagnosis_words import in_words
     from commlayer.diagnosis.explaining import explain
 
-__all__ = ["explain"]
+__all__ = ["explain", "in_words"]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -24,7 +24,7 @@ _LOOK_S = 0.5
 def explain(paths: Iterable[str | PathLike[str]], damaged: list[str] | None = None) -> Diagnosis:
     """Say who waits for whom in a job that hangs, and why.
 
-    Its ``cause`` is one sentence, or None where nothing is wrong; ``str`` of it is the whole text, and
+    Its ``cause`` is one sentence, or None where nothing is wrong; ``in_words`` says all of it, and
     ``msgspec.json.encode`` writes it as JSON. torch is not needed.
 
     Args:

@@ -211,12 +211,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     groups: tuple[GroupCalls, ...] = ()
 
-    def __str__(self) -> str:
-        """The whole text."""
-        from commlayer.diagnosis.diagnosis_words import in_words  # the words are about what is here
-
-        return in_words(self)
-
     @property
     def has_found(self) -> bool:
         """Whether something is wrong."""

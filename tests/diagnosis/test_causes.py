@@ -20,7 +20,7 @@ from hanging_programs import Hang, hangs, judged, slow_jobs, stuck
 from jobs_in_memory import Job, run
 
 from commlayer.cli.main import main
-from commlayer.diagnosis import explain, explaining
+from commlayer.diagnosis import explain, explaining, in_words
 from commlayer.diagnosis.findings import Diagnosis
 from commlayer.profiles.errors import UsageError
 
@@ -64,14 +64,14 @@ def test_sound_jobs_give_no_alarm(tmp_path: Path) -> None:
         run(job, random_, random_.randint(1, 12))
         paths = write_dumps(tmp_path / str(index), job, random_, has_timing=bool(index % 2), age_s=20.0)
         diagnosis = explain(paths)
-        assert not diagnosis.has_found, str(diagnosis)
+        assert not diagnosis.has_found, in_words(diagnosis)
         assert diagnosis.cause is None
 
 
 def test_the_answer_begins_with_the_cause_and_ends_with_last_calls(tmp_path: Path) -> None:
     hang = named("ddp 4: skip on rank 1")
     diagnosis = explain(written(hang, tmp_path / "dumps"))
-    text = str(diagnosis)
+    text = in_words(diagnosis)
     assert text.startswith("likely cause: rank 1 has left out a call of group the world: as call #4 ")
     assert "all_reduce at train.py:11 in step" in text.splitlines()[0]
     assert "last calls:" in text
