@@ -4,7 +4,7 @@
 docs/published.md, its pictures, a dated JSON file, and ``scheduler/mapping/checked_rows.json``, from which estimates have their
 intervals. Held-back rows are left alone until ``make published ARGS=--held`` predicts them: once, with the model as it is then,
 and keeps what came out in published_held.json. `make published ARGS=--blind` only prints the rows of
-published_blind.json, of which nothing is made, beside their intervals. Some half a minute on one core,
+published_blind.json, of which nothing is made, beside their intervals. More than a minute on one core,
 most of it pairs of runs of which one is predicted from the other (published_fits.py).
 """
 

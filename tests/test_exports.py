@@ -125,6 +125,7 @@ Meanings = dict[str, dict[int, set[str]]]
 EACH_HAS_ITS_OWN = {
     "attach": "of a module of instruments: what gives them to a new group",
     "attach_of_calls": "the same, to a group's calls on a device",
+    "explain": "of what a package answers: why a mapping was chosen, why a job hangs",
     "load": "of a catalogue: the entry of that name",
     "main": "of a program: what `python -m` and a console script run",
     "names": "of a catalogue: those of its entries",

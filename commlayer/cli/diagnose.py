@@ -16,7 +16,7 @@ from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo
 from commlayer.diagnosis.call_logs import RankLog
-from commlayer.diagnosis.causes import explained
+from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
 from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.evidence_files import files_in
@@ -115,7 +115,7 @@ def _results(
     """The logs and the diagnosis of every replica; of one without a name, of dumps and where there are no replicas."""
     if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{LOGS}")):
         logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], LOGS, refused)}
-        return {name: (each, explained(diagnose(each), each)) for name, each in logs.items()}
+        return {name: (each, with_cause(diagnose(each), each)) for name, each in logs.items()}
     with progress("looking", len(files_in(paths))) as advance:
         evidence = gather_evidence(paths, damaged, advance)
     evidence.check_not_empty(paths, damaged)

@@ -399,7 +399,15 @@ def read_request(given: dict[str, Any]) -> Request:
     name, dispatcher = given.pop("software_name"), given["dispatcher"]
     changed = _software_changes(given, job)
     runs = changed(_CHECKED if name is None else software(name))
-    return Request(job, cluster, runs, changed, given.pop("efficiency"), name is None, dispatcher)
+    return Request(
+        job,
+        cluster,
+        runs,
+        changed,
+        efficiency=given.pop("efficiency"),
+        is_default_software=name is None,
+        dispatcher=dispatcher,
+    )
 
 
 def _refuse_uneven(options: Sequence[str]) -> None:

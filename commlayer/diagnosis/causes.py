@@ -30,7 +30,7 @@ from commlayer.diagnosis.findings import (
 )
 from commlayer.diagnosis.matching import shared_signature
 
-__all__ = ["explained"]
+__all__ = ["with_cause"]
 
 _MOST_CALLS = 4
 _MOST_GROUPS = 64
@@ -38,7 +38,7 @@ _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
 
-def explained(diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven") -> Diagnosis:
+def with_cause(diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven") -> Diagnosis:
     """Return the diagnosis with its cause, and with each group's last calls.
 
     Args:

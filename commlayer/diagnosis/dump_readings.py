@@ -36,7 +36,7 @@ from commlayer.diagnosis.call_logs import (
     WaitLog,
     as_foreign,
 )
-from commlayer.diagnosis.causes import explained
+from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
 from commlayer.profiles.counted import counted
@@ -112,7 +112,7 @@ def diagnose_dumps(dumps: Sequence[Dump]) -> tuple[list[RankLog], Diagnosis]:
     if is_on_device and any(isinstance(finding, Cycle) for finding in diagnosis.findings):
         assumed.append("a host that has enqueued nothing more is taken to wait for its device")
     diagnosis = msgspec.structs.replace(diagnosis, assumed=tuple(assumed))
-    return logs, explained(diagnosis, logs, circles_are="likely" if is_on_device else "proven")
+    return logs, with_cause(diagnosis, logs, circles_are="likely" if is_on_device else "proven")
 
 
 # Groups

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlayer.diagnosis.call_logs import RankLog
-from commlayer.diagnosis.causes import explained
+from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
@@ -113,7 +113,7 @@ class Evidence:
             raise UsageError(
                 f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
             )
-        return {"": (self.logs, explained(diagnose(self.logs), self.logs))}
+        return {"": (self.logs, with_cause(diagnose(self.logs), self.logs))}
 
     def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))

@@ -196,7 +196,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
     who is waited for is no longer only late. ``assumed``: what was taken for granted, where the
     ranks' logs do not say it. ``cause`` and ``groups``: set by
-    :func:`~commlayer.diagnosis.causes.explained`.
+    :func:`~commlayer.diagnosis.causes.with_cause`.
     """
 
     findings: tuple[Trouble, ...]

@@ -134,7 +134,7 @@ class SteadyState(NamedTuple):
 
     @property
     def shift_us(self) -> float:
-        """By how much later than its time is drawn what comes behind, µs; negative."""
+        """The time by which what comes behind is drawn later than it is, µs; negative."""
         return self.gap_us - (self.end - self.start)
 
 

@@ -98,7 +98,7 @@ def test_a_rank_that_makes_no_more_calls_is_named_with_its_last_one(tmp_path: Pa
     ],
 )
 def test_dumps_of_torchs_own_recorder_on_gloo(program: str, what: str, tmp_path: Path) -> None:
-    """Of real processes, as the benchmark runs them."""
+    """Real processes, as the benchmark runs them."""
     command = [sys.executable, "benchmarks/hangs.py", "--recorder", "gloo", "--only", program]
     result = subprocess.run(
         [*command, "--json", str(tmp_path / "verdicts.json")],
