@@ -179,9 +179,9 @@ def _coverage(rows: Sequence[CheckedRow]) -> str:
     """The share of rows in the interval that the rows of the other sources give them."""
     text = f"""
 Below, each source's runs beside the intervals that they get from all other sources, its own left out: what a new source can
-expect. Target: {COVERAGE:.0%} and more inside. How fast a vote fades with each difference, and the votes themselves, were chosen on
-these runs among some hundred settings, of which not all held {COVERAGE:.0%}, and launches are fitted to them: a run that comes anew
-may fare worse than the table says.
+expect. Target: {COVERAGE:.0%} and more inside. How fast a vote fades with each difference, and the votes themselves, were
+chosen on these runs among some hundred settings, of which not all held {COVERAGE:.0%}, and launches are fitted to them: a run
+that comes anew may fare worse than the table says.
 """
     parts = [prose(text), _by_source(rows), _by_word(rows)]
     releases = sorted({_release_of(row) for row in rows})

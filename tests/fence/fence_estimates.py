@@ -29,7 +29,7 @@ _JOBS, _SETUPS_PER_JOB = 58, 4
 """Random jobs, and setups of each."""
 _MOST_FAMILIES = 400
 """Families of setups of a job that are drawn from: the first ones, for large jobs have ten thousands."""
-_CLUSTERS = "a100 b200-hgx b300-hgx gb200-nvl72 gb300-nvl72 h100-eos h20 h200 h800".split()
+_CLUSTERS = ["a100", "b200-hgx", "b300-hgx", "gb200-nvl72", "gb300-nvl72", "h100-eos", "h20", "h200", "h800"]
 """The clusters from which cases are drawn: one that is added to the catalogue moves no case."""
 _SOFTWARE = {
     "commlayer": COMMLAYER,
