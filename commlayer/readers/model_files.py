@@ -671,7 +671,8 @@ def _leading(config: _Config) -> dict[str, Any]:
     mlp_layer_types says."""
     found = _common(config, "moe_intermediate_size")
     layers = found["layers"]
-    first = config.whole("first_k_dense_replace", 0 if config.has("mlp_layer_types") else None)
+    is_optional = config.has("mlp_layer_types") or config.approximate
+    first = config.whole("first_k_dense_replace", 0 if is_optional else None)
     frequency = 1 if config.is_list("moe_layer_freq") else max(1, config.whole("moe_layer_freq", 1))
     dense = _dense_layers(config, layers, (i for i in range(layers) if i < first or i % frequency))
     experts = config.either("n_routed_experts", "num_local_experts", "num_experts")

@@ -577,6 +577,12 @@ def test_an_unknown_type_is_planned_by_its_fields_where_that_may_be() -> None:
     assert "embeddings of n-grams (fields engram_layers)" in found.approximates
 
 
+def test_an_unknown_type_need_not_say_how_many_layers_have_a_dense_ffn() -> None:
+    sizes = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    found = from_config(_config("newest", (2048, 32, 4, 48, 99), **sizes), "n", "n.json", approximate=True)
+    assert (found.experts, found.moe_layers) == (256, 48)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
