@@ -99,7 +99,7 @@ def estimate_command(
     \b
       commlayer estimate -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --tp 2 --ep 8 --pp 8 --vpp 7
       commlayer estimate … --tp 2 --ep 8 --pp 8 --trace step.json --picture step.svg
-      commlayer estimate … --tp 2 --ep 8 --pp 8 --measured "19.7 s" --keep-run runs.json
+      commlayer estimate … --tp 2 --ep 8 --pp 8 --measured "4.8 s" --keep-run runs.json
       commlayer estimate -m qwen3-235b-a22b -c h100-eos --from-args launch.sh
     """
     request = read_request(given)

@@ -200,6 +200,16 @@ job_options = in_order(
         help="Of rows on their way to experts.",
     ),
     click.option("--shared-expert-overlap", is_flag=True, help="Shared experts compute beside the exchange of tokens."),
+    click.option(
+        "--use-transformer-engine-op-fuser", is_flag=True, help="Experts' SwiGLU and casts are part of their products."
+    ),
+    click.option(
+        "--cuda-graphs",
+        type=click.Choice(list(GRAPHS)),
+        default="none",
+        show_default=True,
+        help="Parts of a layer that the host launches at once.",
+    ),
     "Formats of the optimizer and of what is kept",
     click.option(
         "--main-grads-dtype", type=click.Choice(["fp32", "bf16"]), help="Of summed gradients.  [the software's]"
@@ -211,16 +221,6 @@ job_options = in_order(
     click.option("--exp-avg-sq-dtype", type=click.Choice(list(STATE_BYTES)), help="Of its second.  [fp32]"),
     click.option("--fp8-param-gather", is_flag=True, help="Weights of linear layers in FP8 alone, and gathered so."),
     click.option("--activation-func-fp8-input-store", is_flag=True, help="What goes into SwiGLU is kept in FP8."),
-    click.option(
-        "--use-transformer-engine-op-fuser", is_flag=True, help="Experts' SwiGLU and casts are part of their products."
-    ),
-    click.option(
-        "--cuda-graphs",
-        type=click.Choice(list(GRAPHS)),
-        default="none",
-        show_default=True,
-        help="Parts of a layer that the host launches at once.",
-    ),
     click.option(
         "--optimizer-offload-fraction",
         type=RealNumber(0, 1),

@@ -85,7 +85,7 @@ def keep_run(path: Path | None, measured: str | None) -> None:
     if path is None:
         return
     if measured is None or os.path.isfile(measured):
-        raise UsageError("--keep-run: expected --measured with the speed of this mapping, such as --measured '19.7 s'")
+        raise UsageError("--keep-run: expected --measured with the speed of this mapping, such as --measured '4.8 s'")
     context = click.get_current_context()
     names = given_options(context)
     run = {
