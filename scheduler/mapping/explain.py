@@ -71,13 +71,14 @@ def _variants(result: SearchResult) -> list[str]:
 
 def _equals(result: SearchResult) -> list[str]:
     """Which mappings are equal within what is known."""
-    count = result.num_equal
-    if count < 2 or result.best.validity is None:
+    first, *others = result.equal
+    if not others or result.best.validity is None:
         return []
-    which = "the second" if count == 2 else f"{count - 1} others of these {len(result.ranked)}"
+    numbers = _and([str(number) for number in others])
+    which = f"number {numbers}" if len(others) == 1 else f"numbers {numbers}"
     return [
-        f"Within what is known the first is no faster than {which}, whose intervals meet its own: choose by a run of each, or "
-        "what is simpler or takes less memory."
+        f"Within what is known number {first} is no faster than {which} of these {len(result.shown)}, whose intervals meet its "
+        "own: choose by a run of each, or what is simpler or takes less memory."
     ]
 
 
@@ -142,13 +143,13 @@ def _other_kind(result: SearchResult) -> list[str]:
 
 def _waits(best: StepEstimate) -> str:
     exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
+    waits = ", then ".join(f"{name} ({_ms(us)})" for name, us in best.waits_us.items())
     if not exposed:
-        return "It waits for no link: all communication is hidden."
+        return f"All communication is hidden{f'; it waits for {waits}' if waits else ''}."
     total = sum(us for us, _ in exposed)
     lanes = _and([f"{lane} {_ms(us)}" for us, lane in exposed])
-    links = ", ".join(f"{link} {_ms(us)}" for link, us in sorted(best.links_us.items(), key=lambda each: -each[1]))
     return (
-        f"It waits longest for the {best.link} links ({links}); {_ms(total)} of communication ({total / best.step_us:.1%}) is "
+        f"It waits longest for {waits}; {_ms(total)} of communication ({total / best.step_us:.1%}) is "
         f"hidden by nothing: {lanes}."
     )
 

@@ -159,10 +159,15 @@ class SearchResult:
         return self.ranked[0]
 
     @property
-    def num_equal(self) -> int:
-        """How many of ``ranked``, the best among them, are equal within what is known: their intervals meet the best's."""
+    def equal(self) -> tuple[int, ...]:
+        """The numbers, from 1, of those ``shown`` that are equal within what is known: the best, which comes first, and
+        those whose intervals meet its own."""
         high = self.best.interval_us[1]
-        return sum(each is self.best or each.interval_us[0] < high for each in self.ranked)
+        return tuple(
+            number
+            for number, each in enumerate(self.shown, start=1)
+            if number == 1 or each.interval_us[0] < high
+        )
 
 
 def search(

@@ -21,7 +21,7 @@ from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, 
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.recomputation import RECOMPUTE
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
-from commlayer.scheduler.mapping.search import CLOSEST, renames, search, smallest_fit
+from commlayer.scheduler.mapping.search import CLOSEST, MappingKind, renames, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
@@ -336,12 +336,18 @@ def test_a_margin_of_the_memory_stays_free() -> None:
 def test_the_best_is_equal_to_those_whose_intervals_meet_its_own() -> None:
     job = job_of(4)
     close = replace(assess(checked_rows()[0].kind), low=-0.05, high=0.05)
-    ranked = [replace(estimate_of(job, Setup(gpus=4), us), validity=close) for us in (1000.0, 1050.0, 1200.0)]
+    ranked = [
+        replace(estimate_of(job, Setup(gpus=4, ep=ep), us), validity=close)
+        for ep, us in ((1, 1000.0), (2, 1050.0), (4, 1200.0))
+    ]
     result = replace(search(job, Flat(job, NODE, seed=0, fits=1.0)), ranked=tuple(ranked))
-    assert result.num_equal == 2
+    result = replace(result, kinds={})
+    assert result.equal == (1, 2)
     assert any(
-        line.startswith("Within what is known the first is no faster than the second") for line in explain(result)
+        line.startswith("Within what is known number 1 is no faster than number 2 of these 3") for line in explain(result)
     )
+    kinds = {MappingKind(1, False): ranked[0], MappingKind(2, False): ranked[2]}
+    assert replace(result, kinds=kinds).equal == (1, 3)  # the fastest of each kind is shown first
 
 
 def test_a_bound_above_its_estimate_is_our_own_bug() -> None:
