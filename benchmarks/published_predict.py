@@ -15,6 +15,7 @@ from published_data import Published
 from commlayer.profiles.curve import prediction_error
 from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler.mapping import catalog, clusters, flops
+from commlayer.scheduler.mapping.fitted_estimator import FittedEstimator
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
@@ -111,7 +112,7 @@ def predict(row: Published, fit: RunFit | None = None) -> Outcome:
         job = _job(row)
         cluster = clusters.load(CLUSTERS.get(row.system, row.system))
         software, left_out = _software(row)
-        estimator = Estimator(job, cluster, software, fit=fit)
+        estimator = FittedEstimator(job, cluster, software, fit=fit) if fit else Estimator(job, cluster, software)
         setup, more = _setup(row, estimator)
         estimate = estimator.estimate(setup, detail=False)
     except CommlayerError as error:

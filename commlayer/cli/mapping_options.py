@@ -31,6 +31,7 @@ from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
+from commlayer.scheduler.mapping.fitted_estimator import FittedEstimator
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import ModelShape
@@ -311,7 +312,9 @@ class Request:
 
     def make(self, job: Job, cluster: Cluster, software: Software) -> Estimator:
         """Make the request for a variation of the job or the cluster."""
-        return Estimator(job, cluster, software, efficiency=self.efficiency, fit=self.fit)
+        if self.fit is not None:
+            return FittedEstimator(job, cluster, software, efficiency=self.efficiency, fit=self.fit)
+        return Estimator(job, cluster, software, efficiency=self.efficiency)
 
     def check(
         self,

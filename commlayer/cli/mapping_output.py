@@ -70,12 +70,16 @@ def _validity_dict(estimate: StepEstimate) -> dict[str, Any] | None:
         "word": validity.word,
         "kind": kind._asdict(),
         "step_us": [rounded(low), rounded(high)],
-        "likely_us": rounded(estimate.likely_us),
+        "likely_us": None if validity.is_unseen else rounded(estimate.likely_us),
         "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in (high, low)],
         "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in (high, low)],
         "num_of_kind": validity.num_rows,
         "num_sources": validity.num_sources,
         "is_new_machine": validity.is_new,
+        "is_new_attention": validity.is_new_attention,
+        "fitted": None
+        if validity.fitted is None
+        else {"differences": validity.fitted.differences, "num_pairs": validity.fitted.num_pairs},
         "nearest": [
             {"row": row.key, "error": row.error, "differs": list(kind.differs(row.kind))} for row in validity.nearest
         ],

@@ -114,13 +114,23 @@ class StepEstimate:
         return max(self.links_us, key=lambda name: self.links_us[name], default="")
 
     @property
+    def waits_us(self) -> dict[str, float]:
+        """The time that the step waits for each link class and for its host, by words; the longest first."""
+        waits_us = {f"{link} links": us for link, us in self.links_us.items() if us > 0}
+        if host_us := self.parts.get("host", 0.0):
+            waits_us["its host"] = host_us
+        return dict(sorted(waits_us.items(), key=lambda each: -each[1]))
+
+    @property
     def interval_us(self) -> tuple[float, float]:
         """The interval in which the step lies, by published runs, and in which ``step_us`` does; of no
         width where nobody asked. Products in BF16 do not go beyond their peak."""
         if self.validity is None:
             return self.step_us, self.step_us
         low, high = self.validity.interval(self.step_us)
-        return (max(low, self.step_us * min(self.mfu, 1.0)) if self.setup.precision == "bf16" else low), high
+        if self.setup.precision == "bf16":  # what was measured is inside all the same
+            low = max(low, self.step_us * min(self.mfu, 1.0, 1 + self.validity.own))
+        return low, high
 
     @property
     def likely_us(self) -> float:
@@ -149,9 +159,9 @@ def describe_validity(estimate: StepEstimate) -> list[str]:
         return []
     low, high = estimate.interval_us
     tokens = estimate.job.tokens
+    half = "" if validity.is_unseen else f", more than {estimate.likely_us / 1e3:,.0f} ms in half of them"
     said = (
-        f"{validity.word}: a step takes {low / 1e3:,.0f} to {high / 1e3:,.0f} ms in 8 of 10 such cases, "
-        f"more than {estimate.likely_us / 1e3:,.0f} ms in half of them; "
+        f"{validity.word}: a step takes {low / 1e3:,.0f} to {high / 1e3:,.0f} ms in 8 of 10 such cases{half}; "
         f"MFU {estimate.mfu * estimate.step_us / high:.1%} to {estimate.mfu * estimate.step_us / low:.1%}, "
         f"{tokens / high * 1e6:,.0f} to {tokens / low * 1e6:,.0f} tokens/s; {_known(validity)}"
     )
@@ -163,12 +173,11 @@ def _known(validity: Validity) -> str:
     if validity.fitted is not None:
         pairs, number = validity.fitted.num_pairs, validity.fitted.differences
         differences = counted(number, "trait") if number else "no trait"
-        return (
-            f"fitted to what was measured: by {pairs} published runs that were predicted from another which differs from "
-            f"them in {differences} ({kind})"
-        )
+        return f"fitted to what was measured: by {pairs} pairs of published runs that differ in {differences} ({kind})"
     if validity.is_new:
         return f"no published run that we know of was on such a machine ({kind})"
+    if validity.is_new_attention:
+        return f"no published run of a model with {validity.kind.attention} attention could be predicted ({kind})"
     if not validity.num_rows:
         return f"no published run is of this kind ({kind})"
     runs, sources = counted(validity.num_rows, "published run"), counted(validity.num_sources, "source")

@@ -9,9 +9,12 @@ measured times, and are small: it minimizes, over runs and factors,
 
 (ridge regression in logarithms). One run says one number, so its deviation is split by how much of
 the step each part is, and only a part of it is taken over: the rest is the run's own, as published
-runs show, whose neighbours differ as well (docs/published.md). Rejected: taking all of it over, by
-which published runs of 7 of 16 groups (source, cluster, software) were predicted worse than without
-a fit.
+runs show, whose neighbours differ as well (docs/published.md).
+
+The less a case is like the runs, the less their factors say of it: they fade with the number of
+traits that differ (:data:`FADE`), and are not applied to other machines or software. Rejected: the
+same factors for every case, by which published runs of 10 of 12 groups (source, cluster, software)
+were predicted worse than without a fit.
 
 The factors change what the model is made of, not its result: the GPU's rates and the links' peaks
 (:meth:`RunFit.slowed`), so that a search, and overlap, follow from them. Times that depend on none
@@ -35,7 +38,7 @@ from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.validity import CaseKind, assess
 
-__all__ = ["FITTED_PARTS", "NOISE", "MeasuredRun", "RunFit", "fit_to", "measured_step_us"]
+__all__ = ["FADE", "FITTED_PARTS", "NOISE", "MeasuredRun", "RunFit", "fit_to", "measured_step_us"]
 
 FITTED_PARTS = {
     "compute": ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer"),
@@ -49,9 +52,20 @@ NOISE = 1.0
 of compute alone passes 1 / (1 + NOISE) of it on. Of 0.1, 0.2, 0.4, 0.7, 1 and 2, the one with the
 least mean error of published runs that were predicted from another of their source, cluster and
 software which differs in at most one trait."""
+FADE = (1.0, 0.75, 0.5)
+"""The weights of the factors' logarithms in a case that differs in no trait from the most alike run,
+in one, and so on; 0 beyond. Each is, of eighths from 0 to 1, the one with the least mean error (to 0.02 %)
+of the pairs of published runs that differ in so many traits, their steps taken as parts times
+factors (benchmarks/published_fits.py has the pairs)."""
 _SWEEPS = 100
+_INCOMPARABLE = {"generation", "fabric", "software"}
+"""Traits of which a run says nothing that holds for another one."""
 _FARTHEST = 10.0
-_SPEED = re.compile(r"\s*([0-9,]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", re.IGNORECASE)
+_SPEED = re.compile(
+    r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+|(?<=[0-9])\.?)(?:e[+-]?[0-9]+)?)"
+    r"\s*([a-z/]+)\s*",
+    re.IGNORECASE,
+)
 _STEP_US = {"ms": 1e3, "s": 1e6, "min": 6e7}
 
 
@@ -73,6 +87,16 @@ class MeasuredRun:
                 f"measured: a step of {self.step_us / 1e3:,.4g} ms, where {self.estimate.step_us / 1e3:,.4g} ms are estimated: "
                 f"expected at most {_FARTHEST:g} times as much or as little: check the unit, the batch and the mapping"
             )
+
+    def is_of(self, estimate: StepEstimate) -> bool:
+        """Whether it is a run of the very case of ``estimate``: job, mapping, cluster, software."""
+        own = self.estimate
+        return (own.job, own.setup, own.cluster, own.software) == (
+            estimate.job,
+            estimate.setup,
+            estimate.cluster,
+            estimate.software,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,27 +128,50 @@ class RunFit:
         return 1 / self.factors["compute"]
 
     @property
-    def is_surprising(self) -> bool:
-        """Whether a run lies outside the interval that published runs give its kind."""
+    def surprises(self) -> tuple[float, ...]:
+        """Each run that lies outside the interval that published runs give its kind: its step over
+        the fitted one, less 1."""
         intervals = [(run, assess(run.kind)) for run in self.runs]
-        return any(not known.low <= run.step_us / run.estimate.step_us - 1 <= known.high for run, known in intervals)
+        return tuple(
+            run.step_us / self._step_us(run) - 1
+            for run, known in intervals
+            if not known.low <= run.step_us / run.estimate.step_us - 1 <= known.high
+        )
 
-    def differences(self, kind: CaseKind) -> int | None:
+    def _step_us(self, run: MeasuredRun) -> float:
+        """The step of a run with the factors on its parts, as if nothing were hidden anew."""
+        return sum(us * self.factors[name] for name, us in _parts_us(run.estimate).items())
+
+    def differences(self, kind: CaseKind) -> tuple[str, ...] | None:
         """The traits in which a case differs from the most alike of the runs; None where all were
-        on other machines or with other software: what the fit is worth there nobody knows."""
-        counts = [
-            len(differs)
-            for differs in (kind.differs(run.kind) for run in self.runs)
-            if not {"generation", "fabric", "software"} & set(differs)
-        ]
-        return min(counts, default=None)
+        on other machines or with other software. ``short`` is left out: it follows from the
+        estimate."""
+        every = [tuple(name for name in kind.differs(run.kind) if name != "short") for run in self.runs]
+        comparable = [differs for differs in every if not _INCOMPARABLE & set(differs)]
+        return min(comparable, key=len, default=None)
 
-    def __str__(self) -> str:
+    def faded(self, kind: CaseKind) -> RunFit:
+        """The fit with its factors as a case of ``kind`` has them (:data:`FADE`)."""
+        differs = self.differences(kind)
+        weight = 0.0 if differs is None or len(differs) >= len(FADE) else FADE[len(differs)]
+        return replace(self, factors={name: factor**weight for name, factor in self.factors.items()})
+
+    def note(self, kind: CaseKind) -> str:
+        """The note of an estimate of ``kind``: the factors it has, or why it has none."""
+        differs = self.differences(kind)
         deviations = sorted(run.step_us / run.estimate.step_us - 1 for run in self.runs)
         ends = " to ".join(dict.fromkeys(f"{each:+.1%}" for each in (deviations[0], deviations[-1])))
-        changed = {name: factor for name, factor in self.factors.items() if factor != 1}
-        times = ", ".join(f"{name} takes {factor:.3g} times" for name, factor in changed.items()) or "all takes"
-        return f"fitted to {counted(len(self.runs), 'measured run')} ({ends} beside the estimate): {times} as long as declared"
+        runs = f"{counted(len(self.runs), 'measured run')} ({ends} beside the estimate)"
+        if differs is None:
+            return f"not fitted to {runs}: no run was of such GPUs, network and software"
+        if len(differs) >= len(FADE):
+            return f"not fitted to {runs}: the most alike run differs in {', '.join(differs)}"
+        factors = self.faded(kind).factors
+        words = {name: f"{factor:.3g}" for name, factor in factors.items()}
+        changed = (f"{name} takes {word} times" for name, word in words.items() if word != "1")
+        times = ", ".join(changed) or "all takes"
+        faded = f"; faded, as the most alike run differs in {', '.join(differs)}" if differs else ""
+        return f"fitted to {runs}: {times} as long as declared{faded}"
 
 
 def fit_to(runs: Sequence[MeasuredRun]) -> RunFit:

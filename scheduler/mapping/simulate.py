@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters, flops, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -41,14 +42,13 @@ from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_stage import Exposed, exposed_gradients, exposed_parameters
 from commlayer.scheduler.mapping.recomputation import unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
-from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.step_bounds import StepBounds
 from commlayer.scheduler.mapping.step_collectives import StepCollective, whole_step
 from commlayer.scheduler.mapping.step_memory import StepMemory
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
-from commlayer.scheduler.mapping.validity import CaseKind, Validity, after_fit, assess, cautions, kind_of
+from commlayer.scheduler.mapping.validity import LINEAR_RUN, assess, cautions, checked_rows, kind_of
 from commlayer.scheduler.programs import Breakdown, Item
 
 __all__ = ["Estimator"]
@@ -60,8 +60,12 @@ _ORDER = (
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
 
-_UNMEASURED = ("linear attention", "attention with an indexer", "compressed attention")
-"""Mechanisms whose kernels nobody measured here."""
+_UNMEASURED = {
+    "linear attention": "linear",
+    "attention with an indexer": "indexed",
+    "compressed attention": "compressed",
+}
+"""Mechanisms whose kernels nobody measured here, each with its word in the kind of a case."""
 
 
 class Estimator:
@@ -75,7 +79,6 @@ class Estimator:
         compute: in place of the GPU's declared one, such as a measured one.
         loads: experts' popularity, in place of ``job.loads``; and both in place of
             ``job.imbalance``, which then follows from ep.
-        fit: the model as fitted to measured runs; ``notes`` of every estimate say so then.
 
     Raises:
         UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a
@@ -91,7 +94,6 @@ class Estimator:
         efficiency: float | None = None,
         compute: AnyCompute | None = None,
         loads: Loads | None = None,
-        fit: RunFit | None = None,
     ) -> None:
         loads = job.loads if loads is None else loads
         if loads is not None and len(loads.shares) != job.model.experts:
@@ -109,16 +111,14 @@ class Estimator:
             self.notes += calibrated
         cluster, used = clusters.fitted(cluster, job.gpus)
         self.notes += (used,) if used else ()
-        if fit is not None:
-            cluster, efficiency = fit.slowed(cluster), (efficiency or DEFAULT_FACTOR) * fit.efficiency
-            self.notes += (str(fit),)
         if software.offloaded_optimizer:
             self.notes += (
                 f"{software.offloaded_optimizer:.0%} of the optimizer's state is in the host's memory: gradients and weights "
                 f"cross to it at {cluster.gpu.host_gbps:g} GB/s, but what its own Adam takes is not modelled",
             )
-        self.job, self.cluster, self.software, self.loads, self.fit = job, cluster, software, loads, fit
-        self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
+        self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
+        self.efficiency = efficiency or DEFAULT_FACTOR
+        self.compute = compute or GpuCompute(cluster.gpu, self.efficiency)
         self._parts = StepParts(job, cluster, software, self.compute, loads)
         self._pipeline = StepPipeline(self._parts)
         self._bounds = StepBounds(self._pipeline)
@@ -235,13 +235,6 @@ class Estimator:
         if mfu > 1:
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
-    def _validity(self, kind: CaseKind) -> Validity:
-        validity = assess(kind)
-        differences = None if self.fit is None else self.fit.differences(kind)
-        if self.fit is None or differences is None:
-            return validity
-        return after_fit(validity, differences, is_surprising=self.fit.is_surprising)
-
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed
     ) -> StepEstimate:
@@ -264,7 +257,7 @@ class Estimator:
             merged=builder.simulated(self._parts.merged_program(setup, True))[1] if setup.is_merged else None,
             ranks=self._pipeline.rank_times(setup, stages),
             mean_parts=self._pipeline.over_ranks(setup, stages, found.parts),
-            validity=self._validity(kind),
+            validity=assess(kind),
         )
 
 
@@ -284,11 +277,21 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
 def _model_notes(model: ModelShape) -> tuple[str, ...]:
     """Say what an estimate of ``model`` leaves out, and which of its kernels nobody measured."""
     found = [f"{model.name} is planned without {model.approximates}"] if model.approximates else []
-    unmeasured = [name for name in mechanisms(model) if name in _UNMEASURED]
-    if unmeasured:
-        found.append(
-            f"the kernels of {' and '.join(unmeasured)} are taken at the rate of flash attention, "
-            "which nobody measured: published runs of such models took longer than planned "
-            "(docs/published.md)"
-        )
+    found += [
+        f"the kernels of {name} are taken at the rate of flash attention, which nobody measured: "
+        f"{_published_runs(_UNMEASURED[name])} (docs/published.md)"
+        for name in mechanisms(model)
+        if name in _UNMEASURED
+    ]
     return tuple(found)
+
+
+def _published_runs(attention: str) -> str:
+    """Say how long published runs with such an attention took beside their plans."""
+    ratios = sorted(1 + row.error for row in checked_rows() if row.kind.attention == attention)
+    if ratios:
+        runs = counted(len(ratios), "published run")
+        return f"{runs} with it took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as planned"
+    if attention == "linear":
+        return f"one published run with it took {LINEAR_RUN:g} times as long as planned"
+    return "no published run with it is known"

@@ -40,6 +40,7 @@ import msgspec
 
 from commlayer.profiles.shipped import shipped_data
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.hardware import FABRICS, Link
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import Software
@@ -49,6 +50,7 @@ __all__ = [
     "COVERAGE",
     "EXTREMES",
     "LEAST",
+    "LINEAR_RUN",
     "ROUGH",
     "SHORT_LAYER_US",
     "TRAITS",
@@ -66,6 +68,7 @@ __all__ = [
     "fitted_errors",
     "kind_of",
     "quantiles",
+    "widened",
 ]
 
 Word = Literal["close", "rough", "unknown"]
@@ -80,8 +83,11 @@ UNSEEN, BEYOND = 0.5, 0.07
 near source has one vote."""
 EXTREMES = (0.7, 6.0)
 """A step over its estimate, at the fastest and at the slowest: a little beyond what any published
-run took at the fast end (0.78), and as slow as runs on Elastic Fabric Adapter with micro-batches of
-one sequence, of which none is among the rows."""
+run took at the fast end (0.78); 6 is a bound taken for what nobody measured, and has no source."""
+LINEAR_RUN = 1.49
+"""The only published step of a model with linear attention over its plan: Qwen3-Next's 2.2 s, where
+1.48 s are planned (docs/published.md, rows without a prediction). Upper ends are so many times as
+far where no run has the case's attention."""
 LEAST = 3
 """The number of runs from which on what they have in common is worth a caution."""
 SHORT_LAYER_US = 12_000.0
@@ -105,8 +111,8 @@ class CaseKind(NamedTuple):
     micro-batches' passes). ``fused``: whether experts' activation functions are part of their
     products (this year's kernels, and their graphs). ``short``: whether a layer's passes are
     (:data:`SHORT_LAYER_US`). ``sharded``: whether data parallelism shards weights. ``attention``:
-    its kind (gqa, mla, windows, linear; windows where any layer has one, linear where any layer
-    is). ``family``: the model. ``gpus``: no trait: cluster sizes of one run have like errors.
+    its kind (gqa, mla, windows, linear, indexed, compressed; the last four where any layer has
+    it, the last one first). ``family``: the model. ``gpus``: no trait: cluster sizes of one run have like errors.
     """
 
     generation: str
@@ -179,10 +185,14 @@ class Validity:
             with 0 between them, and the median.
         num_rows, num_sources: runs of the very kind, whatever their size, and how many sources they
             come from.
-        is_new: no run was on such a machine: with GPUs of this generation, or with this network.
+        is_new: no run was on such a machine: with GPUs of this generation, or with this network
+            or one of the same curves.
+        is_new_attention: no run was of a model with this attention.
         nearest: the nearest runs, the nearest first.
         fitted: what a fit to measured runs is worth, from which the interval comes; None: there was
             no fit.
+        own: the measured step of this very case over the estimated one, less 1, the fastest of
+            several; 0: nobody measured it.
     """
 
     kind: CaseKind
@@ -194,6 +204,13 @@ class Validity:
     is_new: bool
     nearest: tuple[CheckedRow, ...]
     fitted: FittedErrors | None = None
+    is_new_attention: bool = False
+    own: float = 0.0
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no run was on such a machine or of such an attention: none says what is likely."""
+        return self.is_new or self.is_new_attention
 
     @property
     def ratio(self) -> float:
@@ -252,28 +269,34 @@ def fitted_errors() -> tuple[FittedErrors, ...]:
     return _shipped().fitted
 
 
-def after_fit(validity: Validity, differences: int, *, is_surprising: bool) -> Validity:
+def after_fit(validity: Validity, differences: int) -> Validity:
     """The validity of an estimate by a model that was fitted to a run which differs in so many
-    traits: the interval of published runs that were predicted so. Unchanged where that is no
-    narrower, unless the run ``is_surprising``: outside its own interval, so that published runs say
-    little of its kind."""
+    traits: the interval of published runs that were predicted so, where that is narrower."""
     like = [each for each in fitted_errors() if each.differences <= differences]
     if not like:
         return validity
     low, middle, high = like[-1][-3:]
     after = replace(validity, low=min(low, 0.0), middle=middle, high=max(high, 0.0), fitted=like[-1])
-    return after if is_surprising or after.ratio < validity.ratio else validity
+    return after if after.ratio < validity.ratio else validity
+
+
+def widened(validity: Validity, errors: Sequence[float]) -> Validity:
+    """The validity with an interval that has ``errors`` inside as well."""
+    return replace(validity, low=min(validity.low, *errors), high=max(validity.high, *errors))
 
 
 def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity:
     """The interval of an estimate of ``kind`` by ``rows``, or by the shipped ones; without any, all
     between the extremes."""
     known = checked_rows() if rows is None else rows
-    is_new = not known or any(
-        getattr(kind, name) not in {_MEASURED, *(getattr(row.kind, name) for row in known)}
-        for name in ("generation", "fabric")
-    )
+    is_new = kind.generation not in {row.kind.generation for row in known} or _curves(kind.fabric) not in {
+        _MEASURED,
+        *(_curves(row.kind.fabric) for row in known),
+    }
+    is_new_attention = kind.attention not in {row.kind.attention for row in known}
     low, middle, high = quantiles(_votes(kind, known, is_new))
+    if is_new_attention and not is_new:
+        high = (1 + max(high, 0.0)) * LINEAR_RUN - 1
     same = [row for row in known if not kind.differs(row.kind)]
     return Validity(
         kind=kind,
@@ -283,8 +306,14 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
         num_rows=len(same),
         num_sources=len({row.source for row in same}),
         is_new=is_new,
+        is_new_attention=is_new_attention,
         nearest=tuple(sorted(known, key=lambda row: _farness(kind, row)))[:_SHOWN],
     )
+
+
+def _curves(fabric: str) -> Link | str:
+    """The curves of a network, which others may share; its name where nobody declared any."""
+    return FABRICS[fabric].link if fabric in FABRICS else fabric
 
 
 def _votes(kind: CaseKind, rows: Sequence[CheckedRow], is_new: bool) -> list[tuple[float, float]]:
@@ -353,6 +382,10 @@ def cautions(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> tuple[
 
 
 def _attention(model: ModelShape) -> str:
+    if model.compressed is not None:
+        return "compressed"
+    if model.indexer is not None:
+        return "indexed"
     if model.linear is not None:
         return "linear"
     if model.window is not None:

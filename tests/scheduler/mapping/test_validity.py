@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.validity import (
     CLOSE,
     COVERAGE,
     EXTREMES,
+    LINEAR_RUN,
     ROUGH,
     TRAITS,
     CaseKind,
@@ -130,6 +131,42 @@ def test_a_machine_that_no_run_was_on_is_unknown(trait: str) -> None:
     assert found.interval(1.0) == pytest.approx(EXTREMES)
     assert not assess(KIND._replace(fabric="measured"), sources(40)).is_new
     assert not assess(KIND._replace(software="new", dispatcher="new"), sources(40)).is_new
+
+
+def test_a_network_with_the_curves_of_a_known_one_differs_and_is_not_new() -> None:
+    roce = changed(fabric="roce")
+    assert roce.differs(KIND) == ("fabric",)
+    assert not assess(roce, sources(40)).is_new
+    assert assess(changed(fabric="efa"), sources(40)).is_new
+
+
+def test_an_attention_that_no_run_had_may_be_slower_and_not_faster() -> None:
+    known, new = assess(KIND, sources(40)), assess(changed(attention="compressed"), sources(40))
+    assert new.is_new_attention
+    assert not known.is_new_attention
+    assert new.low == known.low
+    assert new.high >= (1 + known.high) * LINEAR_RUN - 1
+    said = describe_validity(estimate_with(new))[0]
+    assert "no published run of a model with compressed attention" in said
+    assert "in half of them" not in said
+    assert "in half of them" in describe_validity(estimate_with(known))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "note"),
+    [
+        ("deepseek-v3.2", "indexed", "no published run with it is known"),
+        ("deepseek-v4-flash", "compressed", "2 published runs with it took 1.00 to 1.05 times"),
+        ("qwen3-next-80b-a3b", "linear", f"took {LINEAR_RUN:g} times as long"),
+        ("deepseek-v3", "mla", ""),
+    ],
+)
+def test_an_attention_without_measured_kernels_is_one_of_its_own(model: str, attention: str, note: str) -> None:
+    job = Job(model=catalog.load(model), gpus=64, global_batch=64, sequence=4096)
+    cluster = clusters.load("h100-eos")
+    assert kind_of(job, Setup(gpus=64), cluster, MEGATRON, 1e6).attention == attention
+    notes = [each for each in Estimator(job, cluster, MEGATRON).notes if "flash attention" in each]
+    assert any(note in each for each in notes) == bool(note)
 
 
 def test_the_word_is_that_of_the_width() -> None:
