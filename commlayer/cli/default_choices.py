@@ -12,7 +12,7 @@ from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, own_dispatcher, with_dispatcher
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 
-__all__ = ["with_choices"]
+__all__ = ["software_words", "with_choices"]
 
 
 def with_choices(estimates: Iterable[StepEstimate], request: Request) -> tuple[StepEstimate, ...]:
@@ -32,8 +32,13 @@ def _num_domains(estimate: StepEstimate, request: Request) -> int:
     return len(request.cluster.nodes_of(estimate.setup.layout("etp_ep"), estimate.setup.gpus))
 
 
+def software_words(request: Request) -> str:
+    """Say by which software an estimate is where nobody named one."""
+    return f"--software was not given: this is {request.software.name}'s way of running the step"
+
+
 def _software_note(estimate: StepEstimate, request: Request) -> str:
-    asked = f"--software was not given: this is {request.software.name}'s way of running the step"
+    asked = software_words(request)
     try:
         own = _by(estimate, request, request.changed(COMMLAYER))
     except (UsageError, PlanError) as error:
@@ -49,21 +54,22 @@ def _dispatcher_note(estimate: StepEstimate, request: Request) -> Iterator[str]:
     """Say how fast the mapping is by each dispatcher that can send its tokens, where there are others."""
     setup = replace(estimate.setup, dispatch="all_to_all")
     nodes = request.cluster.nodes_of(setup.layout("ep"), setup.gpus)
-    speeds = []
+    ways = {own_dispatcher(request.software.name): request.software}
     for name, kernels in DISPATCH_KERNELS.items():
         software = with_dispatcher(request.software, name)
-        if TokenRoutes.of(kernels, estimate.job, setup, nodes, software) is None:
-            continue
+        if TokenRoutes.of(kernels, estimate.job, setup, nodes, software) is not None:
+            ways[name] = software
+    speeds = []
+    for name, software in ways.items():
         try:
             other = _by(replace(estimate, setup=setup), request, software)
         except (UsageError, PlanError):  # a measured cluster, on which nobody measured these kernels
             continue
-        speeds.append(f"{name} {other.tflops:,.0f}")
-    if speeds:
+        speeds.append(f"{name} {other.tflops:,.0f}{'' if other.fits else ' (does not fit)'}")
+    if len(speeds) > 1:
         yield (
             f"experts lie on {_num_domains(estimate, request)} NVLink domains, and --dispatcher was not given: "
-            f"{own_dispatcher(request.software.name)} {estimate.tflops:,.0f}, {', '.join(speeds)} TFLOP/s a GPU with this "
-            "mapping: say which you run"
+            f"{', '.join(speeds)} TFLOP/s a GPU with this mapping and dispatch all_to_all: say which you run"
         )
 
 
