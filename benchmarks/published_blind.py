@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from papers_text import percent, prose, table
-from published_predict import Outcome
+from published_predict import Outcome, order_pairs
 
-from commlayer.scheduler.mapping.validity import CheckedRow, assess
+from commlayer.scheduler.mapping.validity import EXTREMES, CheckedRow, assess
 
 __all__ = ["blind_table", "section"]
 
@@ -19,16 +19,39 @@ def section(outcomes: Sequence[Outcome], rows: Sequence[CheckedRow]) -> str:
 
 Nothing is made of these rows (published_blind.json): no constant, and no interval. They show what both are worth.
 """
-    return prose(text) + "\n\n" + blind_table(outcomes, rows)
+    return "\n\n".join((prose(text), blind_table(outcomes, rows), *map(prose, _orders(outcomes))))
+
+
+def _reading(outcomes: Sequence[Outcome], rows: Sequence[CheckedRow], inside: int) -> str:
+    """Say how many rows are inside, and how many of them only by the widest interval or a choice."""
+    predicted = [each for each in outcomes if each.kind is not None and each.error is not None]
+    wide = sum(each.kind is not None and assess(each.kind, rows).is_new for each in predicted)
+    chosen = sum("throughput" in each.row.assumed.get("graph", "") for each in predicted)
+    low, high = EXTREMES
+    return (
+        f"{inside} of {len(predicted)} are inside. {wide} of the intervals reach from {low:g} to {high:g} times the estimate, as "
+        f"nothing is known of such machines. The CUDA graphs of {chosen} of the rows were not stated, and were chosen from its "
+        "throughput."
+    )
+
+
+def _orders(outcomes: Sequence[Outcome]) -> list[str]:
+    """The rows of one mapping by two dispatchers whose order was predicted wrong."""
+    return [
+        f"Missed: the order of dispatchers on {fast.row.system}: {fast.row.dispatcher} took {fast.step_us / 1e6:.2f} s and "
+        f"{slow.row.dispatcher} {slow.step_us / 1e6:.2f} s of one mapping, and {slow.row.dispatcher} was predicted to be faster."
+        for fast, slow, is_right in order_pairs(outcomes)
+        if not is_right and fast.row.dispatcher != slow.row.dispatcher
+    ]
 
 
 def blind_table(outcomes: Sequence[Outcome], rows: Sequence[CheckedRow]) -> str:
     """Each row's step as published and as predicted, its interval by ``rows``, and whether it is
     inside."""
     lines = [_line(each, rows) for each in outcomes]
-    inside, predicted = sum(line[-1] == "yes" for line in lines), sum(each.error is not None for each in outcomes)
+    inside = sum(line[-1] == "yes" for line in lines)
     head = ("row", "published s", "predicted s", "half take more than", "interval, s", "word", "inside")
-    return table(head, lines) + f"\n\n{inside} of {predicted} are inside."
+    return f"{table(head, lines)}\n\n{prose(_reading(outcomes, rows, inside))}"
 
 
 def _line(outcome: Outcome, rows: Sequence[CheckedRow]) -> tuple[str, ...]:
@@ -39,5 +62,5 @@ def _line(outcome: Outcome, rows: Sequence[CheckedRow]) -> tuple[str, ...]:
     low, high = (us / 1e6 for us in validity.interval(estimate.step_us))
     published, predicted = outcome.step_us / 1e6, estimate.step_us / 1e6
     steps = f"{published:.2f}", f"{predicted:.2f} ({percent(outcome.error, signed=True)})"
-    likely = f"{predicted * (1 + validity.middle):.2f}"
+    likely = "–" if validity.is_unseen else f"{predicted * (1 + validity.middle):.2f}"
     return key, *steps, likely, f"{low:.2f} to {high:.2f}", validity.word, "yes" if low <= published <= high else "no"

@@ -20,6 +20,7 @@ from commlayer.scheduler.mapping.validity import (
     CLOSE,
     COVERAGE,
     EXTREMES,
+    LINEAR_RUN,
     ROUGH,
     UNEXPLAINED,
     CheckedRow,
@@ -76,9 +77,11 @@ one vote, and a weaker one the more its nearest run differs from the case: in th
 software, the precision, what carries tokens to experts, where experts lie, what hides the exchange, whether experts are fused,
 whether layers are short (less than 12 ms a micro-batch), whether weights are sharded, the kind of attention, and the model. Half
 a vote goes to all runs
-alike, for a source that nobody has seen. Where no run was on such a machine at all (a generation of GPUs, or a network), no run
-is near, and the interval reaches from {fastest:g} to {slowest:g} times the estimate: so far apart were runs on networks that the
-planner did not know.
+alike, for a source that nobody has seen. Where no run was on such a machine at all (a generation of GPUs, or a network with
+curves of its own), no run is near, and the interval reaches from {fastest:g} to {slowest:g} times the estimate. {slowest:g} is
+a bound that we took for what nobody measured. Where no run is of a model with such attention, the upper end is {linear:g} times
+as far: as much longer than planned did the one published run of a model with linear attention take (Qwen3-Next, among the rows
+without a prediction). In both cases no time is named that half of such steps take longer than.
 """
 
 
@@ -100,7 +103,7 @@ def document(
         prose(_SEEN),
         _models(found, first),
         "![Predicted over published throughput](pictures/published-scatter.svg)",
-        prose(_READ.format(close=CLOSE, rough=ROUGH, fastest=EXTREMES[0], slowest=EXTREMES[1])),
+        prose(_READ.format(close=CLOSE, rough=ROUGH, fastest=EXTREMES[0], slowest=EXTREMES[1], linear=LINEAR_RUN)),
         _coverage([*rows, *papers]),
         fits_section(pairs),
         blind_section(blind, [*rows, *papers]),
