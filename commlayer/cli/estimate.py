@@ -18,8 +18,8 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
+from commlayer.cli.measured_runs import fit_dict, measured_options, runs_of, with_fit
 from commlayer.cli.measured_runs import keep_run as add_run
-from commlayer.cli.measured_runs import measured_options, runs_of, with_fit
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
@@ -38,7 +38,6 @@ from commlayer.drawing.mapping_cells import (
 )
 from commlayer.readers.megatron_args import Launch, read_launch
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
-from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
@@ -138,31 +137,17 @@ def estimate_command(
     for note in (*_notes(found), *(launch.notes() if launch else ())):
         echo(f"note: {note}", err=True)
     if as_json:
-        print_json({**_as_dict(found, request), "fit": _fit_dict(request.fit), "export": export_dict(exported)})
+        print_json({**_as_dict(found, request), "fit": fit_dict(request.fit), "export": export_dict(exported)})
     elif exported is not None:
         print_export(exported)
     else:
         _show(found, request)
         for run in runs:
-            if run.estimate.setup == found.setup:
+            if run.is_of(found):
                 echo(
                     f"measured {format_us(run.step_us)}, estimated {format_us(run.estimate.step_us)} without the fit and "
                     f"{format_us(found.step_us)} with it: the rest is taken for this run's own"
                 )
-
-
-def _fit_dict(fit: RunFit | None) -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    runs = [
-        {
-            "mapping": str(run.estimate.setup),
-            "measured_us": rounded(run.step_us),
-            "estimated_us": rounded(run.estimate.step_us),
-        }
-        for run in fit.runs
-    ]
-    return {"factors": {name: rounded(factor, 6) for name, factor in fit.factors.items()}, "runs": runs}
 
 
 def _notes(found: StepEstimate) -> list[str]:
@@ -191,7 +176,8 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo(job_words(request.job, found.cluster, found.software))
     echo(lead=str(found.setup))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
-    waits = f"waits longest for {found.link} links" if found.link else "waits for no link"
+    longest = [f"{name} ({format_us(us)})" for name, us in found.waits_us.items()][:1]
+    waits = f"waits longest for {longest[0]}" if longest else "waits for no link"
     echo(f"{format_us(found.step_us)} a step, {speed}, {waits}\n")
     parts, memory = part_cells(found), memory_cells(found)
     print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])

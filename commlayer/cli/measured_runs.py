@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import Request, job_options, read_request, read_setup, setup_options
 from commlayer.cli.option_types import OUTPUT_FILE, given_options, in_order
 from commlayer.cli.output_files import tell
+from commlayer.cli.tables import rounded
 from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import convert, parse_object
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.run_fit import MeasuredRun, fit_to, measured_step_us
+from commlayer.scheduler.mapping.run_fit import MeasuredRun, RunFit, fit_to, measured_step_us
 
-__all__ = ["keep_run", "measured_file_option", "measured_options", "runs_of", "with_fit"]
+__all__ = ["fit_dict", "keep_run", "measured_file_option", "measured_options", "runs_of", "with_fit"]
 
 _FORM = "s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s (of a GPU)"
 
@@ -76,9 +77,24 @@ def runs_of(measured: str | None, request: Request | None = None, setup: Setup |
     return [_measured(request, setup, measured)]
 
 
+def fit_dict(fit: RunFit | None) -> dict[str, Any] | None:
+    """The factors of a fit and its runs for ``--json``; None: there is no fit."""
+    if fit is None:
+        return None
+    runs = [
+        {
+            "mapping": str(run.estimate.setup),
+            "measured_us": rounded(run.step_us),
+            "estimated_us": rounded(run.estimate.step_us),
+        }
+        for run in fit.runs
+    ]
+    return {"factors": {name: rounded(factor, 6) for name, factor in fit.factors.items()}, "runs": runs}
+
+
 def keep_run(path: Path | None, measured: str | None) -> None:
-    """Add the run that the current command is asked about to the file of runs at ``path``; None:
-    nothing is asked.
+    """Add the run that the current command is asked about to the file of runs at ``path``, in place
+    of one with the same options, measured before; None: nothing is asked.
 
     Raises UsageError: no speed was measured, or the file has something else.
     """
@@ -93,9 +109,15 @@ def keep_run(path: Path | None, measured: str | None) -> None:
         for option in _run.params
         if option.name in names
     }
-    runs = [*(_contents(path).runs if path.exists() else ()), run]
+    known = json.loads(json.dumps(_without_speed(run), default=str))  # as the file has it
+    others = _contents(path).runs if path.exists() else ()
+    runs = [*(each for each in others if _without_speed(each) != known), run]
     write_file(path, json.dumps({"runs": runs}, indent=1, default=str) + "\n")
     tell("runs", path)
+
+
+def _without_speed(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name != "measured"}
 
 
 def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:

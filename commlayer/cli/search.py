@@ -21,7 +21,7 @@ from commlayer.cli.mapping_options import (
     space_options,
 )
 from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
-from commlayer.cli.measured_runs import measured_file_option, runs_of, with_fit
+from commlayer.cli.measured_runs import fit_dict, measured_file_option, runs_of, with_fit
 from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
@@ -40,6 +40,7 @@ from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
 
@@ -113,7 +114,7 @@ def search_command(
     for note in _notes(result.shown):
         echo(f"note: {note}", err=True)
     if as_json:
-        print_json(_as_dict(result, reasons, exported))
+        print_json(_as_dict(result, reasons, exported, request.fit))
     elif exported is not None:
         print_export(exported)
     else:
@@ -169,7 +170,9 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     dim = range(len(result.shown), len(rows))
     print_table(MAPPING_COLUMNS, rows, bold=[0], dim=dim, spare=MAPPING_SPARE)
     if len(result.kinds) > 1:
-        echo(f"1 to {len(result.kinds)} are the fastest of each kind: {'; '.join(map(str, result.kinds))}")
+        echo(
+            f"1 to {len(result.kinds)} are the fastest of each kind: {'; '.join(map(str, result.kinds))}; the others go by time"
+        )
     if same:
         echo(f"all mappings: {same}")
     if "recompute" in "".join(names):
@@ -184,16 +187,18 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     )
 
 
-def _as_dict(result: SearchResult, reasons: list[str], exported: Export | None) -> dict[str, Any]:
+def _as_dict(result: SearchResult, reasons: list[str], exported: Export | None, fit: RunFit | None) -> dict[str, Any]:
+    ranks = {each.setup: rank for rank, each in enumerate(result.ranked, start=1)}
     best = {"best_folded": result.best_folded, "best_unfolded": result.best_unfolded}
     return {
         "job": job_dict(result.job),
         "cluster": result.cluster,
         "software": result.software,
-        "mappings": [estimate_dict(estimate) for estimate in result.shown],
+        "fit": fit_dict(fit),
+        "mappings": [{**estimate_dict(each), "rank_by_time": ranks.get(each.setup)} for each in result.shown],
         "kinds": {str(kind): str(each.setup) for kind, each in result.kinds.items()},
         "variants": {str(setup): [str(each) for each in same] for setup, same in result.variants.items()},
-        "equal_within_what_is_known": result.num_equal,
+        "equal_within_what_is_known": list(result.equal),
         "memory_margin": result.margin,
         **{name: estimate_dict(each) if each is not None else None for name, each in best.items()},
         "reasons": reasons,

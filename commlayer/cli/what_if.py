@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.commands import Command
+from commlayer.cli.default_choices import software_words
 from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
 from commlayer.cli.mapping_output import estimate_dict, job_dict
-from commlayer.cli.measured_runs import measured_file_option, runs_of, with_fit
+from commlayer.cli.measured_runs import fit_dict, measured_file_option, runs_of, with_fit
 from commlayer.cli.option_types import (
     PICTURE,
     RealNumber,
@@ -157,6 +158,8 @@ def what_if_command(
         draw(picture, _figure(found, crossing, measure))
     if report is not None:
         _write_report(report, request, found, crossing)
+    for note in _notes(request, found):
+        echo(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(request, found, crossing))
     else:
@@ -299,6 +302,23 @@ def _not_estimated(each: WhatIf) -> list[str]:
     return [f"no estimate at {', '.join(where)}: {note}" for note, where in values.items()]
 
 
+def _notes(request: Request, found: dict[str, WhatIf]) -> list[str]:
+    """The notes that all estimates have, those on the fit with the values that they are of, and on
+    software that nobody named."""
+    points = [
+        (_written(point.value), point.estimate) for each in found.values() for point in each.points if point.estimate
+    ]
+    every = [set(estimate.notes) for _, estimate in points]
+    notes = [note for note in points[0][1].notes if all(note in others for others in every)]
+    values: dict[str, dict[str, None]] = {}
+    for value, estimate in points:
+        if request.fit is not None and estimate.validity is not None:
+            values.setdefault(request.fit.note(estimate.validity.kind), {})[value] = None
+    notes += [f"at {', '.join(where)}: {note}" for note, where in values.items() if note not in notes]
+    is_default = request.is_default_software and {each.software for each in found.values()} == {request.software.name}
+    return [*notes, software_words(request)] if is_default else notes
+
+
 def _trust(each: WhatIf) -> list[str]:
     """How far to trust the estimates: once for each kind."""
     values: dict[str, list[str]] = {}
@@ -395,6 +415,7 @@ def _as_dict(request: Request, found: dict[str, WhatIf], crossing: Crossover | N
     return {
         "job": job_dict(request.job),
         "cluster": request.cluster.name,
+        "fit": fit_dict(request.fit),
         "varied": next(iter(found.values())).variation.kind,
         "ways": [
             {

@@ -123,6 +123,23 @@ def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
     assert call_json("search", *JOB, *FEW, "--top", "1", "--measured", str(runs))["mappings"][0]["step_us"] > best
     call("estimate", *JOB, "--ep", "8", "--tp", "2", "--measured", measured, "--keep-run", str(runs))
     assert [run["ep"] for run in json.loads(runs.read_text(encoding="utf-8"))["runs"]] == [8, 8]
+    call("estimate", *JOB, "--ep", "8", "--measured", "3 s", "--keep-run", str(runs))
+    speeds = [run["measured"] for run in json.loads(runs.read_text(encoding="utf-8"))["runs"]]
+    assert speeds == [measured, "3 s"]  # the first mapping again, in place of what it was
+
+
+def test_searches_and_variations_say_what_they_are_fitted_to(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    step_ms = call_json("estimate", *JOB, "--ep", "8")["estimate"]["step_us"] * 1.4 / 1e3
+    call("estimate", *JOB, "--ep", "8", "--measured", f"{step_ms} ms", "--keep-run", str(runs))
+    found = call_json("search", *JOB, *FEW, "--top", "3", "--measured", str(runs))
+    assert found["fit"]["factors"]["compute"] > 1
+    assert [each["rank_by_time"] for each in sorted(found["mappings"], key=lambda each: each["step_us"])][:1] == [1]
+    vary = "what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "25,50", "--measured", str(runs)
+    assert call_json(*vary)["fit"]["runs"][0]["mapping"] == found["fit"]["runs"][0]["mapping"]
+    notes = call(*vary).stderr
+    assert "fitted to 1 measured run (+40.0% beside the estimate)" in notes
+    assert "note: --software was not given" in notes
 
 
 @pytest.mark.parametrize(
