@@ -164,9 +164,7 @@ class SearchResult:
         those whose intervals meet its own."""
         high = self.best.interval_us[1]
         return tuple(
-            number
-            for number, each in enumerate(self.shown, start=1)
-            if number == 1 or each.interval_us[0] < high
+            number for number, each in enumerate(self.shown, start=1) if number == 1 or each.interval_us[0] < high
         )
 
 

@@ -344,7 +344,8 @@ def test_the_best_is_equal_to_those_whose_intervals_meet_its_own() -> None:
     result = replace(result, kinds={})
     assert result.equal == (1, 2)
     assert any(
-        line.startswith("Within what is known number 1 is no faster than number 2 of these 3") for line in explain(result)
+        line.startswith("Within what is known number 1 is no faster than number 2 of these 3")
+        for line in explain(result)
     )
     kinds = {MappingKind(1, False): ranked[0], MappingKind(2, False): ranked[2]}
     assert replace(result, kinds=kinds).equal == (1, 3)  # the fastest of each kind is shown first
