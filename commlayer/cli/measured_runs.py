@@ -109,7 +109,7 @@ def keep_run(path: Path | None, measured: str | None) -> None:
         for option in _run.params
         if option.name in names
     }
-    known = json.loads(json.dumps(_without_speed(run), default=str))  # as the file has it
+    known = msgspec.to_builtins(_without_speed(run), enc_hook=str)  # as the file has it
     others = _contents(path).runs if path.exists() else ()
     runs = [*(each for each in others if _without_speed(each) != known), run]
     write_file(path, json.dumps({"runs": runs}, indent=1, default=str) + "\n")
