@@ -112,7 +112,7 @@ def _make(
     request, store = connect.request, connect.store
     is_default, global_ranks = request.is_default, request.global_ranks
     notes = options.words() | extras.lacking(options)
-    with connect.board.detector.expecting_all():
+    with connect.board.detector.expecting_all(connect.has_come):
         gloo = connect.gloo(_FIRST)
     jobs = connect.agreed(gloo, options)
     job = replace(jobs, settings=options.over(jobs.settings))
@@ -197,6 +197,11 @@ def _rank_in_job() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def _address_key(rank: int) -> str:
+    """Return the name that Gloo gives the address of ``rank`` of a group."""
+    return f"0/{rank}"
+
+
 @dataclass(frozen=True)
 class Connector:
     """Makes the inner groups of one group, with all its ranks: within the timeout, and not longer than they live."""
@@ -244,8 +249,16 @@ class Connector:
         Whoever has heard from all ranks over that group knows that all have connected, and that nobody looks for it any more.
         """
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of the program's own may not delete
-            # As Gloo calls it.
-            PrefixStore(f"{_FIRST}/", self.store).delete_key(f"0/{self.request.rank}")
+            self._addresses().delete_key(_address_key(self.request.rank))
+
+    def _addresses(self) -> Store:
+        """Where Gloo keeps the addresses of the first inner group's ranks."""
+        return PrefixStore(f"{_FIRST}/", self.store)
+
+    def has_come(self, rank: int) -> bool:
+        """Whether ``rank``, global, has left its address for the first inner group. Raises
+        RuntimeError where the store is gone."""
+        return self._addresses().check([_address_key(self.request.global_ranks.index(rank))])
 
     def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
         request = self.request

@@ -72,6 +72,8 @@ _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
 _STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited
 for."""
+_CONNECTING_S = 5.0
+"""How long ranks that have come are given at least to connect with each other."""
 _MOST_NAMED = 8
 _MOST_TOLD = 1024
 """Ranks that have not come and are told of: a frame has room for so many."""
@@ -156,29 +158,45 @@ class FailureDetector:
             self._dialler.connect(peer, card)
 
     @contextlib.contextmanager
-    def expecting_all(self) -> Iterator[None]:
+    def expecting_all(self, has_come: Callable[[int], bool]) -> Iterator[None]:
         """Inside, this rank connects with all others by other means than the detector's. Only the
         first time counts.
 
         A rank that has refused a connection may have died before anybody had dialled it, or stand
         behind a firewall. Where the others are not connected when the time for joining is over, all
-        are told that it did not come.
+        are told that it did not come, unless it has: ``has_come`` asks the store whether a rank has
+        got as far as this block, and may raise RuntimeError.
         """
         deadline, self._deadline = self._deadline, None
-        if deadline is None or self._dialler is None or not self._dialler.unreached:
+        if deadline is None or self._dialler is None:
             yield
             return
-        timer = threading.Timer(deadline.left_s(), self._miss_unreached, [deadline.timeout_s])
+        # The last rank may have come at the last moment, and connecting takes a moment of its own.
+        seconds, is_over = max(deadline.left_s(), _CONNECTING_S), threading.Event()
+        timer = threading.Timer(seconds, self._miss_unreached, [deadline.timeout_s, has_come, is_over])
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # as many threads as may be: the connecting ends in its own timeout
+            timer.start()
         try:
             yield
         finally:
+            is_over.set()
             timer.cancel()
 
-    def _miss_unreached(self, timeout_s: float) -> None:
+    def _miss_unreached(self, timeout_s: float, has_come: Callable[[int], bool], is_over: threading.Event) -> None:
+        """Tell all of the ranks that have refused a connection and have not come; nothing where
+        there are none, the store does not answer, or the others have been connected meanwhile."""
         assert self._dialler is not None
-        self.tell(Absent(self._dialler.unreached[:_MOST_TOLD], timeout_s, self.rank))
+        known = self.knowledge.gone.keys() | self.knowledge.left.keys()
+        refused = [rank for rank in self._dialler.unreached if rank not in known][:_MOST_TOLD]
+
+        def ask() -> tuple[int, ...]:
+            return tuple(rank for rank in refused if not has_come(rank))
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            missing = within(_STORE_GRACE_S, ask)
+            if missing and not is_over.is_set():
+                self.tell(Absent(missing, timeout_s, self.rank))
 
     def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
         """Have ``read`` called on the detector's thread when there is something to read in

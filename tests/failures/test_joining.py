@@ -22,9 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
-from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
+from torch._C._distributed_c10d import (  # torch.distributed has them too, but not for type checkers
+    HashStore,
+    PrefixStore,
+)
 
 from commlayer.backend import store_barrier
+from commlayer.backend.create import Connector
 from commlayer.failures import detector as detectors
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
@@ -33,6 +37,7 @@ from commlayer.failures.polled_store import PolledStore
 from commlayer.failures.store_answers import Deadline
 from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.gloo_groups import gloo_in_order
 
 ELSEWHERE = "127.0.0.2"
 """An address at which no rank of these tests but the one that ends has ever listened, as on a node of one rank."""
@@ -96,33 +101,79 @@ def test_a_refusal_alone_is_no_death(opened: list[FailureDetector], monkeypatch:
 
 @pytest.fixture
 def refused(opened: list[FailureDetector]) -> FailureDetector:
-    """The detector of rank 0, whose time for joining is over, and which rank 1 has refused."""
+    """The detector of rank 0, whose time for joining is over, and which ranks 1 and 2 have refused."""
     store = HashStore()
     with socket.create_server((ELSEWHERE, 0)) as listener:
         port = listener.getsockname()[1]
-    say_where(store, 1, port)
-    opened.append(FailureDetector(store, 0, (0, 1), Deadline(30.0, until=time.monotonic())))
+    for rank in (1, 2):
+        say_where(store, rank, port)
+    opened.append(FailureDetector(store, 0, (0, 1, 2), Deadline(30.0, until=time.monotonic())))
     return opened[0]
 
 
-def test_a_rank_that_refuses_has_not_come_when_the_time_for_joining_is_over(refused: FailureDetector) -> None:
-    with refused.expecting_all():
-        assert refused.knowledge.await_failure(30.0) == "rank 1 did not come within 30 s"
-
-
-def test_a_rank_that_refuses_and_is_connected_is_not_missed(
+def test_a_rank_that_refuses_has_not_come_when_the_time_for_joining_is_over(
     refused: FailureDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A firewall has refused, where the ranks connect by other means than the detector's."""
+    """Rank 1 has come, and a firewall refuses for it."""
+    monkeypatch.setattr(detectors, "_CONNECTING_S", 0.0)
+    with refused.expecting_all(lambda rank: rank == 1):
+        assert refused.knowledge.await_failure(30.0) == "rank 2 did not come within 30 s"
+
+
+def test_ranks_that_come_at_the_last_moment_have_time_to_connect(refused: FailureDetector) -> None:
+    with refused.expecting_all(lambda rank: False):
+        assert not refused.knowledge.await_failure(0.2)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_rank_that_refuses_and_has_come_is_not_missed(
+    refused: FailureDetector, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Where the store cannot say, nobody is missed either."""
+    has_asked = threading.Event()
+
+    def has_come(_: int) -> bool:
+        has_asked.set()
+        if is_lost:
+            raise RuntimeError("the store is gone")
+        return True
+
+    monkeypatch.setattr(detectors, "_CONNECTING_S", 0.0)
+    with refused.expecting_all(has_come):
+        assert has_asked.wait(30.0)
+        assert not refused.knowledge.await_failure(0.2)
+
+
+def test_a_rank_is_not_missed_once_the_others_are_connected(
+    refused: FailureDetector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the store is just being asked."""
+    is_asked, is_connected = threading.Event(), threading.Event()
+
+    def has_come(_: int) -> bool:
+        is_asked.set()
+        assert is_connected.wait(30.0)
+        return False
+
+    monkeypatch.setattr(detectors, "_CONNECTING_S", 0.0)
+    with refused.expecting_all(has_come):
+        assert is_asked.wait(30.0)
+    is_connected.set()
+    assert not refused.knowledge.await_failure(0.2)
+
+
+def test_only_the_first_group_of_a_job_expects_all(refused: FailureDetector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no thread can be started for it."""
     timers: list[Any] = []
 
     def timer(*_: Any) -> Any:
         timers.append(Mock())
+        timers[-1].start.side_effect = RuntimeError("can't start new thread")
         return timers[-1]
 
     monkeypatch.setattr(threading, "Timer", timer)
-    for _ in range(2):  # the next groups of the job
-        with refused.expecting_all():
+    for _ in range(2):
+        with refused.expecting_all(lambda rank: False):
             pass
     assert len(timers) == 1
     timers[0].start.assert_called_once()
@@ -258,6 +309,18 @@ def patch_rank_that_dies_undialled(victim: int) -> None:
     detectors._addresses = lambda store: [f"127.0.0.{2 + rank}"]
     detectors._Cards.put = say_and_die  # type: ignore[method-assign, assignment]
     FailureDetector._join = join_late  # type: ignore[method-assign, assignment]
+
+
+def test_gloo_keeps_addresses_where_they_are_looked_for() -> None:
+    """One of two ranks leaves its address, and waits in vain for the other one's."""
+    store, ranks = HashStore(), (4, 7)
+    connectors = [Connector(Mock(global_ranks=ranks, rank=rank), store, Mock(), Mock()) for rank in range(len(ranks))]
+    polled = PolledStore(store, 0.2, lambda: False)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        gloo_in_order(PrefixStore("gloo/", polled), 1, 2, timedelta(seconds=0.2))
+    assert [connectors[0].has_come(rank) for rank in ranks] == [False, True]
+    connectors[1]._take_back_address()
+    assert not connectors[0].has_come(7)
 
 
 @pytest.mark.cluster
