@@ -23,8 +23,7 @@ __all__ = ["folder_of", "folder_path", "log_name", "parse_log", "read_logs", "wr
 
 
 _WHAT = "the log of a rank"
-
-
+_PATTERN = re.compile(r"calls-(\d+)\.json")
 _STALE_S = 7 * 24 * 3600.0
 """After so long without a new log a job's folder among the temporary files is removed."""
 
@@ -52,36 +51,55 @@ def folder_of(job: str, given: str | None) -> Path:
     """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of
     the job's own among the temporary files, for this user alone. Raises OSError.
 
-    A job cannot know when its logs have been read, so they stay when it ends. Whoever makes a
-    folder among the temporary files removes what this user's jobs left there a week ago.
+    A job cannot know when its logs have been read, so they stay when it ends. Who makes a folder
+    among the temporary files removes what this user's other jobs left there a week ago.
     """
     folder = folder_path(job, given)
     if given:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    _remove_stale(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(folder):
-        raise PermissionError(13, "expected a folder of this user alone, got another's", str(folder))
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # another rank has made it, and cleans up; or it is somebody else's
+        if not _is_own(folder.lstat()):
+            raise PermissionError(13, "expected a folder of this user alone, got another's", str(folder)) from None
+    else:
+        _remove_stale(folder)
     return folder
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, of this user alone. Raises OSError."""
-    status = folder.lstat()
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it is of a folder, no link to one, of this user alone."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _remove_stale(temporary: Path) -> None:
-    """Remove the logs of this user's jobs in which none was written for a week, and their folders
-    where nothing else lies in them. Raises nothing."""
-    written_before = time.time() - _STALE_S
-    for folder in temporary.glob(f"{_own_prefix()}*"):
-        with contextlib.suppress(OSError):  # a rank of another job has been quicker, or the user keeps files there
-            if _is_own(folder) and folder.stat().st_mtime < written_before:
-                for log in folder.glob("calls-*.json"):
-                    log.unlink()
-                folder.rmdir()
+def _remove_stale(own: Path) -> None:
+    """Remove logs of this user's jobs that were written a week ago, beside the folder ``own``, and
+    their folders where nothing else lies in them. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for folder in own.parent.glob(f"{_own_prefix()}*"):
+            if folder != own:
+                with contextlib.suppress(OSError):  # a rank of another job has been quicker, or other files lie there
+                    _remove_logs(folder, time.time() - _STALE_S)
+
+
+def _remove_logs(folder: Path, written_before: float) -> None:
+    """Remove the logs in ``folder`` that were written before that time, and then it, where it is
+    this user's alone and as old. Raises OSError also where it is not empty then."""
+    # By its descriptor: a link that takes the folder's place meanwhile leads nowhere.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not _is_own(status) or status.st_mode & 0o077 or status.st_mtime >= written_before:
+            return
+        for name in os.listdir(descriptor):
+            if _PATTERN.fullmatch(name) is not None:
+                log = os.lstat(name, dir_fd=descriptor)
+                if stat.S_ISREG(log.st_mode) and log.st_mtime < written_before:
+                    os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    folder.rmdir()
 
 
 def write_log(folder: Path, log: RankLog) -> Path:
@@ -118,7 +136,7 @@ def parse_log(data: bytes, path: Path) -> RankLog:
 
 
 _FILES = JobFiles(
-    pattern=re.compile(r"calls-(\d+)\.json"),
+    pattern=_PATTERN,
     name=log_name,
     remedy="ranks write them when a call times out, or on SIGUSR1, into the folder that COMMLAYER_DIAGNOSE_DIR names; collect "
     "those of all machines",

@@ -168,24 +168,59 @@ def test_the_temporary_folder_is_this_users_alone(tmp_path: Path, monkeypatch: p
         folder_of("abc", None)
 
 
+def age(path: Path, days: float = 8.0) -> None:
+    at = time.time() - days * 24 * 3600
+    os.utime(path, (at, at))
+
+
+def aged(folder: Path, num_logs: int = 1) -> Path:
+    """A folder with logs, all of them eight days old."""
+    folder.mkdir(mode=0o700)
+    for log in written(folder, hanging()[:num_logs]).iterdir():
+        age(log)
+    age(folder)
+    return folder
+
+
 def test_logs_that_were_left_a_week_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of another's folder, nor what else the user keeps there."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = ("old", "of two ranks", "with notes", "young", "a link")
-    old, of_two, with_notes, young, link = (folder_path(name, None) for name in names)
-    for folder in (old, of_two, with_notes, young):
-        written(folder_of(folder.name.rpartition("-")[2], None), hanging()[: 2 if folder == of_two else 1])
-    (with_notes / "notes").touch()
-    link.symlink_to(of_two)
-    for folder in (old, of_two, with_notes):
-        eight_days_ago = time.time() - 8 * 24 * 3600
-        os.utime(folder, (eight_days_ago, eight_days_ago))
+    old, of_two = aged(folder_path("old", None)), aged(folder_path("of two ranks", None), 2)
+    young = aged(folder_path("young", None))
+    age(young, days=6.0)
     folder_of("new", None)
     assert not old.exists()
     assert not of_two.exists()
-    assert [path.name for path in with_notes.iterdir()] == ["notes"]
     assert (young / log_name(0)).exists()
-    assert link.is_symlink()
+
+
+def test_only_old_logs_of_this_users_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where others may read, behind a link, of another name, or written since the folder changed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    elsewhere = aged(tmp_path / "elsewhere")
+    folder_path("a link", None).symlink_to(elsewhere)
+    public = aged(folder_path("public", None))
+    public.chmod(0o755)
+    with_others = aged(folder_path("with others", None), 2)
+    for name in ("calls-backup.json", "notes"):
+        (with_others / name).touch()
+        age(with_others / name)
+    age(with_others / log_name(1), days=6.0)
+    age(with_others)
+    folder_of("new", None)
+    assert (elsewhere / log_name(0)).exists()
+    assert (public / log_name(0)).exists()
+    assert sorted(path.name for path in with_others.iterdir()) == ["calls-00001.json", "calls-backup.json", "notes"]
+
+
+def test_only_the_rank_that_makes_a_jobs_folder_removes_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes later finds a folder that looks old only where the clock was set anew; nor does it look for others."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    running, old = aged(folder_path("running", None)), aged(folder_path("old", None))
+    assert folder_of("running", None) == running
+    assert (running / log_name(0)).exists()
+    named = tmp_path / "named"
+    assert folder_of("running", str(named)) == named
+    assert (old / log_name(0)).exists()
 
 
 def test_pages_of_all_kinds_of_findings_are_whole(tmp_path: Path) -> None:
