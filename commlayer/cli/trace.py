@@ -24,7 +24,7 @@ from commlayer.units import format_bytes, format_us
 
 __all__ = ["trace"]
 
-_MOST_RANKS = 16
+_MOST_ROWS = 16
 
 
 @click.command(cls=Command)
@@ -34,7 +34,7 @@ _MOST_RANKS = 16
 @click.option("--step", type=PLACE, help="Only calls that the program issued in this training step.")
 @click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
 @click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
-@click.option("--all", "show_all", is_flag=True, help=f"Show every rank, not {_MOST_RANKS}.")
+@click.option("--all", "show_all", is_flag=True, help=f"Show every rank and group, not {_MOST_ROWS} of each.")
 @click.option("--picture", type=PICTURE, help="Draw ranks and lanes over time (.svg, .png, .pdf).")
 @json_option
 def trace(
@@ -226,7 +226,7 @@ def _show(ranks: Sequence[Selected], show_all: bool) -> None:
         f"{counted(hosts, 'host')}, {counted(calls, 'call')} in {format_us(span_us)}; clocks {_within(ranks)}\n"
     )
     _show_lanes(ranks)
-    _show_groups(ranks)
+    _show_groups(ranks, show_all)
     _show_lateness(ranks, show_all)
     _show_plans(ranks)
 
@@ -275,10 +275,11 @@ def _lane_cells(times: LaneTimes) -> list[str]:
     ]
 
 
-def _show_groups(ranks: Sequence[Selected]) -> None:
+def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:
     groups = group_times(ranks)
     if not groups:
         return
+    shown = groups if show_all else groups[:_MOST_ROWS]
     rows = [
         [
             each.group,
@@ -290,10 +291,12 @@ def _show_groups(ranks: Sequence[Selected]) -> None:
             _cell(each.worst_us, 1e3),
             "–" if each.busbw_gbps is None else f"{each.busbw_gbps:.4g}",
         ]
-        for each in groups
+        for each in shown
     ]
     columns = ["~group", ">ranks", "collective", ">calls", ">bytes, median", ">ms, median", ">worst", ">bus GB/s"]
     print_table(columns, rows, title="Groups: what a call takes once its last rank has come")
+    if len(shown) < len(groups):
+        echo(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
     echo()
 
 
@@ -301,7 +304,7 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     late = lateness(ranks)
     if not any(each.num_calls for each in late):
         return
-    shown = late if show_all else late[:_MOST_RANKS]
+    shown = late if show_all else late[:_MOST_ROWS]
     rows = [
         [
             str(each.rank),

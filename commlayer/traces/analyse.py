@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _Key = tuple[str, tuple[int, ...], int, int]
+_Shared = dict[int, tuple[CallRecord, Callable[[int], int]]]
+"""The records of one call by rank, each with what makes its stamps comparable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +223,10 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
     return sorted(by_rank.values(), key=lambda each: (-each.num_last, -each.median_us, each.rank))
 
 
-def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]]:
+def _matched(ranks: Iterable[Selected]) -> dict[_Key, _Shared]:
     """The records of one call on its ranks. A group that was made anew under its old name counts
     from the beginning: then the nth record of a number belongs to the nth of the others."""
-    matched: dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]] = {}
+    matched: dict[_Key, _Shared] = {}
     for rank in ranks:
         seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         for call in rank.calls:
@@ -239,9 +241,9 @@ class GroupTimes:
     """The calls of one collective in all groups of one name and size, such as every tp group of two ranks.
 
     ``num_calls``: a call of all its ranks counts once. ``median_bytes``: logical bytes of a call.
-    ``median_us``, ``worst_us``: the time in the call of the rank that took least, which is the one
-    that came last: no late rank makes it longer. None where no end is known. ``busbw_gbps``: median
-    bus bandwidth over those times, as nccl-tests defines it; None also where no bytes are known.
+    ``median_us``, ``worst_us``: the time from where the last rank came to the last end; None where
+    that is known of no call. ``busbw_gbps``: median bus bandwidth over those times, as nccl-tests
+    defines it; None also where no bytes are known.
     """
 
     group: str
@@ -255,26 +257,25 @@ class GroupTimes:
 
 
 def group_times(ranks: Sequence[Selected]) -> list[GroupTimes]:
-    """Sum up the collectives of groups of more than one rank; those that take longest in all first."""
-    calls: defaultdict[tuple[str, int, str], list[tuple[int, float]]] = defaultdict(list)
+    """Sum up the collectives of groups of more than one rank; those that take longest in all first,
+    as far as times are known."""
+    calls: defaultdict[tuple[str, int, str], list[tuple[int, float | None]]] = defaultdict(list)
     for (group, members, *_), shared in _matched(ranks).items():
         if len(members) > 1:
             records = [call for call, _ in shared.values()]
-            times = [(call.end_ns - call.start_ns) / 1e3 for call in records if call.end_ns > call.start_ns > 0]
             num_bytes = max(call.logical_bytes for call in records)
-            calls[group, len(members), records[0].collective].append((num_bytes, min(times, default=0.0)))
-    rows = []
+            calls[group, len(members), records[0].collective].append((num_bytes, _together_us(shared)))
+    rows = {}
     for (group, size, collective), each in calls.items():
-        times = [us for _, us in each if us]
+        times = [us for _, us in each if us is not None]
         factor = bus_factor(collective, size) if collective in COLLECTIVES else 0.0
         rates = [factor * num_bytes / us / 1e3 for num_bytes, us in each if us and num_bytes and factor]
         num_bytes = round(median(num_bytes for num_bytes, _ in each))
-        rows.append(
-            GroupTimes(
-                group, size, collective, len(each), num_bytes, _median(times), max(times, default=None), _median(rates)
-            )
+        row = GroupTimes(
+            group, size, collective, len(each), num_bytes, _median(times), max(times, default=None), _median(rates)
         )
-    return sorted(rows, key=lambda row: (-(row.median_us or 0) * row.num_calls, row.group, row.collective))
+        rows[row] = sum(times)
+    return sorted(rows, key=lambda row: (-rows[row], row.group, row.collective))
 
 
 @dataclass(slots=True)
@@ -314,8 +315,9 @@ def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
         for call, _ in compared:
             alone[call.collective, call.plan].append((call.predicted_us, (call.end_ns - call.start_ns) / 1e3))
         kinds = {(call.collective, call.plan) for call, _ in compared}
-        if len(kinds) == 1 and len(compared) == len(compared[0][0].ranks) > 1:
-            together[kinds.pop()].append(_together(compared))
+        us = _together_us(shared) if len(kinds) == 1 and len(compared) == len(shared) > 1 else None
+        if us is not None:
+            together[kinds.pop()].append(us / max(call.predicted_us for call, _ in compared))
     return [
         PlanErrors(
             *kind,
@@ -334,7 +336,22 @@ def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _together(shared: Sequence[tuple[CallRecord, Callable[[int], int]]]) -> float:
-    came_ns = max(clock(call.start_ns) for call, clock in shared)
-    ended_ns = max(clock(call.end_ns) for call, clock in shared)
-    return (ended_ns - came_ns) / 1e3 / max(call.predicted_us for call, _ in shared)
+def _together_us(shared: _Shared) -> float | None:
+    """The time of a call from where its last rank came to the last end, µs, which no late rank
+    makes longer. None where a rank's record is not there or has no end, and where none tells when
+    the call ran."""
+    records = [call for call, _ in shared.values()]
+    if len(records) < len(records[0].ranks) or not all(call.start_ns and call.end_ns for call in records):
+        return None
+    if all(_is_launch(call) for call in records):
+        return None
+    came_ns = max(clock(call.start_ns) for call, clock in shared.values())
+    ended_ns = max(clock(call.end_ns) for call, clock in shared.values())
+    return (ended_ns - came_ns) / 1e3
+
+
+def _is_launch(call: CallRecord) -> bool:
+    """Whether its end is when a device's inner backend was given it: such a call has no plan, and
+    nobody counts its bytes. A call of no bytes on the CPU looks like that, and is no loss; a
+    device's barriers have no records."""
+    return call.plan == "flat" and not call.logical_bytes and call.collective != "barrier"

@@ -307,27 +307,73 @@ def test_the_late_rank_is_found_whatever_its_clock() -> None:
     assert all((each.num_last, each.worst_us) == (0, 0.0) for each in found[1:])
 
 
-def test_a_call_takes_what_its_last_rank_takes() -> None:
+def test_a_call_takes_from_when_its_last_rank_came_to_the_last_end() -> None:
     data, experts, world = group_times(select(job()))
     assert (data.group, data.num_ranks, data.collective, data.num_calls) == ("data", 4, "all_reduce", 2)
-    assert data.median_us == 60e3  # rank 2, which is late, takes 3 ms longer here
-    assert data.busbw_gbps == pytest.approx(4096 * 1.5 / 60e3 / 1e3)
-    assert (experts.median_us, experts.median_bytes) == (20e3, 2048)
-    assert (world.collective, world.busbw_gbps) == ("barrier", None)
+    assert data.median_us == 63e3  # all come together, and rank 2 ends last
+    assert data.busbw_gbps == pytest.approx(4096 * 1.5 / 63e3 / 1e3)
+    assert (experts.median_us, experts.median_bytes) == (20e3, 2048)  # rank 2 comes 3 ms later, and ends so
+    assert (world.collective, world.median_us, world.busbw_gbps) == ("barrier", 1e3, None)
+
+
+def tp_calls(rank: int, took_ms: int, **changes: Any) -> list[CallRecord]:
+    """A call of the rank in its pair, one that has not ended, and one of the rank alone."""
+    pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+    begin = SKEWS[rank] + MS
+    call = CallRecord("", "tp", pair, rank, 0, "all_gather", "flat", 1024, begin, begin, begin + took_ms * MS)
+    call = replace(call, **changes)
+    return [call, replace(call, sequence=1, end_ns=0), replace(call, ranks=(rank,), group="alone")]
 
 
 def test_groups_of_one_name_count_together_without_calls_of_one_rank_alone() -> None:
-    def calls(rank: int) -> list[CallRecord]:
-        pair = (rank // 2 * 2, rank // 2 * 2 + 1)
-        begin = SKEWS[rank] + MS
-        took = MS * (1 + rank)
-        call = CallRecord("", "tp", pair, rank, 0, "all_gather", "flat", 1024, begin, begin, begin + took)
-        unfinished = replace(call, sequence=1, end_ns=0)
-        return [call, unfinished, replace(call, ranks=(rank,), group="alone")]
+    (tp,) = group_times(select([fake_trace(rank, tp_calls(rank, 1 + rank)) for rank in range(4)]))
+    assert (tp.group, tp.num_ranks, tp.num_calls, tp.worst_us) == ("tp", 2, 4, 4e3)
+    assert tp.median_us == 3e3  # 2 and 4 ms; the unfinished ones have no time
 
-    (tp,) = group_times(select([fake_trace(rank, calls(rank)) for rank in range(4)]))
-    assert (tp.group, tp.num_ranks, tp.num_calls, tp.worst_us) == ("tp", 2, 4, 3e3)
-    assert tp.median_us == 2e3  # 1 and 3 ms; the unfinished ones have no time
+
+def test_a_root_that_returns_early_ends_no_call() -> None:
+    ranks = [fake_trace(rank, tp_calls(rank, (1, 5)[rank], collective="broadcast")) for rank in range(2)]
+    assert [each.median_us for each in group_times(select(ranks))] == [5e3]
+
+
+def test_without_all_its_ranks_a_call_has_no_time() -> None:
+    (tp,) = group_times(select([fake_trace(rank, tp_calls(rank, 1)) for rank in (0, 1, 2)]))
+    assert (tp.num_calls, tp.median_us) == (4, 1e3)
+    (tp,) = group_times(select([fake_trace(rank, tp_calls(rank, 1)) for rank in (0, 2)]))
+    assert (tp.num_calls, tp.median_us, tp.worst_us, tp.busbw_gbps) == (4, None, None, None)
+
+
+def test_a_launch_is_no_time_of_a_call() -> None:
+    """A call that goes to NCCL as it is ends, in records, when it was launched."""
+    ranks = [fake_trace(rank, tp_calls(rank, 1, logical_bytes=0, group="tp on cuda")) for rank in range(4)]
+    (tp,) = group_times(select(ranks))
+    assert (tp.group, tp.num_calls, tp.median_us) == ("tp on cuda", 4, None)
+
+
+def test_groups_that_took_longest_in_all_come_first() -> None:
+    """Also where the end of most of their calls is not known."""
+    few, many = [2 * MS, *[0] * 9], [MS] * 4
+
+    def calls(rank: int) -> list[CallRecord]:
+        begin = SKEWS[rank] + MS
+        return [
+            CallRecord("", group, (0, 1), rank, number, "barrier", "flat", 0, begin, begin, ns and begin + ns)
+            for group, each in (("few", few), ("many", many))
+            for number, ns in enumerate(each)
+        ]
+
+    found = group_times(select([fake_trace(rank, calls(rank)) for rank in range(2)]))
+    assert [each.group for each in found] == ["many", "few"]
+
+
+def test_many_groups_are_shortened(tmp_path: Path) -> None:
+    def calls(rank: int) -> list[CallRecord]:
+        return [replace(call, group=f"tp{number}") for number in range(20) for call in tp_calls(rank, 1)[:1]]
+
+    put(tmp_path, [fake_trace(rank, calls(rank)) for rank in range(4)])
+    assert "4 groups of less time not shown (--all)" in invoke(tmp_path).stdout
+    assert "not shown" not in invoke(tmp_path, "--all").stdout
+    assert len(json.loads(invoke(tmp_path, "--json").stdout)["groups"]) == 20
 
 
 def test_nobody_is_called_late_within_the_error_of_the_clocks() -> None:
