@@ -50,7 +50,7 @@ _MANY = 100
 """Bars in a row that edges would hide."""
 _BAR = 0.78
 _AT_EDGES = 4
-"""The passes of rank 0 that are drawn of a steady state at each of its ends."""
+"""The passes of a rank that are drawn of a steady state at each of its ends, or more."""
 _GAP = 0.06
 """The width of the gap that stands for a steady state, as a share of what is drawn."""
 _SHORT_US = 1e-3
@@ -134,23 +134,24 @@ class SteadyState(NamedTuple):
 
     @property
     def shift_us(self) -> float:
-        """The time by which what comes behind is drawn later than it is, µs; negative."""
+        """The time that is added to what lies behind the gap, µs: negative, it is drawn earlier."""
         return self.gap_us - (self.end - self.start)
 
 
 def steady_state(ranks: Sequence[Sequence[RankSpan]]) -> SteadyState | None:
     """Choose what a drawing of a long step leaves out; None where that is less than half of the step.
 
-    It is the time in which rank 0 goes forward and backward by turns, but for four passes at each end. Rank 0 comes
-    last to its first backward pass, and ends its last forward pass first: between them every rank has both.
+    It is the time in which every rank goes forward and backward by turns, but for four passes at each end.
     """
-    backward = [span for span in ranks[0] if span.kind in ("backward", "merged")]
-    forward = [span for span in ranks[0] if span.kind in ("forward", "merged")]
-    if len(backward) <= 2 * _AT_EDGES or len(forward) <= 2 * _AT_EDGES:
-        return None
-    start, end = backward[_AT_EDGES].start, forward[-_AT_EDGES].start
-    step_us = ranks[0][-1].end
-    if end - start < step_us / 2:
+    start, end = 0.0, float("inf")
+    for spans in ranks:
+        backward = [span.start for span in spans if span.kind in ("backward", "merged")]
+        forward = [span.start for span in spans if span.kind in ("forward", "merged")]
+        if len(backward) <= 2 * _AT_EDGES or len(forward) <= 2 * _AT_EDGES:
+            return None
+        start, end = max(start, backward[_AT_EDGES]), min(end, forward[-_AT_EDGES])
+    step_us = max((spans[-1].end for spans in ranks), default=0.0)
+    if not ranks or end - start < step_us / 2:
         return None
     return SteadyState(start, end, _GAP * (step_us - (end - start)))
 

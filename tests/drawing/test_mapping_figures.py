@@ -274,6 +274,15 @@ def test_a_long_step_is_drawn_without_what_repeats(estimated: dict[str, StepEsti
         assert drawn[-1].end == pytest.approx(long.step_us - (steady.end - steady.start) + steady.gap_us)
         gaps = [right.start - left.end for left, right in pairwise(drawn) if right.start - left.end > 1.0]
         assert gaps == [pytest.approx(steady.gap_us)]
+        backward = [span for span in spans if span.kind in ("backward", "merged")]
+        forward = [span for span in spans if span.kind in ("forward", "merged")]
+        # Every rank goes forward and backward by turns in what is left out, and is drawn doing so at each of its ends.
+        assert len([span for span in backward if span.start < steady.start]) >= 4
+        assert len([span for span in forward if span.start >= steady.end]) >= 4
+
+
+def test_no_ranks_have_no_steady_state() -> None:
+    assert steady_state([]) is None
 
 
 def took(spans: list[RankSpan], *kinds: str) -> float:
