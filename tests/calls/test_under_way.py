@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
+from typing import Any
+from unittest.mock import Mock
 
-from commlayer.calls import under_way
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.calls.instruments import Instrument
 from commlayer.calls.under_way import CallsUnderWay, calls_under_way, watch_calls_under_way
+from commlayer.testing.plugin import ClusterFactory
 
 
 def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
@@ -44,8 +51,31 @@ def test_calls_of_the_same_group_are_no_others() -> None:
     assert traffic.is_beside(8, 60)
 
 
-def test_calls_are_noted_once_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "_under_way", CallsUnderWay())
-    assert not calls_under_way().is_watched
-    assert watch_calls_under_way() is calls_under_way()
-    assert calls_under_way().is_watched
+class Listener(Instrument):
+    """Has every call of a group take the long way."""
+
+
+@pytest.mark.cluster
+def test_calls_are_noted_once_somebody_asks(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 1).run(calls_of_one_rank)
+
+
+def calls_of_one_rank() -> None:
+    """On the only rank of a job: calls that go to Gloo as they are, and calls that take the long way."""
+    begun, ended = Mock(), Mock()
+    CallsUnderWay.begin, CallsUnderWay.end = begun, ended  # type: ignore[method-assign]
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
+    group: Any = dist.group.WORLD
+    dist.all_reduce(torch.ones(1))  # the first call takes the long way
+    for listener in ((), (Listener(),)):
+        for each in listener:
+            group.instruments.add(each)
+        for is_watched in (False, True):
+            calls_under_way().is_watched = False
+            if is_watched:
+                assert watch_calls_under_way() is calls_under_way()
+            begun.reset_mock()
+            ended.reset_mock()
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+            assert begun.call_count == ended.call_count == is_watched
+    dist.destroy_process_group()
