@@ -24,7 +24,7 @@ from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 if TYPE_CHECKING:
     from commlayer.wire.kernels.rows import RowKernels
 
-__all__ = ["Codec", "RowCoder"]
+__all__ = ["Codec"]
 
 
 class Codec:
