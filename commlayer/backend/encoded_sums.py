@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch._C._distributed_c10d import ReduceOp
 
 from commlayer.backend.arithmetic import AVG, SUM
+from commlayer.backend.known_plans import AskPlan
 from commlayer.calls.movement import Movement
 from commlayer.profiles.printable import warn
-from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, wires_of_sum
 from commlayer.wire.codecs import Codec
 
 __all__ = ["encoded_sum", "wires_of_own_sum"]
-
-AskPlan = Callable[[str, int, tuple[Wire, ...], int], Plan | None]
-"""Returns the plan of a collective of so many bytes, whose elements of so many bytes may go in
-these formats; None: the backend's own call. The same on all ranks."""
 
 
 def encoded_sum(

@@ -25,6 +25,7 @@ from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.encoded_sums import encoded_sum
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions
+from commlayer.backend.known_plans import EncodedSum
 from commlayer.backend.on_device import OnDevice
 from commlayer.backend.world import World
 from commlayer.devices.device_contract import Messenger
@@ -81,9 +82,11 @@ def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job
     """Give ``group``, which is being made with ``options``, sums in wire formats, CUDA's tensors
     where they can exist, and those of registered devices. Collective."""
     request, store = connector.request, connector.store
-    devices = _Devices(connector, options, job)
+    encoded: EncodedSum | None = None
     if options.sum_formats and len(request.global_ranks) > 1:
-        group.encode_sums(partial(encoded_sum, options.sum_formats))
+        encoded = partial(encoded_sum, options.sum_formats)
+        group.encode_sums(encoded)
+    devices = _Devices(connector, options, job, encoded)
     if is_usable():
         # The ranks of one that stands alone have other numbers in the job, or are not in it.
         is_split = not request.stands_alone
@@ -115,6 +118,7 @@ class _Devices:
     connector: Connector
     options: GroupOptions
     job: World
+    encoded: EncodedSum | None
 
     def put(self, group: CommlayerGroup, device_type: str, inner: Nccl, connect: _Connect) -> None:
         """Have ``group`` move tensors of a type of device by ``inner``, and by plans."""
@@ -148,10 +152,9 @@ class _Devices:
             survey,
             planned,
         )
-        formats = self.options.sum_formats if members.size > 1 else ()
         track = group.open_track(plans, device_type)
         track.shares, track.rank = group.counters.shares, group.counters.rank
-        on_device = OnDevice(inner, plans, order, track, group.counters, tell, LAUNCHES, formats)
+        on_device = OnDevice(inner, plans, order, track, group.counters, tell, LAUNCHES, self.encoded)
         group.put_on_device(device_type, on_device)
 
     def _choices(self, device_type: str) -> Choices:

@@ -22,9 +22,12 @@ from commlayer.engine.group_plans import Choices
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire
 
-__all__ = ["EncodedSum", "KnownPlans"]
+__all__ = ["AskPlan", "EncodedSum", "KnownPlans"]
 
-EncodedSum = Callable[..., Movement | None]
+AskPlan = Callable[[str, int, tuple[Wire, ...], int], Plan | None]
+"""Returns the plan of a collective of so many bytes, whose elements of so many bytes may go in
+these formats; None: the backend's own call. The same on all ranks."""
+EncodedSum = Callable[[AskPlan, str, torch.Tensor, torch.Tensor, ReduceOp.RedOpType, int], Movement | None]
 """:func:`commlayer.backend.encoded_sums.encoded_sum`, for the formats that a group's options
 allow."""
 

@@ -22,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
-from commlayer.backend.encoded_sums import encoded_sum
+from commlayer.backend.known_plans import EncodedSum
 from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork
 from commlayer.backend.members import Noted
 from commlayer.backend.order import Order
@@ -37,7 +37,7 @@ from commlayer.engine.progress import HostWork
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.scheduler.call_moves import Counts
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.wire import Wire, WireFormat
+from commlayer.scheduler.wire import Wire
 from commlayer.transport.c10d import verb_of
 from commlayer.transport.nccl import Nccl, use_lane
 from commlayer.transport.streams import StreamCall
@@ -54,8 +54,8 @@ class OnDevice:
     listens to both.
 
     ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call;
-    ``track``: the calls on this device in the ring. ``tell`` exchanges counts. ``sum_formats``: the
-    formats in which the group's own FP32 sums may go; none: as they are. ``launches``: see
+    ``track``: the calls on this device in the ring. ``tell`` exchanges counts. ``encoded``:
+    chooses the format of the group's own FP32 sums; None: they go as they are. ``launches``: see
     :data:`commlayer.backend.device_launches.LAUNCHES`. ``is_planning``: whether
     calls may have plans; ``instead``: runs a call flat whose plan was chosen before that was
     stopped. ``is_coalescing``: a coalesced block is open.
@@ -70,13 +70,13 @@ class OnDevice:
         counters: GroupCounters,
         tell: TellCounts,
         launches: Mapping[str, Callable[..., Work]],
-        sum_formats: tuple[WireFormat, ...] = (),
+        encoded: EncodedSum | None = None,
     ) -> None:
         self.inner, self.plans, self.order, self.track, self.counters = inner, plans, order, track, counters
         self.members = order.members
         self._backend: Any = inner.backend
         self._verbs: Any = inner.verbs or inner.backend
-        self._tell, self._launches, self._sum_formats = tell, launches, sum_formats
+        self._tell, self._launches, self._encoded = tell, launches, encoded
         self.is_planning, self.is_coalescing = True, False
         self.instead: Callable[[Movement], None] | None = None
         self.sequence = 0
@@ -291,7 +291,7 @@ class OnDevice:
     ) -> Work | None:
         """Launch one of the group's own sums in a format, where that is chosen; None where it is
         not. NaN and infinity pass."""
-        if not self._sum_formats or not self.is_planning or self.is_coalescing:
+        if self._encoded is None or not self.is_planning or self.is_coalescing:
             return None
         if not is_dense(source) or not is_dense(target):
             return None
@@ -304,7 +304,7 @@ class OnDevice:
             choices = self.known_choices(source.device)
             return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
 
-        movement = encoded_sum(self._sum_formats, ask, collective, source, target, op, self.size)
+        movement = self._encoded(ask, collective, source, target, op, self.size)
         if movement is None:
             return None
         self.compare(collective, source, source.nbytes, op=op, plan=movement.plan)
