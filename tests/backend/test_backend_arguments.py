@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.backend.exchanges import _whole_numbers
 from commlayer.profiles.errors import CommlayerError, TensorError, UsageError
 from commlayer.testing import FakeVerbs, FakeWorld, FaultyVerbs, wrong_bytes_at

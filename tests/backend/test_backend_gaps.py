@@ -16,7 +16,6 @@ from ranks import DTYPES
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.profiles.errors import TensorError
 from commlayer.testing.plugin import ClusterFactory
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
-import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations import planned_group
 from commlayer.profiles.errors import TensorError, UsageError

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, group_with, tell
 from torch._C._distributed_c10d import AllreduceOptions
 
-import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.backend.batches import Batches
 from commlayer.collectives import GroupCommunicator
 from commlayer.engine.lane_holds import lanes

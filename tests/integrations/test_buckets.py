@@ -23,7 +23,6 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import buckets as buckets_module
 from commlayer.integrations.bucket_lines import needs_one_order

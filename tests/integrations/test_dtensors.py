@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.buckets import GradientBuckets

@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations import (
     PlannedAllGather,
     PlannedReduceScatter,

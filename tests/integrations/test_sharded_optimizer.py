@@ -13,7 +13,6 @@ import torch._dynamo  # optimizers load it: once, before ranks are forked
 import torch.distributed as dist
 from torch import nn
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations import ShardedOptimizer, planned_group
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy

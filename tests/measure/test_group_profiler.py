@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource

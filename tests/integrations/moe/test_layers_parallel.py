@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import ParallelAttention, apply_rope, head_shares
 from commlayer.integrations.context_parallel import (

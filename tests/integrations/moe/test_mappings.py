@@ -21,7 +21,6 @@ import torch.nn.functional as F  # noqa: N812
 from reference_moe import reference_moe
 from torch import nn
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import apply_rope
 from commlayer.integrations.block import MoETransformerLayer, sequence_groups

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.parameter_marks import mark_experts
 from commlayer.profiles.errors import DisagreementError, GroupError

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import (
     FoldedMesh,

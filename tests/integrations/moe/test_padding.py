@@ -11,7 +11,6 @@ import torch.distributed as dist
 from synthetic_profiles import synthetic_profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.attention import ParallelAttention

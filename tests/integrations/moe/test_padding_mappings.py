@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from test_mappings import error, shard
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.clipping import clip_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh

@@ -19,7 +19,6 @@ import torch.nn.functional as F  # noqa: N812
 from ranks import group_with, start_with
 from torch import nn
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.buckets import GradientBuckets

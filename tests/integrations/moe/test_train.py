@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer import stats
 from commlayer.integrations.examples.text import Corpus, grammar_text
 from commlayer.integrations.examples.train import TrainOptions, main, train

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.gradients import gradient_axes
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
