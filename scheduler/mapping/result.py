@@ -56,9 +56,10 @@ class StepEstimate:
 
     Attributes:
         step_us: of the whole step. tokens_per_s: of all GPUs. mfu: model FLOPs over peak (causal attention counted by half).
-        parts: step_us taken apart, by name, in order; they add up to it: attention, experts, dense, memory (what is bound by
-            it: norms, SwiGLU, permutations), head, recompute, dispatch, combine, tp, cp, pp, gradients, parameters (what is
-            exposed of each), bubble, optimizer; and offload, where activations cross to the host.
+        parts: step_us taken apart, by name, in order; they add up to it: attention, experts, dense, memory (what is
+            bound by it: norms, SwiGLU, permutations), head, recompute, host (what is exposed of its launches), dispatch,
+            combine, tp, cp, pp, gradients, parameters (what is exposed of each), bubble, optimizer; and offload, where
+            activations cross to the host.
         mean_parts: the same as the mean of the pipeline's ranks has it, what they wait for the slowest as bubble; empty where
             nobody asked for all of an estimate.
         exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp, and offload: to the host).
