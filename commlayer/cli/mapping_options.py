@@ -77,7 +77,7 @@ __all__ = [
     "space_options",
 ]
 
-_CHECKED = MEGATRON
+_DEFAULT_SOFTWARE = MEGATRON
 """The software that is meant where nobody says which: the one of most published runs."""
 EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
 
@@ -186,7 +186,7 @@ job_options = in_order(
         "--software",
         "software_name",
         type=click.Choice(list(SOFTWARE)),
-        help=f"Whose way to run a step.  [{_CHECKED.name}, with a note on commlayer's own]",
+        help=f"Whose way to run a step.  [{_DEFAULT_SOFTWARE.name}, with a note on commlayer's own]",
     ),
     click.option(
         "--dispatcher",
@@ -401,7 +401,7 @@ def read_request(given: dict[str, Any]) -> Request:
     cluster = read_cluster(given, job)
     name, dispatcher = given.pop("software_name"), given["dispatcher"]
     changed = _software_changes(given, job)
-    runs = changed(_CHECKED if name is None else software(name))
+    runs = changed(_DEFAULT_SOFTWARE if name is None else software(name))
     return Request(
         job,
         cluster,
