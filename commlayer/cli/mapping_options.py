@@ -64,6 +64,7 @@ from commlayer.scheduler.mapping.variations import vary
 __all__ = [
     "EXPORT",
     "Request",
+    "ask_fabric",
     "cluster_options",
     "job_options",
     "margin_option",
@@ -479,16 +480,23 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
     if fabric is not None:
         cluster = cluster.on(fabric)
-    elif given["inter_gbps"] is not None and cluster.fabric:
-        raise UsageError(
-            f"--inter-gbps {given['inter_gbps']:g}: {cluster.name} has {hardware.FABRICS[cluster.fabric].words}: say what "
-            f"network has this rate with --fabric, one of {', '.join(hardware.FABRICS)}"
-        )
+    elif given["inter_gbps"] is not None:
+        ask_fabric(cluster, f"--inter-gbps {given['inter_gbps']:g}")
     for kind in ("inter_gbps", "intra_gbps", "domain"):
         value = given.pop(kind)
         if value is not None:
             _, cluster = vary(job, cluster, kind, value)
     return cluster
+
+
+def ask_fabric(cluster: Cluster, option: str) -> None:
+    """Raise UsageError where ``option`` gives a cluster's network another rate, and nobody has said
+    with --fabric which network has it: latencies and efficiencies are those of the network."""
+    if cluster.fabric:
+        raise UsageError(
+            f"{option}: {cluster.name} has {hardware.FABRICS[cluster.fabric].words}: say what network has this rate with "
+            f"--fabric, one of {', '.join(hardware.FABRICS)}"
+        )
 
 
 def resolve_shape(cluster: str | None, shape: str | None, profile: str | None) -> tuple[Profile, float | None]:

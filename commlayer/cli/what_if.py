@@ -13,7 +13,15 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.default_choices import software_words
-from commlayer.cli.mapping_options import Request, job_options, margin_option, read_request, read_space, space_options
+from commlayer.cli.mapping_options import (
+    Request,
+    ask_fabric,
+    job_options,
+    margin_option,
+    read_request,
+    read_space,
+    space_options,
+)
 from commlayer.cli.mapping_output import estimate_dict, job_dict
 from commlayer.cli.measured_runs import fit_dict, measured_file_option, runs_of, with_fit
 from commlayer.cli.option_types import (
@@ -133,13 +141,16 @@ def what_if_command(
     such as folded and unfolded mappings only, and says where the faster one changes.
 
     \b
-      commlayer what-if -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --vary inter-gbps --values 25,50
+      commlayer what-if -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --vary inter-factor --values 0.5,1
       commlayer what-if … --vary domain --values 8,16,32,72 --picture domain.svg
       commlayer what-if … --vary inter-factor --from 0.1 --to 2 --points 6 --compare folding
     """
     kind, pair = _NAMES[given["vary"]], given["pair"]
     _refuse_replaced(kind, given_options(ctx))
+    is_fabric_named = given["fabric"] is not None
     request, space = with_fit(read_request(given), runs_of(measured)), read_space(given)
+    if kind == "inter_gbps" and not is_fabric_named:
+        ask_fabric(request.cluster, "--vary inter-gbps")
     if kind == "skew" and request.job.capacity_factor is not None:
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"

@@ -245,8 +245,14 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
     graphs = call_json("estimate", *JOB, *ONE, *megatron, "--cuda-graphs", "attention+router")["estimate"]
     assert graphs["parts_us"]["host"] < plain["parts_us"]["host"]
     assert graphs["step_us"] < plain["step_us"]
-    failed = call("estimate", *JOB, *ONE, "--cuda-graphs", "router", status=2)
+    failed = call("estimate", *JOB, *ONE, "--software", "commlayer", "--cuda-graphs", "router", status=2)
     assert "commlayer has no CUDA graphs: take --software megatron" in failed.stderr
+
+
+def test_another_rate_asks_which_network_has_it() -> None:
+    question = "h100-eos has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa"
+    varied = call("what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "1,10", status=2)
+    assert f"--vary inter-gbps: {question}" in varied.stderr
 
 
 # 80 columns
@@ -507,7 +513,8 @@ def test_estimate_exports_and_draws(tmp_path: Path) -> None:
 
 
 def test_what_if_takes_values() -> None:
-    found = call_json("what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "1,10,100")
+    rates = ("--vary", "inter-gbps", "--values", "1,10,100")
+    found = call_json("what-if", *JOB, *FEW, "--fabric", "infiniband", *rates)
     (way,) = found["ways"]
     times = [point["estimate"]["step_us"] for point in way["points"]]
     assert times == sorted(times, reverse=True)

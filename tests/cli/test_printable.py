@@ -117,7 +117,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "trace of no job": (["trace", "{trace}", "--job", EVIL + "x"], 2),
     "estimate": (["estimate", *JOB, "--ep", "8"], 0),
     "search": (["search", *JOB], 0),
-    "what-if": (["what-if", *JOB, "--vary", "inter-gbps", "--values", "50,100"], 0),
+    "what-if": (["what-if", *JOB, "--vary", "inter-factor", "--values", "0.5,1"], 0),
     "no option": (["plan", "--profile", "{profile}", "--bytes", EVIL], 2),
 }
 

@@ -52,7 +52,7 @@ PRINTS = {
     "estimate": f"estimate {JOB} {MAPPING}",
     "search": f"search {JOB} {MAPPING}",
     "clusters": "clusters",
-    "what-if": f"what-if {JOB} {MAPPING} --vary inter-gbps --values 25,50",
+    "what-if": f"what-if {JOB} {MAPPING} --vary inter-factor --values 0.5,1",
     "long-context": "long-context -m mixtral-8x7b -c h100-eos --pp 8 --sequences 4K",
 }
 READS = {
