@@ -333,7 +333,9 @@ class Request:
         """
         self._check_precisions(precision)
         self._check_offload(offload)
-        self._check_exchange(max(ep) if ep else None, max(etp) if etp else None)
+        most_ep, most_etp = max(ep) if ep else None, max(etp) if etp else None
+        self._check_exchange(most_ep, most_etp)
+        self._check_graphs(most_ep, most_etp)
         there = [word for word in precision if not why_not(word, self.cluster.gpu)]
         for way in recompute:
             unfit = [unfit_recomputation(self.job.model, self.cluster.gpu, way, word, False) for word in there]
@@ -366,6 +368,25 @@ class Request:
         if self.software.dispatch_precision != "bf16" and most_ep == most_etp == 1:
             raise UsageError(
                 "--dispatch-precision: with ep=1 and etp=1 no token goes to another rank: leave it out, or give --ep"
+            )
+
+    def _check_graphs(self, most_ep: int | None, most_etp: int | None) -> None:
+        """Whether a CUDA graph can hold the whole step: not where the host reads in a layer how many
+        tokens come, with ep of more than one rank for calls and of more than an NVLink domain for
+        kernels that the host posts for. Raises UsageError."""
+        job, software = self.job, self.software
+        if "step" not in software.graphs or job.capacity_factor is not None or software.host != "waits":
+            return
+        by_calls = software.kernels is None or (most_etp or 1) > 1
+        fabric = hardware.FABRICS.get(self.cluster.fabric)
+        if not by_calls and not (fabric and fabric.proxy_us):
+            return
+        limit = 1 if by_calls else int(self.cluster.domain)
+        if most_ep is None or most_ep > limit:
+            raise UsageError(
+                f"--cuda-graphs full-iteration: with ep of more than {limit} the host reads in every layer how many tokens come, "
+                "which no graph can hold: add --capacity-factor, take kernels that do not wait (--dispatcher hybridep with --etp "
+                "1, between nodes on InfiniBand or RoCE), or graphs of attention+router"
             )
 
     def _check_offload(self, offloads: Sequence[str]) -> None:

@@ -58,10 +58,14 @@ class LayerLaunches(NamedTuple):
 _NOTHING = LayerLaunches(0, 0)
 
 
-def layer_launches(job: Job, setup: Setup, software: Software, *, is_moe: bool = True) -> LayerLaunches:
+def layer_launches(
+    job: Job, setup: Setup, software: Software, *, is_moe: bool = True, posts: bool = False
+) -> LayerLaunches:
     """Count what a host launches for one layer. With full recomputation the backward pass launches
-    the forward pass's again."""
-    if software.host == "unknown" or "step" in software.graphs:
+    the forward pass's again. A graph of the whole step holds nothing where the host has to read
+    counts in it; ``posts`` as of :func:`waits_for_counts`."""
+    is_held = "step" in software.graphs and not waits_for_counts(job, setup, software, posts=posts)
+    if software.host == "unknown" or is_held:
         return _NOTHING
     found: dict[str, LayerLaunches] = {}
     for op in layer_table(job.model, cut_of(setup, software), is_moe):

@@ -182,7 +182,7 @@ class LayerBuilder:
             waits = is_moe and waits_for_counts(self.job, setup, software, posts=posts)
             forward, backward = (
                 Compute(self.compute.launched_us(launches, waits=waits), "host")
-                for launches in layer_launches(self.job, setup, software, is_moe=is_moe)
+                for launches in layer_launches(self.job, setup, software, is_moe=is_moe, posts=posts)
             )
             self._known_launches[key] = forward, backward
         return self._known_launches[key]

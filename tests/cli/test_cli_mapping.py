@@ -249,6 +249,17 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
     assert "commlayer has no CUDA graphs: take --software megatron" in failed.stderr
 
 
+def test_no_graph_holds_a_step_in_which_the_host_reads_counts() -> None:
+    graphs = ("--software", "megatron", "--cuda-graphs", "full-iteration")
+    why = "--cuda-graphs full-iteration: with ep of more than 1 the host reads in every layer how many tokens come"
+    assert why in call("estimate", *JOB, *ONE, *graphs, status=2).stderr
+    assert "add --capacity-factor, take kernels that do not wait" in call("search", *JOB, *graphs, status=2).stderr
+    on_efa = ("--ep", "16", *graphs, "--dispatcher", "deepep", "--fabric", "efa")
+    assert "with ep of more than 8 the host reads" in call("estimate", *JOB, *on_efa, status=2).stderr
+    for held in (("--ep", "8", "--capacity-factor", "1"), ("--ep", "8", "--dispatcher", "hybridep"), ("--ep", "1")):
+        assert not call_json("estimate", *JOB, "--tp", "2", *graphs, *held)["estimate"]["parts_us"].get("host")
+
+
 def test_another_rate_asks_which_network_has_it() -> None:
     question = "h100-eos has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa"
     varied = call("what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "1,10", status=2)
