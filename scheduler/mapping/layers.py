@@ -52,6 +52,12 @@ from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["LayerBuilder", "sequence"]
 
+_LAUNCHES_WITHOUT_CHUNKS = (
+    "launches counted without chunks: for each chunk of tokens the host launches calls and experts' products once more, "
+    "for which no time is added"
+)
+"""A note. To count them is rejected for now: chunks are chosen without what they launch, and the published runs with
+chunks beside computation, to which launches are fitted, are counted so too."""
 _GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[PlannedCall]]
 """The calls of a pass, by their place in it
@@ -92,10 +98,11 @@ class LayerBuilder:
         return exchanges if levels is None else levels.replaced(exchanges)
 
     def dispatch_note(self, setup: Setup) -> str:
-        """Why tokens go to their experts in two levels, or how kernels send them; empty where they
-        go flat, as they should."""
+        """Why tokens go to their experts in two levels, how kernels send them, or that the launches
+        of their chunks are not counted; empty where they go flat, as they should."""
         if self.software.kernels is None:
-            return self._chosen(setup)[1]
+            is_counted_once = self._may_chunk(setup) and setup.ep > 1 and bool(self.launches(setup, True)[0].us)
+            return self._chosen(setup)[1] or _LAUNCHES_WITHOUT_CHUNKS * is_counted_once
         if (routes := self.calls.routes(setup)) is not None:
             return routes.note()
         name = self.software.kernels.name
@@ -425,8 +432,10 @@ class LayerBuilder:
 
     def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""
-        is_one = len(out) == 1 and len(home) == 1
-        return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1 and is_one
+        return self._may_chunk(setup) and len(out) == 1 and len(home) == 1
+
+    def _may_chunk(self, setup: Setup) -> bool:
+        return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1
 
     def _chunked(
         self, out: PlannedCall, home: PlannedCall, computed: list[Compute], later: Compute, is_forward: bool

@@ -14,6 +14,7 @@ from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import (
     COMMLAYER,
     MEGATRON,
+    Software,
     with_dispatcher,
     with_fused_experts,
     with_graphs,
@@ -76,6 +77,17 @@ def test_the_host_waits_for_counts_where_calls_bring_as_many_rows_as_routing_has
     assert not waits_for_counts(_JOB, _SETUP, with_dispatcher(MEGATRON, "deepep"))
     assert not waits_for_counts(replace(_JOB, capacity_factor=1.0), _SETUP, MEGATRON)
     assert not waits_for_counts(_JOB, replace(_SETUP, ep=1), MEGATRON)
+
+
+def test_launches_of_chunks_are_said_not_to_be_counted() -> None:
+    def notes(setup: Setup, software: Software) -> str:
+        return " ".join(Estimator(_JOB, _B200, software).estimate(setup, detail=False).notes)
+
+    words = "launches counted without chunks"
+    assert words in notes(_SETUP, COMMLAYER)
+    assert words not in notes(_SETUP, MEGATRON)
+    assert words not in notes(replace(_SETUP, ep=1), COMMLAYER)
+    assert words not in notes(_SETUP, replace(COMMLAYER, host="unknown"))
 
 
 def test_small_micro_batches_cost_more_than_in_proportion() -> None:
