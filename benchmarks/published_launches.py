@@ -1,14 +1,14 @@
-"""Launches in the published runs: the numbers of mapping/host_launches.py, fitted to the rows, and held against those of other
-models and sources.
+"""Launches in the published runs: the numbers of mapping/host_launches.py, set by the rows, and held against
+those of other models and sources.
 
-Fitted are three numbers: the exposed part of a launch where the host waits in every layer for counts of tokens, and where it
+They are three numbers: the exposed part of a launch where the host waits in every layer for counts of tokens, and where it
 runs ahead, and how much longer both are on a Grace. Rows are those of Megatron-Core. Each model of a source is left out once,
 and predicted by numbers that are fitted to the others.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.result import StepEstimate
 
 __all__ = ["section"]
 
-_CHOICES = tuple(product((15.0, 20.0, 25.0, 30.0, 35.0), (8.0, 10.0, 12.0, 15.0, 18.0), (1.0, 1.25, 1.5, 2.0, 2.75)))
+_GRID = ((15.0, 20.0, 25.0, 30.0, 35.0), (8.0, 10.0, 12.0, 15.0, 18.0), (1.0, 1.25, 1.5, 2.0, 2.75))
 """The numbers that a fit chooses from: µs of a launch where the host waits, where it runs ahead, and the factor of a Grace."""
 _TEXT = """
 ### Launches
@@ -30,11 +30,15 @@ _TEXT = """
 Sources call runs like many of these bound by the host, which launches kernels one by one. For each launch of a layer that no
 CUDA graph holds, a step is taken to be longer by {waits:g} µs where the host waits in every layer for how many tokens come
 (calls of all_to_all without a capacity), by {ahead:g} µs where it does not, and by {grace:g} times as much on a Grace
-(`scheduler/mapping/host_launches.py` says what is counted). No public number says these, so they are fitted to the rows of
-Megatron-Core here: by the mean error, rounded. Without them that is {without}, with them {within}; where each model of a
-source is predicted by numbers fitted to the others, {beyond}. With micro-batches of one sequence it is {single_without}
-without and {single} with them. Nothing is added for FSDP, whose rows show none of it, and MegaScale's own software is taken
-to run ahead.
+(`scheduler/mapping/host_launches.py` says what is counted). No public number says these. They were set by hand, by the mean
+error over the rows of Megatron-Core here, and do not have the least of it: without any it is {without}, with them {within},
+and with {best}, which a fit takes of a grid ({grid}), {best_error}. Where a fit takes the end of the grid
+(here {edge}), the best number may lie beyond it: the rows bound it from one side alone.
+
+Each model of a source is left out once, and predicted by numbers that are fitted to the others: the mean error is {beyond}
+then. Those fits take {chosen}. So the rows do not settle the numbers: that launches are exposed follows from them, how much only
+roughly. With micro-batches of one sequence the error is {single_without} without launches, and {single} with the numbers in use.
+Nothing is added for FSDP, whose rows show none of it, and MegaScale's own software is taken to run ahead.
 
 Rejected: a layer that takes the longer of its launches and its kernels (19 % with the best of such numbers, before this was
 built); launches of experts' products that cost less than others (no better); and PyTorch's own time for `nn.Linear` (13.48 µs
@@ -74,20 +78,26 @@ def section(found: Sequence[Outcome]) -> str:
     groups: dict[tuple[str, str], list[_Row]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
-    beyond, lines = [], []
+    beyond, lines, chosen = [], [], Counter[tuple[float, float, float]]()
     for group, left_out in sorted(groups.items()):
         choice = _fitted([row for row in rows if row.group != group])
+        chosen[choice] += 1
         errors = [row.error(*choice) for row in left_out]
         beyond += errors
         each = (_mean(left_out, (0.0, 0.0, 1.0)), _mean(left_out, own), percent(mean(errors)))
-        lines.append((*group, len(left_out), *each, ", ".join(f"{number:g}" for number in choice)))
-    single = [row for row in rows if row.single]
+        lines.append((*group, len(left_out), *each, _numbers(choice)))
+    single, best = [row for row in rows if row.single], _fitted(rows)
     text = _TEXT.format(
         waits=own[0],
         ahead=own[1],
         grace=own[2],
         without=_mean(rows, (0.0, 0.0, 1.0)),
+        grid="; ".join(_numbers(values) for values in _GRID),
+        edge=_edges([best, *chosen]),
+        best=_numbers(best),
+        best_error=_mean(rows, best),
         within=_mean(rows, own),
+        chosen="; ".join(f"{_numbers(choice)} in {times} of {len(groups)}" for choice, times in chosen.most_common()),
         beyond=percent(mean(beyond)),
         single_without=_mean(single, (0.0, 0.0, 1.0)),
         single=_mean(single, own),
@@ -118,8 +128,22 @@ def _grace_factor() -> float:
     return GPUS["gb200"].exposed_launch_us / GPUS["b200"].exposed_launch_us
 
 
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in values)
+
+
+def _edges(choices: Sequence[tuple[float, float, float]]) -> str:
+    """The numbers of ``choices`` that are an end of what the grid has for them."""
+    ends = [
+        {values[0], values[-1]} & set(column) for values, column in zip(_GRID, zip(*choices, strict=True), strict=True)
+    ]
+    units = (" µs where the host waits", " µs where it runs ahead", " for a Grace")
+    taken = [f"{number:g}{unit}" for numbers, unit in zip(ends, units, strict=True) for number in sorted(numbers)]
+    return ", ".join(taken) or "none"
+
+
 def _fitted(rows: Sequence[_Row]) -> tuple[float, float, float]:
-    return min(_CHOICES, key=lambda choice: mean(row.error(*choice) for row in rows))
+    return min(product(*_GRID), key=lambda choice: mean(row.error(*choice) for row in rows))
 
 
 def _mean(rows: Sequence[_Row], choice: tuple[float, float, float]) -> str:

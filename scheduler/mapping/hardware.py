@@ -50,7 +50,8 @@ class AttentionTiles(NamedTuple):
 
 
 _EXPOSED_LAUNCH_US, _WAITED_LAUNCH_US = 12.0, 25.0
-"""Fitted, with :data:`_GRACE_LAUNCHES`, to the runs of Megatron-Core in benchmarks/published_rows.json (docs/published.md)."""
+"""Set by hand, with :data:`_GRACE_LAUNCHES`, by the error over the runs of Megatron-Core in benchmarks/published_rows.json, which
+do not settle them: docs/published.md says what fits take."""
 _GRACE_LAUNCHES = 1.5
 """A Grace's launches over those of x86. For one nn.Linear they are 2.75 (37.08 and 13.48 µs: NVIDIA/TransformerEngine#2053)."""
 

@@ -12,7 +12,7 @@ are the rows of a layer's table (mapping/layer_table.py) and its calls:
 What a CUDA graph holds is launched at once (:attr:`Software.graphs`).
 
 Of each launch a part of its time is exposed, whatever the GPU computes: most kernels of a layer are
-short, between few long ones. How much, is fitted to the published runs of Megatron-Core, as no
+short, between few long ones. How much, is set by the published runs of Megatron-Core, as no
 public number says (:class:`~commlayer.scheduler.mapping.hardware.Gpu`, docs/published.md). Rejected:
 a pass that takes the longer of its launches and its kernels, whose mean error over those runs is
 19 %, where a sum has 13 %.
