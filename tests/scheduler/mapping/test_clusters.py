@@ -269,8 +269,8 @@ def test_another_fabric_changes_the_network_alone() -> None:
         measured.on("efa")
 
 
-def test_kernels_lose_to_calls_where_the_host_posts_for_them() -> None:
-    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA it is not."""
+def test_kernels_are_as_fast_as_calls_where_the_host_posts_for_them() -> None:
+    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA neither is."""
     job = Job(model=load_model("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
     setup = Setup(gpus=256, ep=32, pp=8, pipeline_layout="auto", recompute="full")
     ratios = []
@@ -281,7 +281,7 @@ def test_kernels_lose_to_calls_where_the_host_posts_for_them() -> None:
         ]
         ratios.append(steps[0] / steps[1])
     assert ratios[0] < 0.7
-    assert 0.98 < ratios[1] < 1.1
+    assert ratios[1] == pytest.approx(1, abs=0.02)
 
 
 def test_a_ring_over_nodes_uses_every_card() -> None:
