@@ -28,8 +28,11 @@ _MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
 way."""
 _QWEN3 = ("--qk-layernorm", "--rotary-base", "1000000", "--norm-epsilon", "1e-06")
-"""What differs in Qwen3's models with experts from Megatron-LM's defaults, and changes no shape: its
-examples/post_training/modelopt/conf/qwen/Qwen3-30B-A3B.sh, and rms_norm_eps of the model's config.json, read 2026-11-28."""
+"""What differs in the models of _READ_QWEN3 from Megatron-LM's defaults, and changes no shape: its
+Qwen3-30B-A3B.sh and Qwen3-235B-A22B.sh in examples/post_training/modelopt/conf/qwen; and the epsilon of norms, rms_norm_eps in
+transformers 5.23.0, models/qwen3_moe/configuration_qwen3_moe.py; read 2026-11-28."""
+_READ_QWEN3 = frozenset({"qwen3-30b-a3b", "qwen3-235b-a22b"})
+"""The models that have _QWEN3; not their variants, which may have another base or epsilon."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
@@ -76,7 +79,7 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
             "more tp than query groups"
         )
-    if not _is_qwen3(job.model):
+    if job.model.name not in _READ_QWEN3:
         notes.append(
             "the base of rotary embeddings and the epsilon of norms are Megatron-LM's, 10000 and 1e-05: add --rotary-base and "
             "--norm-epsilon as your model's config.json has them, and --qk-layernorm where it normalizes queries and keys"
@@ -213,15 +216,11 @@ def _model(model: ModelShape) -> Iterator[str]:
         yield "--add-qkv-bias"
     if not model.ties_embeddings:
         yield "--untie-embeddings-and-output-weights"
-    yield from _QWEN3 if _is_qwen3(model) else ()
+    yield from _QWEN3 if model.name in _READ_QWEN3 else ()
     yield "--disable-bias-linear"
     yield from _flag("normalization", "RMSNorm")
     yield from _flag("position-embedding-type", "rope")
     yield from _flag("vocab-size", model.vocabulary)
-
-
-def _is_qwen3(model: ModelShape) -> bool:
-    return (model.family or model.name).startswith("qwen3-")
 
 
 def _degrees(setup: Setup) -> Iterator[str]:

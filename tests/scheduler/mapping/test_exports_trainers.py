@@ -30,6 +30,7 @@ from commlayer.scheduler.mapping.software import (
     with_optimizer,
     with_overlap,
 )
+from commlayer.scheduler.mapping.variations import split_experts
 
 JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
 BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
@@ -191,11 +192,10 @@ def test_qwen3_is_trained_as_it_was() -> None:
     for flag in ("--qk-layernorm\n", "--rotary-base 1000000\n", "--norm-epsilon 1e-06\n"):
         assert flag in exported.text
     assert not any("--rotary-base" in note for note in exported.notes)
-    other = export(
-        "megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8)
-    )
-    assert "--rotary-base" not in other.text
-    assert any("add --rotary-base and --norm-epsilon" in note for note in other.notes)
+    for model in (catalog.load("mixtral-8x7b"), split_experts(catalog.load("qwen3-30b-a3b"), 2)):
+        other = export("megatron", Job(model=model, gpus=8, global_batch=8, sequence=4096), Setup(gpus=8))
+        assert "--rotary-base" not in other.text
+        assert any("add --rotary-base and --norm-epsilon" in note for note in other.notes)
 
 
 def test_more_tensor_parallelism_than_query_groups_needs_a_later_megatron() -> None:
