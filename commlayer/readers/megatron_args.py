@@ -1,11 +1,13 @@
 """A launch line of Megatron-LM as the options of ``commlayer estimate``: the inverse of its export.
 
-Flags and their defaults: megatron/training/arguments.py of Megatron-LM at core_v0.16.1. Only what a mapping, a batch or software
-depends on is read; the other flags are named, so that nobody takes them for read.
+Flags and their defaults: megatron/training/arguments.py of Megatron-LM at core_v0.16.1, and of CUDA graphs its page on them
+(docs/user-guide/features/cuda_graph.md). Only what a mapping, a batch or software depends on is read; the other flags are named,
+so that nobody takes them for read.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,21 +38,40 @@ _SAME = {
     "main-params-dtype": "main_params_dtype",
     "exp-avg-dtype": "exp_avg_dtype",
     "exp-avg-sq-dtype": "exp_avg_sq_dtype",
-    "optimizer-offload-fraction": "optimizer_offload_fraction",
+}
+"""Flags that are options under another name, with their value."""
+_SWITCHES = {
     "moe-shared-expert-overlap": "shared_expert_overlap",
     "fp8-param-gather": "fp8_param_gather",
     "activation-func-fp8-input-store": "activation_func_fp8_input_store",
     "use-transformer-engine-op-fuser": "use_transformer_engine_op_fuser",
 }
-"""Flags that are options under another name, with their value; those without one are switches."""
+"""Flags without a value that are options under another name."""
 _READ = {
     *_SAME,
+    *_SWITCHES,
     *("expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage", "nnodes", "nproc-per-node"),
     *("recompute-granularity", "recompute-modules", "offload-modules", "fine-grained-activation-offloading"),
     *("fp8-format", "fp8-recipe", "bf16", "moe-token-dispatcher-type", "moe-flex-dispatcher-backend"),
     *("moe-enable-deepep", "overlap-moe-expert-parallel-comm", "use-distributed-optimizer", "use-megatron-fsdp"),
-    "data-parallel-sharding-strategy",
+    *("data-parallel-sharding-strategy", "recompute-method", "recompute-num-layers", "grad-reduce-in-bf16"),
+    *("optimizer-cpu-offload", "optimizer-offload-fraction", "use-precision-aware-optimizer"),
+    *("cp-comm-type", "hierarchical-context-parallel-sizes", "enable-cuda-graph", "external-cuda-graph"),
+    *("cuda-graph-impl", "cuda-graph-modules", "cuda-graph-scope", "moe-pad-expert-input-to-capacity"),
+    # what an estimate takes for given
+    *("sequence-parallel", "overlap-grad-reduce", "overlap-param-gather", "delay-wgrad-compute", "moe-grouped-gemm"),
 }
+_CHANGES = {
+    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "attention-backend"),
+    *("ddp-bucket-size", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    *("defer-embedding-wgrad-compute", "distribute-saved-activations", "first-last-layers-bf16", "fp4-format"),
+    *("microbatch-group-size-per-virtual-pipeline-stage", "moe-expert-rank-capacity-factor", "moe-layer-recompute"),
+    *("moe-paged-stash", "moe-permute-fusion", "moe-router-fusion", "no-gradient-accumulation-fusion"),
+    *("no-overlap-p2p-communication", "num-distributed-optimizer-instances", "overlap-cpu-optimizer-d2h-h2d"),
+    *("overlap-p2p-communication-warmup-flush", "rampup-batch-size", "tp-comm-overlap", "transformer-impl"),
+    *("use-flash-attn", "use-nccl-ub", "use-torch-fsdp2", "use-tp-pp-dp-mapping"),
+}
+"""Flags that change a step or its memory, and that no option has."""
 _SHAPE = {
     "num-layers": "layers",
     "hidden-size": "hidden",
@@ -60,17 +81,28 @@ _SHAPE = {
     "moe-ffn-hidden-size": "width",
 }
 """Flags that say which model it is, and the field of its shape that they have to be."""
+_GRAPHED = {"attn": "attention", "moe_router": "router", "moe_preprocess": "router"}
+"""The parts of a layer that modules of --cuda-graph-modules lie in, by the names of --cuda-graphs."""
 _STAGES = {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch line that was read: ``options`` of the command by the names of its parameters; ``shape``, fields of the
-    model's; ``unread``, flags that nothing here depends on, or that nobody knows."""
+    """A launch line that was read.
+
+    Attributes:
+        options: of the command, by the names of its parameters.
+        shape: fields of the model's.
+        changing: flags that change the step, and are not read.
+        unread: flags that nothing here depends on, or that nobody knows.
+        unknown: variables of the shell in the place of flags, which the text does not assign.
+    """
 
     options: Mapping[str, object]
     shape: Mapping[str, str]
+    changing: tuple[str, ...]
     unread: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
     def check(self, model: ModelShape) -> None:
         """Raises UsageError where the line is of another model."""
@@ -83,6 +115,10 @@ class Launch:
 
     def notes(self) -> Iterator[str]:
         """The flags that were not read, where there are any."""
+        if self.changing:
+            yield f"not read of the launch line, although the step changes with them: {', '.join(self.changing)}"
+        if self.unknown:
+            yield f"not read, as the text does not say what they hold: {', '.join(self.unknown)}: write their flags out"
         if self.unread:
             yield f"not read of the launch line, as nothing here depends on them or knows them: {', '.join(self.unread)}"
 
@@ -92,7 +128,7 @@ def read_launch(text: str) -> Launch:
 
     Raises UsageError for quotes that do not end, a line without flags, and for what this planner does not model.
     """
-    flags = _flags(text)
+    flags, expanded = _flags(text)
     if "tensor-model-parallel-size" not in flags and "micro-batch-size" not in flags:
         raise UsageError(
             "expected a launch line of Megatron-LM, such as torchrun … pretrain_gpt.py --tensor-model-parallel-size 2 "
@@ -100,38 +136,94 @@ def read_launch(text: str) -> Launch:
         )
     options = dict(_options(flags))
     shape = {field: flags[name][0] for name, field in _SHAPE.items() if flags.get(name)}
-    unread = tuple(f"--{shortened(name)}" for name in flags if name not in _READ and name not in _SHAPE)
-    return Launch(options, shape, unread)
+    changing, unread, beyond = [], [], {*_CHANGES, *_unlike(flags)}
+    for name in flags:
+        if name in beyond:
+            changing.append(f"--{shortened(name)}")
+        elif name not in _READ and name not in _SHAPE:
+            unread.append(f"--{shortened(name)}")
+    unknown = tuple(shortened(word) for word in dict.fromkeys(expanded) if not _is_assigned(word, text))
+    return Launch(options, shape, tuple(changing), tuple(unread), unknown)
 
 
-def _flags(text: str) -> dict[str, list[str]]:
-    """The values of each flag, the last time that it is given."""
+def _is_assigned(word: str, text: str) -> bool:
+    """Whether ``text`` says what a variable of the shell holds; nobody can of what is given to a script itself."""
+    variable = _EXPANSION.fullmatch(word)
+    name = variable and (variable[1] or variable[2])
+    return bool(name and re.search(rf"(?<!\w){re.escape(name)}\+?=", text))
+
+
+def _flags(text: str) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each flag, the last time that it is given; and variables of the shell in the place of flags."""
+    found: dict[str, list[str]] = {}
+    expanded: list[str] = []
+    values: list[str] = []
+    for word in _words(text):
+        if word.startswith("--") and len(word) > 2:
+            name, has_value, value = word[2:].partition("=")
+            values = found[name.replace("_", "-")] = [value] if has_value else []
+        elif word in _ENDS:
+            values = []  # of no flag
+        elif word.endswith(_ARRAY) or (values and _EXPANSION.fullmatch(word)):
+            expanded.append(word)
+        else:
+            values.append(word)
+    return found, expanded
+
+
+# What an assignment, ``NAME=value`` or ``NAME+=value``, gives; and whether that holds flags.
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*\+?=(.*)", re.DOTALL)
+_HOLDS_OPTIONS = re.compile(r"(^|\s)--[a-z][a-z0-9_-]*(\s|$)")
+_EXPANSION = re.compile(r"\$(\w+|[@*])|\$\{(\w+).*\}")
+"""A variable, or all that was given to a script: its name alone."""
+_ARRAY = ("[@]}", "[*]}", "$@", "$*")
+"""The ends of words that stand for several."""
+_ENDS = ("(", ")", "|", ";", "&", "&&", "||", ">", ">>", "2>&1")
+"""Words of a shell behind which nothing is a value of the flag before them."""
+
+
+def _words(text: str, is_variable: bool = False) -> Iterator[str]:
+    """The words of a shell's text, those inside arrays and inside variables that hold options among them. Raises UsageError
+    for quotes that do not end."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UsageError(f"cannot read the launch line: {error}: quote it as a shell would") from error
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
     for word in words:
-        if word.startswith("--") and len(word) > 2:
-            name, has_value, value = word[2:].partition("=")
-            values = found[name.replace("_", "-")] = [value] if has_value else []
-        else:
-            values.append(word)
-    return found
+        assigned = _ASSIGNED.fullmatch(word)
+        if assigned and not is_variable and _HOLDS_OPTIONS.search(assigned[1]):
+            yield from (";", *_words(assigned[1], is_variable=True), ";")
+            continue
+        if assigned:
+            word = assigned[1]
+            yield ";"
+        if word.startswith("(") and word.count("(") > word.count(")"):
+            word = word[1:]
+            yield "("
+        is_last = word.count(")") > word.count("(")
+        if word := word[: len(word) - is_last]:
+            yield word
+        yield from (")",) * is_last
 
 
 def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     yield "software_name", "megatron"
     for name, option in _SAME.items():
         if name in flags:
-            yield option, flags[name][0] if flags[name] else True
+            yield option, _value(flags, name)
+    for name, option in _SWITCHES.items():
+        if name in flags:
+            yield option, True
     tp = _value(flags, "tensor-model-parallel-size", "1")
     yield "etp", _value(flags, "expert-tensor-parallel-size", tp)  # its default there
     if "nproc-per-node" in flags:
         yield "gpus", _whole(flags, "nproc-per-node") * _whole(flags, "nnodes")
     yield from _chunks(flags)
+    yield from _attention(flags)
     yield from _memory(flags)
+    yield from _optimizer(flags)
+    if graphs := _graphs(flags):
+        yield "cuda_graphs", graphs
     yield from _dispatch(flags)
     if "overlap-moe-expert-parallel-comm" in flags:
         yield "schedule", "1f1b-overlap"
@@ -145,10 +237,35 @@ def _chunks(flags: Flags) -> Iterator[tuple[str, object]]:
     """vpp by the other two ways of saying it."""
     stages = _whole(flags, "pipeline-model-parallel-size")
     if "pipeline-model-parallel-layout" in flags:
-        yield "vpp", len(parse_layout(_value(flags, "pipeline-model-parallel-layout", ""))) // stages
+        yield "vpp", len(parse_layout(_value(flags, "pipeline-model-parallel-layout"))) // stages
     elif "num-layers-per-virtual-pipeline-stage" in flags:
         each = _whole(flags, "num-layers-per-virtual-pipeline-stage")
-        yield "vpp", _whole(flags, "num-layers") // (stages * each)
+        if "num-layers" not in flags:
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {each} of the launch line: expected --num-layers beside it, without "
+                "which nobody knows how many chunks that makes: add the model's"
+            )
+        layers = _whole(flags, "num-layers")
+        if layers % (stages * each):
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {each} of the launch line: expected chunks that {stages} stages can "
+                f"have of {layers} layers: Megatron-LM refuses others"
+            )
+        yield "vpp", layers // (stages * each)
+
+
+def _attention(flags: Flags) -> Iterator[tuple[str, object]]:
+    """Ulysses, which is a kind of context parallelism there, and of tensor parallelism here."""
+    kind = _value(flags, "cp-comm-type", "p2p")
+    if kind not in ("a2a", "a2a+p2p"):
+        return
+    if _whole(flags, "tensor-model-parallel-size") > 1:
+        raise UsageError(
+            f"--cp-comm-type {kind} of the launch line: Ulysses beside tensor parallelism is not modelled: leave one of "
+            "them out"
+        )
+    sizes = flags.get("hierarchical-context-parallel-sizes") or [_value(flags, "context-parallel-size", "1")]
+    yield from (("attention", "ulysses"), ("tp", sizes[0]), ("cp", sizes[1] if len(sizes) > 1 else "1"))
 
 
 def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
@@ -163,6 +280,46 @@ def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
         yield "precision", recipes[_one_of(flags, "fp8-recipe", recipes, "delayed")]
 
 
+def _optimizer(flags: Flags) -> Iterator[tuple[str, object]]:
+    if "grad-reduce-in-bf16" in flags and "main-grads-dtype" not in flags:
+        yield "main_grads_dtype", "bf16"
+    if "optimizer-cpu-offload" in flags:  # without it the fraction changes nothing
+        yield "optimizer_offload_fraction", _value(flags, "optimizer-offload-fraction", "1.0")
+
+
+_GRAPH_FLAGS = ("cuda-graph-impl", "cuda-graph-modules", "cuda-graph-scope", "enable-cuda-graph", "external-cuda-graph")
+
+
+def _graphs(flags: Flags) -> str:
+    """The kind of --cuda-graphs that is captured; empty for what no kind has, such as whole layers."""
+    is_older = "enable-cuda-graph" in flags or "external-cuda-graph" in flags
+    words = ("none", "local", "transformer_engine", "full_iteration")
+    impl = _one_of(flags, "cuda-graph-impl", words, "local" if is_older else "none")
+    modules = flags.get("cuda-graph-modules") or flags.get("cuda-graph-scope") or []
+    if impl == "full_iteration" or "full_iteration" in modules:
+        return "full-iteration"
+    if impl == "none":
+        return "none"
+    if not set(modules) <= set(_GRAPHED):
+        return ""
+    return "+".join(sorted({_GRAPHED[module] for module in modules}))
+
+
+def _unlike(flags: Flags) -> tuple[str, ...]:
+    """Flags that are read, but say what no option has."""
+    found = []
+    is_full = _value(flags, "recompute-granularity", "") == "full"
+    if is_full and _value(flags, "recompute-method", "uniform") != "uniform":
+        found.append("recompute-method")
+    if is_full and _value(flags, "recompute-num-layers", "1") != "1":
+        found.append("recompute-num-layers")
+    if not _graphs(flags):
+        found += _GRAPH_FLAGS
+    if _value(flags, "cp-comm-type", "p2p") not in ("p2p", "a2a", "a2a+p2p"):
+        found.append("cp-comm-type")
+    return tuple(found)
+
+
 def _dispatch(flags: Flags) -> Iterator[tuple[str, object]]:
     kind = _one_of(flags, "moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
     yield "dispatch", "all_gather" if kind == "allgather" else "all_to_all"
@@ -170,9 +327,15 @@ def _dispatch(flags: Flags) -> Iterator[tuple[str, object]]:
     yield "dispatcher", backend if kind == "flex" or "moe-enable-deepep" in flags else "nccl"
 
 
-def _value(flags: Flags, name: str, default: str) -> str:
-    values = flags.get(name)
-    return values[0] if values else default
+def _value(flags: Flags, name: str, default: str | None = None) -> str:
+    """The value of a flag, or ``default`` where it is not given. Raises UsageError for a flag without its value."""
+    if name not in flags and default is not None:
+        return default
+    if not flags.get(name):
+        raise UsageError(
+            f"--{name} of the launch line: expected a value behind it, got none: write it as the shell gets it"
+        )
+    return flags[name][0]
 
 
 def _whole(flags: Flags, name: str) -> int:

@@ -12,10 +12,18 @@ from click.testing import CliRunner
 from commlayer.cli.main import main
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.megatron_args import read_launch
-from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.exports import export
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import (
+    MEGATRON,
+    Software,
+    with_dispatcher,
+    with_fused_experts,
+    with_graphs,
+    with_optimizer,
+)
 
 JOB = Job(model=catalog.load("qwen3-235b-a22b"), gpus=128, global_batch=256, sequence=4096)
 PLAIN = Setup(gpus=128, tp=4, ep=8, pp=8)
@@ -52,7 +60,81 @@ def test_what_is_exported_is_read_again(setup: Setup, dispatcher: str, tmp_path:
     assert "--tensor-model-parallel-size" not in result.stderr
 
 
-def test_an_option_goes_before_the_launch_line() -> None:
+SOFTWARE = with_optimizer(
+    with_graphs(with_dispatcher(with_fused_experts(MEGATRON), "hybridep"), "attention+router"),
+    main_grads_dtype="bf16",
+    exp_avg_dtype="bf16",
+    optimizer_offload_fraction=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("software", "setup"),
+    [
+        (SOFTWARE, replace(PLAIN, recompute="full")),
+        (with_graphs(MEGATRON, "attention"), replace(PLAIN, tp=4, etp=1, attention="ulysses")),
+        (with_graphs(MEGATRON, "router"), replace(PLAIN, tp=2, etp=1, cp=2, attention="ulysses")),
+        (with_graphs(with_dispatcher(MEGATRON, "hybridep"), "full-iteration"), PLAIN),
+    ],
+)
+def test_graphs_optimizer_and_ulysses_are_read_again(software: Software, setup: Setup, tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(LAUNCH + export("megatron", JOB, setup, software).text.replace("\n", " "), encoding="utf-8")
+    asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", str(path), "--json"]
+    result = CliRunner().invoke(main, asked, prog_name="commlayer")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    estimate = Estimator(JOB, clusters.load("h100-eos"), software).estimate(setup)
+    assert found["estimate"]["step_us"] == pytest.approx(estimate.step_us, rel=1e-5)
+    assert found["estimate"]["memory_bytes"]["total"] == pytest.approx(estimate.memory.total, rel=1e-5)
+    assert "although the step changes" not in result.stderr
+
+
+SCRIPT = """#!/bin/bash
+# --tensor-model-parallel-size 16
+MODEL_ARGS=" \\
+    --num-layers 94 \\
+    --moe-router-dtype fp32 \\
+"
+PARALLEL=( --tensor-model-parallel-size 4
+    --expert-tensor-parallel-size 1 --micro-batch-size 2
+    --moe-shared-expert-overlap
+)
+EXTRA_ARGS=(--recompute-granularity selective
+  --recompute-modules moe_act layernorm)
+CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL_ARGS} --bf16 "${PARALLEL[@]}" \\
+    ${EXTRA_ARGS[@]} --offload-modules moe_act ${MORE} "$@" 2>&1 | tee run.log
+"""
+
+
+def test_arrays_and_variables_of_a_script_are_read() -> None:
+    launch = read_launch(SCRIPT)
+    expected = {"tp": "4", "etp": "1", "micro_batch": "2", "recompute": "moe_act+layernorm", "offload": "moe_act"}
+    assert {name: launch.options[name] for name in expected} == expected
+    assert launch.options["shared_expert_overlap"] is True
+    assert launch.shape == {"layers": "94"}
+    assert launch.unread == ("--moe-router-dtype",)
+    assert any("not say what they hold: ${MORE}, $@" in note for note in launch.notes())
+
+
+def test_flags_that_change_the_step_are_named_apart() -> None:
+    full = "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
+    launch = read_launch(f"x --micro-batch-size 1 {full} --cuda-graph-impl local --tp-comm-overlap --lr 1")
+    assert set(launch.changing) == {
+        *("--recompute-method", "--recompute-num-layers"),
+        *("--cuda-graph-impl", "--tp-comm-overlap"),
+    }
+    assert launch.unread == ("--lr",)
+    assert "cuda_graphs" not in launch.options
+
+
+def test_an_optimizer_that_is_not_offloaded_has_no_fraction() -> None:
+    fraction = "x --micro-batch-size 1 --optimizer-offload-fraction 0.5"
+    assert "optimizer_offload_fraction" not in read_launch(fraction).options
+    assert read_launch("x --micro-batch-size 1 --optimizer-cpu-offload").options["optimizer_offload_fraction"] == "1.0"
+
+
+def test_an_option_wins_over_the_launch_line() -> None:
     text = LAUNCH + export("megatron", JOB, PLAIN).text
     asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", "-", "--micro-batch", "2", "--json"]
     found = json.loads(CliRunner().invoke(main, asked, input=text, prog_name="commlayer").stdout)
@@ -72,6 +154,18 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
         (
             "x --micro-batch-size 1 --nproc-per-node $GPUS",
             "--nproc-per-node of the launch line: expected a whole number",
+        ),
+        (
+            "x --micro-batch-size 1 --num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers-per-virtual-pipeline-stage 2 of the launch line: expected --num-layers beside it",
+        ),
+        (
+            "x --micro-batch-size 1 --num-layers-per-virtual-pipeline-stage 8 --num-layers 4",
+            "expected chunks that 1 stages can have of 4 layers",
+        ),
+        (
+            "x --tensor-model-parallel-size",
+            "--tensor-model-parallel-size of the launch line: expected a value behind it",
         ),
         ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
     ],
