@@ -54,7 +54,8 @@ def in_words(diagnosis: Diagnosis) -> str:
     if diagnosis.under_way and not (diagnosis.findings or diagnosis.waits or diagnosis.shared):
         lines += _under_way(diagnosis.under_way)
     lines += _last_calls(diagnosis.groups)
-    if not lines and not (diagnosis.is_timeout and diagnosis.remarks):
+    lines += diagnosis.open
+    if not lines:
         lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
         lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")

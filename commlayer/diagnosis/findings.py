@@ -190,7 +190,8 @@ class GroupCalls(msgspec.Struct, frozen=True, kw_only=True):
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may
     still come; ``under_way``: ranks in calls that all have come to, and that have not ended;
-    ``remarks``: sentences on what the logs show beside, and what they leave open.
+    ``open``: sentences on what cannot be told, so that nobody may say that nothing is wrong;
+    ``remarks``: sentences on what the logs show beside.
 
     ``shared``: groups that several threads use at once, which may be why. ``ranks``: those of the
     job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then
@@ -206,6 +207,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     is_timeout: bool
     under_way: tuple[Waiter, ...] = ()
     shared: tuple[Shared, ...] = ()
+    open: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     cause: Cause | None = None
@@ -213,8 +215,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_found(self) -> bool:
-        """Whether something is wrong."""
-        return bool(self.findings) or (self.is_timeout and bool(self.waits or self.remarks))
+        """Whether something is wrong, or a wait has timed out and the logs do not say why."""
+        return bool(self.findings or self.cause) or (
+            self.is_timeout and bool(self.waits or self.open)
+        )
 
     @property
     def has_cause(self) -> bool:
