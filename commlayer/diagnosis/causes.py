@@ -38,18 +38,26 @@ _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
 
-def with_cause(diagnosis: Diagnosis, logs: Sequence[RankLog], circles_are: str = "proven") -> Diagnosis:
+def with_cause(
+    diagnosis: Diagnosis,
+    logs: Sequence[RankLog],
+    circles_are: str = "proven",
+    at_most: str = "proven",
+) -> Diagnosis:
     """Return the diagnosis with its cause, and with each group's last calls.
 
     Args:
-        logs: what it was made from.
+        logs: the logs that it was made from.
         circles_are: ``proven``, or ``likely`` where what ranks wait for was partly inferred.
+        at_most: the most that can be said of any cause: ``likely`` where the logs were inferred.
     """
     if not diagnosis.has_found and not (diagnosis.is_timeout and diagnosis.under_way):
         return diagnosis
     groups = _groups(logs)
     shift = _first_shift(groups)
     cause = shift or _cause(diagnosis, circles_are)
+    if cause is not None and cause.certainty == "proven":
+        cause = msgspec.structs.replace(cause, certainty=at_most)
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
 
 

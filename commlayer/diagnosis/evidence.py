@@ -117,8 +117,13 @@ class Evidence:
 
     def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))
-        remark = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
-        return Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=True, remarks=(remark,))
+        sentence = (
+            "stacks tell where programs are, and not in which calls: "
+            "give the job's dumps or logs too"
+        )
+        return Diagnosis(
+            findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,)
+        )
 
     def in_words(self) -> str:
         """Say how many files were taken as what."""
