@@ -34,6 +34,9 @@ __all__ = ["with_cause"]
 
 _MOST_CALLS = 4
 _MOST_GROUPS = 64
+_MOST_EXTENDED = 16
+"""The number of calls that are inferred at most beyond a rank's last one: numbers in files may be
+of any size."""
 _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
@@ -143,10 +146,21 @@ def _identity(call: CallLog) -> tuple[object, ...]:
 
 def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
     """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
-    0: neither."""
+    0: neither.
+
+    Both must have made this very call under one number before: ranks that take turns at two
+    places, as where each broadcasts in its turn, are never at one place.
+    """
+    apart = _identity(theirs[number])
+    if not any(
+        at < number and at in its and _identity(its[at]) == _identity(call) == apart
+        for at, call in theirs.items()
+    ):
+        return 0
     ahead = dict(theirs)
-    while max(ahead) <= max(its) and _extend(ahead):
-        pass
+    for _ in range(_MOST_EXTENDED):
+        if max(ahead) > max(its) or not _extend(ahead):
+            break
     if _runs(its, ahead, number, 1):
         return 1
     if _runs(its, ahead, number, -1) or _runs(its, ahead, number + 1, -1):

@@ -79,7 +79,8 @@ class MessageEnd(msgspec.Struct):
 class Entry(msgspec.Struct):
     """A call, by the fields of torch's recorder that are used here; a dump has more.
 
-    ``process_group``: the group's name and description; ``profiling_name``: backend and collective, as ``nccl:all_reduce``.
+    ``process_group``: the group's name and description; ``profiling_name``: backend and collective, as ``nccl:all_reduce``;
+    ``op_id``: the number of operations of the group by then, with its messages.
     """
 
     process_group: tuple[str, str]
@@ -88,6 +89,7 @@ class Entry(msgspec.Struct):
     state: str
     pg_id: _Count = 0
     record_id: _Count = 0
+    op_id: _Count = 0
     p2p_seq_id: _Count = 0
     is_p2p: bool = False
     retired: bool = False
