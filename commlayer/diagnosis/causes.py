@@ -37,6 +37,7 @@ _MOST_GROUPS = 64
 _MOST_EXTENDED = 16
 """The number of calls that are inferred at most beyond a rank's last one: numbers in files may be
 of any size."""
+_CERTAINTIES = ("unknown", "likely", "proven")
 _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
@@ -51,7 +52,8 @@ def with_cause(
 
     Args:
         logs: the logs that it was made from.
-        circles_are: ``proven``, or ``likely`` where what ranks wait for was partly inferred.
+        circles_are: ``proven``, ``likely`` where what ranks wait for was partly inferred, or
+            ``unknown`` where it is known to lack calls.
         at_most: the most that can be said of any cause: ``likely`` where the logs were inferred.
     """
     if not diagnosis.has_found and not (diagnosis.is_timeout and diagnosis.under_way):
@@ -59,9 +61,13 @@ def with_cause(
     groups = _groups(logs)
     shift = _first_shift(groups)
     cause = shift or _cause(diagnosis, circles_are)
-    if cause is not None and cause.certainty == "proven":
-        cause = msgspec.structs.replace(cause, certainty=at_most)
+    if cause is not None:
+        cause = msgspec.structs.replace(cause, certainty=_lesser(cause.certainty, at_most))
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
+
+
+def _lesser(*certainties: str) -> str:
+    return min(certainties, key=_CERTAINTIES.index)
 
 
 def _cause(diagnosis: Diagnosis, circles_are: str) -> Cause | None:
@@ -256,15 +262,18 @@ def _absent(missing: Sequence[Missing]) -> Cause:
     }[first.why]
     if first.at is not None:
         what, state = "elsewhere", f"is at {first.at}, in no call"
-    elif first.why == "late" and first.last is not None:
-        state = f"is in no call since {short_call(first.last)} at {first.last.site}"
+    elif first.why == "late":
+        state = "is in no recorded call" if first.doubt else state
+        if first.last is not None:
+            state += f" since {short_call(first.last)} at {first.last.site}"
+    state += f" ({first.doubt})" if first.doubt else ""
     others = sorted({waiter.call.rank for waiter in first.waiting})
     ranks = tuple(sorted({each.call.rank for each in missing}))
     others_missing = [rank for rank in ranks if rank != first.call.rank]
     more = f" (and so for {ranks_words(others_missing)})" if others_missing else ""
     return Cause(
         what=what,
-        certainty=certainty,
+        certainty=_lesser(certainty, first.certainty),
         ranks=ranks,
         calls=tuple(each.last or each.call for each in missing),
         words=(

@@ -4,8 +4,9 @@ Each dump is read as the log of a rank, and the logs are diagnosed as those that
 What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings.Diagnosis.assumed` says so:
 
 - Gloo's recorder notes when a call was made and when it ended. A thread is taken to wait in its last call, if that
-  has not ended. Messages are not recorded, and neither are a group's ranks: its members are those that recorded
-  calls of it.
+  has not ended: which calls are asynchronous is not recorded. A group's ranks are not recorded either: its members are
+  those that recorded calls of it. Messages are not recorded; they count as operations of their group, whose number
+  (op_id) then grows faster than that of its collectives. Where they are there, nobody is known to be in no call.
 - NCCL's recorder, and those of other devices, note what the host has enqueued. A call that has begun on the device is
   one that the rank has made; one that is only enqueued is held by calls that have begun. Which calls have begun is
   recorded where the job had TORCH_NCCL_ENABLE_TIMING=1. Without it, two readings are tried. The first takes all calls
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -38,6 +39,7 @@ from commlayer.diagnosis.call_logs import (
 )
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
+from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -80,8 +82,10 @@ _DTYPES = {
 """Names of dtypes in dumps, and the dtype's name and bytes."""
 
 
-def diagnose_dumps(dumps: Sequence[Dump]) -> tuple[list[RankLog], Diagnosis]:
-    """Return the logs that the dumps of one job amount to, and what is wrong.
+def diagnose_dumps(
+    dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()
+) -> tuple[list[RankLog], Diagnosis]:
+    """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where programs are.
 
     Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a device, and be waited for
     later on a host, so the dumps of a sound job may look like a circle for a moment.
@@ -109,10 +113,81 @@ def diagnose_dumps(dumps: Sequence[Dump]) -> tuple[list[RankLog], Diagnosis]:
                 "the dumps do not say which calls have begun on the device (TORCH_NCCL_ENABLE_TIMING=1 has them do so): "
                 "a rank's calls are taken to begin in the order in which they were enqueued"
             )
-    if is_on_device and any(isinstance(finding, Cycle) for finding in diagnosis.findings):
-        assumed.append("a host that has enqueued nothing more is taken to wait for its device")
-    diagnosis = msgspec.structs.replace(diagnosis, assumed=tuple(assumed))
-    return logs, with_cause(diagnosis, logs, circles_are="likely" if is_on_device else "proven")
+    if any(isinstance(finding, Cycle) for finding in diagnosis.findings):
+        assumed.append(
+            "a host that has enqueued nothing more is taken to wait for its device"
+            if is_on_device
+            else "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous"
+        )
+    has_messages = _has_messages(dumps)
+    diagnosis = msgspec.structs.replace(
+        with_places(diagnosis, places),
+        assumed=tuple(assumed),
+        open=tuple(_open(dumps, has_messages=has_messages)),
+    )
+    doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
+    if not any(_is_past_timeout(entry, dump.written_ns) for dump in dumps for entry in dump.entries):
+        doubts.append(_ONLY_LATE)
+    diagnosis = _doubted(diagnosis, doubts)
+    return logs, with_cause(diagnosis, logs, circles_are="unknown" if has_messages else "likely")
+
+
+# What the recorders leave out
+
+
+_IN_MESSAGE = "it may be in a message, which Gloo's recorder leaves out", "unknown"
+_NO_MESSAGES = "Gloo's recorder leaves messages out", "likely"
+_ONLY_LATE = "it may only be late: no call has taken as long as its timeout", "likely"
+
+
+def _has_messages(dumps: Sequence[Dump]) -> bool:
+    """Whether ranks send messages that are not recorded.
+
+    Gloo counts operations of a group by op_id, its collectives by collective_seq_id: the one grows
+    faster than the other where there are messages between collectives.
+    """
+    for dump in dumps:
+        leads: dict[tuple[tuple[str, str], int], int] = {}
+        for entry in dump.entries:
+            if entry.is_on_host:
+                lead = entry.op_id - entry.collective_seq_id
+                group = entry.process_group, entry.pg_id
+                if lead > leads.get(group, lead):
+                    return True
+                leads[group] = lead
+    return False
+
+
+def _open(dumps: Sequence[Dump], *, has_messages: bool) -> Iterator[str]:
+    """What cannot be told, because messages are not recorded."""
+    entries = [entry for dump in dumps for entry in dump.entries]
+    is_on_host = bool(entries) and all(entry.is_on_host for entry in entries)
+    if has_messages or (is_on_host and all(entry.has_ended for entry in entries)):
+        yield (
+            "cannot tell who waits in messages: Gloo's recorder leaves them out"
+            f"{'' if has_messages else ', and no rank is in a collective'}"
+        )
+
+
+def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]]) -> Diagnosis:
+    """The diagnosis with reasons why ranks that are in no call may not be at fault.
+
+    ``doubts``: each with the certainty that remains. Where a program is known to be, or known to be
+    in a call, stacks have said more of it than that messages are left out.
+    """
+    waits = []
+    for missing in diagnosis.waits:
+        for doubt, certainty in doubts if missing.why == "late" else ():
+            is_known = missing.at is not None or missing.certainty == "unknown"
+            if is_known and doubt != _ONLY_LATE[0]:
+                continue
+            missing = msgspec.structs.replace(
+                missing,
+                doubt="; ".join(filter(None, (missing.doubt, doubt))),
+                certainty=min(missing.certainty, certainty, key=("unknown", "likely", "proven").index),
+            )
+        waits.append(missing)
+    return msgspec.structs.replace(diagnosis, waits=tuple(waits))
 
 
 # Groups
@@ -353,6 +428,12 @@ def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
         done=min(open_numbers) - 1 if open_numbers else issued,
         messages=tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items()),
     )
+
+
+def _is_past_timeout(entry: Entry, now_ns: int) -> bool:
+    """Whether a call has taken as long as its own timeout; without one, a minute."""
+    limit_s = entry.timeout_ms / 1e3 or _LONG_WAIT_S
+    return not entry.has_ended and now_ns - entry.time_created_ns >= limit_s * 1e9
 
 
 def _is_overdue(entry: Entry, now_ns: int) -> bool:

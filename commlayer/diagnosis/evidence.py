@@ -86,23 +86,21 @@ class Evidence:
         self.dump_paths = []
 
     def judged(self) -> Judged:
-        """Find what is wrong. Raises UsageError for dumps that contradict each other."""
-        results = self._by_calls()
-        if self.places:
-            results = {name: (logs, with_places(diagnosis, self.places)) for name, (logs, diagnosis) in results.items()}
-        return results
+        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does.
 
-    def _by_calls(self) -> Judged:
-        """Judge the kind that says most; where that names nobody, the next one that does."""
+        Raises UsageError for dumps that contradict each other.
+        """
         first: Judged = {}
         for judge, is_there in (
             (self._by_logs, self.logs),
-            (lambda: {"": diagnose_dumps(self.dumps)}, self.dumps),
-            (lambda: diagnose_watchdogs(read_watchdog_lines(self.watchdogs)), self.watchdogs),
-            (lambda: diagnose_ras(self.ras), self.ras),
+            (lambda: {"": diagnose_dumps(self.dumps, self.places)}, self.dumps),
+            (self._by_watchdogs, self.watchdogs),
+            (lambda: self._inferred(diagnose_ras(self.ras)), self.ras),
         ):
             results = judge() if is_there else {}
-            if any(_names_somebody(diagnosis) for _, diagnosis in results.values()):
+            if not first and any(_names_somebody(diagnosis) for _, diagnosis in results.values()):
+                return results
+            if first and _adds(first, results):
                 return results
             first = first or results
         return first or {"": ([], self._by_stacks())}
@@ -113,7 +111,21 @@ class Evidence:
             raise UsageError(
                 f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
             )
-        return {"": (self.logs, with_cause(diagnose(self.logs), self.logs))}
+        diagnosis = with_places(diagnose(self.logs), self.places)
+        return {"": (self.logs, with_cause(diagnosis, self.logs))}
+
+    def _by_watchdogs(self) -> Judged:
+        return self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs)))
+
+    def _inferred(self, results: Judged) -> Judged:
+        """The results of logs that were inferred, with places and with causes, which are likely at most."""
+        judged = {}
+        for name, (logs, result) in results.items():
+            diagnosis = with_places(result, self.places)
+            if diagnosis.findings or diagnosis.waits:
+                diagnosis = with_cause(diagnosis, logs, circles_are="likely", at_most="likely")
+            judged[name] = logs, diagnosis
+        return judged
 
     def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))
@@ -121,9 +133,10 @@ class Evidence:
             "stacks tell where programs are, and not in which calls: "
             "give the job's dumps or logs too"
         )
-        return Diagnosis(
+        nothing = Diagnosis(
             findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,)
         )
+        return with_places(nothing, self.places)
 
     def in_words(self) -> str:
         """Say how many files were taken as what."""
@@ -150,7 +163,34 @@ class Evidence:
 
 
 def _names_somebody(diagnosis: Diagnosis) -> bool:
-    return bool(diagnosis.findings) or any(missing.why != "silent" for missing in diagnosis.waits)
+    """Whether a kind says what is wrong, or that all have come, so that no weaker one is asked.
+
+    Of ranks that it says nothing of, a weaker one may know more.
+    """
+    is_silent = diagnosis.cause is None or diagnosis.cause.what == "no dump"
+    has_named = any(missing.why != "silent" for missing in diagnosis.waits)
+    return bool(diagnosis.findings) or has_named or not is_silent
+
+
+def _adds(first: Judged, results: Judged) -> bool:
+    """Whether a weaker kind names somebody, and contradicts nothing that a stronger one has said.
+
+    Where the stronger one has found that ranks have left nothing, only these may be blamed.
+    """
+    blamed = {
+        rank
+        for _, diagnosis in results.values()
+        if _names_somebody(diagnosis) and diagnosis.cause is not None
+        for rank in diagnosis.cause.ranks
+    }
+    silent = {
+        rank
+        for _, diagnosis in first.values()
+        if diagnosis.cause is not None
+        for rank in diagnosis.without
+    }
+    is_open = all(diagnosis.cause is None for _, diagnosis in first.values())
+    return bool(blamed) and (is_open or blamed <= silent)
 
 
 def gather_evidence(

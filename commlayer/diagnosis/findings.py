@@ -123,7 +123,9 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     own, ``held``, for a rank of which another thread waits here).
 
     ``last``: the last call that a thread of it made which waits in none; ``at``: where its program is now.
-    ``behind``: who waits for one that waits for it."""
+    ``behind``: who waits for one that waits for it. ``doubt``: the reason why
+    it may be in a call all the same, or only late; ``certainty``: how sure it is then that the rank is
+    at fault, as in :class:`Cause`."""
 
     call: NamedCall
     why: str
@@ -134,6 +136,8 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     idle_s: float = -1.0
     held: tuple[Waiter, ...] = ()
     behind: tuple[Waiter, ...] = ()
+    doubt: str = ""
+    certainty: str = "proven"
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):

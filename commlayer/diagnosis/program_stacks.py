@@ -126,8 +126,11 @@ def with_places(diagnosis: Diagnosis, places: Iterable[ProgramPlace]) -> Diagnos
 
     def placed(missing: Missing) -> Missing:
         place = of_rank.get(missing.call.rank)
-        if missing.at is not None or place is None or place.is_in_call:
+        if missing.at is not None or place is None or missing.why not in ("late", "silent"):
             return missing
+        if place.is_in_call:
+            doubt = "its program is in a call that was not recorded"
+            return msgspec.structs.replace(missing, doubt=doubt, certainty="unknown")
         return msgspec.structs.replace(missing, at=place.site)
 
     return msgspec.structs.replace(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.findings import Diagnosis
+from commlayer.diagnosis.program_stacks import ProgramPlace
 from commlayer.diagnosis.recorder_dumps import CallFrame, Dump, Entry
 
 START_NS = 1_795_000_000_000_000_000
@@ -110,3 +112,86 @@ def test_numbers_of_any_size_take_no_time() -> None:
         call("world", 1 << 60, 1),
     ]
     assert caused([dump(0, groups, sound), dump(1, groups, other)])[1] == "unknown"
+
+
+def gloo(number: int, op_id: int, *, has_ended: bool = True) -> Entry:
+    return call("default_pg", number, backend="gloo", op_id=op_id, has_ended=has_ended)
+
+
+def pipeline(has_messages: bool, is_hanging: bool) -> list[Dump]:
+    """Dumps of Gloo's: of three ranks in a row, rank 0 leaves out a send and goes on to the all_reduce.
+
+    Ranks 1 and 2 wait in messages then. Without ``has_messages`` they are in no call.
+    """
+    dumps = []
+    for rank, messages in enumerate((1, 2, 1) if has_messages else (0, 0, 0)):
+        entries = [gloo(number, number + number * messages) for number in (1, 2)]
+        if rank == 0 and is_hanging:
+            entries.append(gloo(3, 3 + 2 * messages, has_ended=False))
+        dumps.append(dump(rank, {}, entries))
+    return dumps
+
+
+def test_nobody_is_blamed_who_may_be_in_a_message_that_gloo_does_not_record() -> None:
+    assert caused(pipeline(has_messages=True, is_hanging=True))[:2] == ("absent", "unknown")
+    diagnosis, text = worded(pipeline(has_messages=True, is_hanging=True))
+    assert diagnosis.has_found
+    assert text.startswith("the cause cannot be told: rank 1 is in no recorded call since all_reduce #2 ")
+    assert "(it may be in a message, which Gloo's recorder leaves out)" in text.splitlines()[0]
+    assert "cannot tell who waits in messages" in text
+    assert caused(pipeline(has_messages=False, is_hanging=True)) == ("absent", "likely", (1, 2))
+
+
+def test_ranks_in_no_collective_of_gloo_are_not_called_sound() -> None:
+    for has_messages in (True, False):
+        diagnosis, text = worded(pipeline(has_messages, is_hanging=False))
+        assert not diagnosis.has_found
+        assert "nothing is wrong" not in text
+        assert "cannot tell who waits in messages" in text
+
+
+def test_a_circle_of_gloo_is_likely_as_calls_may_be_asynchronous() -> None:
+    def made(group: str, number: int, *, has_ended: bool) -> Entry:
+        return call(group, number, backend="gloo", has_ended=has_ended, at_s=float(number))
+
+    dumps = [
+        dump(rank, {}, [*(made(group, 1, has_ended=True) for group in "ab"), made("ab"[rank], 2, has_ended=False)])
+        for rank in (0, 1)
+    ]
+    assert caused(dumps) == ("order", "likely", (0, 1))
+    assert "Gloo does not record which calls are asynchronous" in worded(dumps)[1]
+
+
+def test_a_rank_may_only_be_late_before_the_timeout() -> None:
+    """Rank 0 writes a checkpoint for 90 s, of a timeout of 600 s."""
+    world = {"world": (0, 1)}
+    before = call("world", 4, has_ended=True)
+    for age_s, certainty in ((90.0, "likely"), (700.0, "proven")):
+        dumps = [
+            dump(0, world, [before], age_s=age_s),
+            dump(1, world, [before, call("world", 5)], age_s=age_s),
+        ]
+        assert caused(dumps) == ("absent", certainty, (0,))
+        assert ("it may only be late" in worded(dumps)[1]) is (certainty == "likely")
+
+
+def test_a_job_whose_calls_do_not_end_is_not_sound() -> None:
+    dumps = [dump(rank, {"world": (0, 1)}, [call("world", 1)]) for rank in (0, 1)]
+    assert caused(dumps)[0] == "stalled"
+    assert diagnose_dumps(dumps)[1].has_found
+
+
+def test_stacks_say_more_than_that_a_rank_is_in_no_call() -> None:
+    world = {"world": (0, 1)}
+    before = call("world", 4, has_ended=True)
+    dumps = [dump(0, world, [before, call("world", 5)]), dump(1, world, [before])]
+    site, inside = Site("train.py", 9, "step"), Site("torch/distributed/distributed_c10d.py", 41, "recv")
+    in_call = diagnose_dumps(dumps, [ProgramPlace(1, site, inside, is_in_call=True)])[1].cause
+    assert in_call is not None
+    assert in_call.certainty == "unknown"
+    assert "(its program is in a call that was not recorded)" in in_call.words
+    loads = Site("data.py", 31, "load")
+    elsewhere = diagnose_dumps(dumps, [ProgramPlace(1, loads, loads, is_in_call=False)])[1].cause
+    assert elsewhere is not None
+    assert (elsewhere.what, elsewhere.certainty) == ("elsewhere", "proven")
+    assert elsewhere.words.startswith("rank 1 is at data.py:31 in load, in no call")
