@@ -119,7 +119,7 @@ def test_dumps_of_torchs_own_recorder_on_gloo(program: str, what: str, tmp_path:
 
 def test_paths_without_dumps_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no dump", encoding="utf-8")
-    with pytest.raises(UsageError, match="expected dumps of torch's Flight Recorder, or one folder"):
+    with pytest.raises(UsageError, match="expected logs of commlayer, dumps of torch's Flight Recorder"):
         explain([tmp_path / "notes.txt"])
 
 

@@ -10,6 +10,7 @@ import pickle
 import random
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -236,17 +237,50 @@ def test_changed_bytes_give_errors_that_name_the_file_and_no_other(kind: str, tm
         assert "\x1b" not in result.output
 
 
-def test_the_kind_that_names_somebody_is_asked_next(tmp_path: Path) -> None:
-    """Dumps of two ranks in which nothing is missing, and a log that says who is behind."""
-    job = Job({"dp": (0, 1)}, {0: [A], 1: [A]})
-    for rank in (0, 1):
+def in_one_call(folder: Path, num_ranks: int, absent: tuple[int, ...] = ()) -> None:
+    """Write the dumps of ranks, of which all have come to one call."""
+    job = Job({"world": tuple(range(num_ranks))}, dict.fromkeys(range(num_ranks), [replace(A, group="world")]))
+    for rank in job.ranks:
         job.step(rank)
-    write_dumps(tmp_path, job, random.Random(1), has_timing=True)
-    assert "no call is missing" in diagnose(tmp_path).output
-    (tmp_path / "job.log").write_bytes(hung_log())
+    write_dumps(folder, job, random.Random(1), has_timing=True, absent=absent)
+
+
+def late_log(rank: int) -> str:
+    """The log of a job of 8 ranks that says that one of them has not come to a call."""
+    lines = [
+        f"[rank{each}]:[E1031 10:00:00.100000000 ProcessGroupNCCL.cpp:616] [Rank {each}] Watchdog caught collective "
+        "operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for "
+        f"600000 milliseconds before timing out.\n[rank{each}]:[E1031 10:00:00.400000000 ProcessGroupNCCL.cpp:1785] "
+        f"[PG ID 0 PG GUID 0(default_pg) Rank {each}] Exception (either an error or timeout) detected by watchdog at "
+        "work: 5, last enqueued NCCL work: 5, last completed NCCL work: 4."
+        for each in range(8)
+        if each != rank
+    ]
+    lines.append(
+        f"[rank{rank}]:[E1031 10:01:00.400000000 ProcessGroupNCCL.cpp:1785] [PG ID 1 PG GUID 1(tp) Rank {rank}] "
+        "First PG on this rank to signal dumping."
+    )
+    return "\n".join(lines)
+
+
+def test_lines_of_watchdogs_do_not_contradict_dumps(tmp_path: Path) -> None:
+    """By the dumps all ranks have come; by the log rank 7 has not."""
+    (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
+    assert diagnose(tmp_path).output.splitlines()[3].startswith("likely cause: rank 7 is in no call, and has not come")
+    in_one_call(tmp_path, 8)
     result = diagnose(tmp_path)
-    assert "wait for each other" in result.output
-    assert "no call is missing" not in result.output
+    assert "the cause cannot be told: all ranks have come to all_reduce #1" in result.output
+    assert "rank 7 has not come" not in result.output
+
+
+def test_lines_of_watchdogs_say_more_of_a_rank_without_a_dump(tmp_path: Path) -> None:
+    """Of the rank without a dump the log says more, of the others it may not."""
+    in_one_call(tmp_path, 8, absent=(7,))
+    assert "likely cause: rank 7 has left no dump" in diagnose(tmp_path).output
+    (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
+    assert "likely cause: rank 7 is in no call" in diagnose(tmp_path).output
+    (tmp_path / "job.log").write_text(late_log(6), encoding="utf-8")
+    assert "likely cause: rank 7 has left no dump" in diagnose(tmp_path).output
 
 
 def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
