@@ -105,7 +105,8 @@ class MessageCount(msgspec.Struct, frozen=True, array_like=True):
 
 class GroupLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A group as a rank knows it. ``key``: the same on all its members, and no other group's;
-    ``ranks``: global."""
+    ``ranks``: global; ``is_assumed``: ``issued`` and ``done`` are taken for granted, as the ring has
+    lost all calls of the group."""
 
     key: str
     name: str
@@ -115,6 +116,7 @@ class GroupLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     issued: int = 0
     done: int = 0
     messages: tuple[MessageCount, ...] = ()
+    is_assumed: bool = False
 
     def __str__(self) -> str:
         return printable(self.description or self.name)

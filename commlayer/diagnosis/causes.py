@@ -89,13 +89,15 @@ def _cause(diagnosis: Diagnosis, circles_are: str) -> Cause | None:
 
 
 class _Group(msgspec.Struct, kw_only=True):
-    """A group in all logs: ``calls`` of each rank, and how many it has ``made`` and ``done``."""
+    """A group in all logs: ``calls`` of each rank, and how many it has ``made`` and ``done``;
+    ``assumed``: the ranks of which these numbers are taken for granted."""
 
     name: str
     ranks: tuple[int, ...]
     calls: dict[int, dict[int, CallLog]]
     made: dict[int, int]
     done: dict[int, int]
+    assumed: set[int] = set()
 
 
 def _groups(logs: Sequence[RankLog]) -> list[_Group]:
@@ -108,6 +110,7 @@ def _groups(logs: Sequence[RankLog]) -> list[_Group]:
                 group = _Group(name=str(each), ranks=each.ranks, calls={}, made={}, done={})
                 groups[each.key] = group
             group.made[log.rank], group.done[log.rank] = each.issued, each.done
+            group.assumed |= {log.rank} if each.is_assumed else set()
             own.append(group.calls.setdefault(log.rank, {}))
         for call in log.calls:
             if not call.is_message and not log.groups[call.group].key.endswith(LIFE_KEY):
@@ -328,7 +331,7 @@ def _last_calls(groups: Iterable[_Group]) -> Iterator[GroupCalls]:
         for rank, made in sorted(group.made.items()):
             call = group.calls[rank].get(made)
             site = None if call is None else call.site
-            alike.setdefault((made, group.done[rank], site), []).append(rank)
+            alike.setdefault((made, group.done[rank], site, rank in group.assumed), []).append(rank)
         yield GroupCalls(
             group=group.name,
             ranks=group.ranks,
@@ -343,5 +346,6 @@ def _last(group: _Group, ranks: Sequence[int]) -> LastCalls:
         ranks=tuple(ranks),
         made=made,
         done=group.done[ranks[0]],
+        is_assumed=ranks[0] in group.assumed,
         call=None if call is None else NamedCall.of_log(ranks[0], group.name, call),
     )

@@ -53,8 +53,8 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines += _shared(shared)
     if diagnosis.under_way and not (diagnosis.findings or diagnosis.waits or diagnosis.shared):
         lines += _under_way(diagnosis.under_way)
-    lines += _last_calls(diagnosis.groups)
     lines += diagnosis.open
+    lines += _last_calls(diagnosis.groups)
     if not lines:
         lines = ["nothing is wrong: no rank waits for another one, and all calls that can be compared agree"]
     if diagnosis.without:
@@ -76,6 +76,9 @@ def _last_calls(groups: Sequence[GroupCalls]) -> list[str]:
     for group in groups[:_MOST_GROUPS]:
         states = []
         for last in group.last[:_MOST_CALLS]:
+            if last.is_assumed:
+                states.append(f"{ranks_words(last.ranks)}: not in {'its ring' if len(last.ranks) == 1 else 'their rings'}")
+                continue
             if last.call is None:
                 states.append(f"{ranks_words(last.ranks)}: {last.made} made, {last.done} ended")
                 continue

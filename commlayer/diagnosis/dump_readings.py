@@ -13,6 +13,8 @@ What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings
   that are enqueued as made: what is wrong then is proven. The second takes calls to begin in the order in which they
   were enqueued: what is wrong then is likely.
 - A host that has enqueued nothing more is taken to wait for its device.
+- A ring that has lost calls, and has none of a group that its dump lists, has lost all calls of it. The rank is taken
+  to have made and ended them, up to the newest that others made.
 
 Rejected: judging each group by itself, as torch's analyzer does: a circle over two groups has nothing wrong in either.
 """
@@ -41,13 +43,14 @@ from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
-from commlayer.profiles.counted import counted
+from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
 __all__ = ["collective_kind", "diagnose_dumps"]
 
 _LONG_WAIT_S = 60.0
+_MOST_LOST = 8
 _KINDS = (
     ("barrier", "barrier"),
     ("all_reduce", "all_reduce"),
@@ -119,6 +122,7 @@ def diagnose_dumps(
             if is_on_device
             else "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous"
         )
+    assumed += _lost_words(logs)
     has_messages = _has_messages(dumps)
     diagnosis = msgspec.structs.replace(
         with_places(diagnosis, places),
@@ -169,6 +173,20 @@ def _open(dumps: Sequence[Dump], *, has_messages: bool) -> Iterator[str]:
         )
 
 
+def _lost_words(logs: Sequence[RankLog]) -> list[str]:
+    """The ranks whose rings have lost all calls of a group, by group."""
+    lost: dict[str, list[int]] = {}
+    for log in logs:
+        for group in log.groups:
+            if group.is_assumed:
+                lost.setdefault(str(group), []).append(log.rank)
+    return [
+        f"{listed('rank', ranks, 8)} made the newest call of group {group}, and it has ended: "
+        "the rings have lost all calls of it (TORCH_FR_BUFFER_SIZE makes them longer)"
+        for group, ranks in list(lost.items())[:_MOST_LOST]
+    ]
+
+
 def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]]) -> Diagnosis:
     """The diagnosis with reasons why ranks that are in no call may not be at fault.
 
@@ -204,7 +222,8 @@ class _Group:
 
 
 class _Groups:
-    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists."""
+    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``newest``: the
+    highest number of a collective that anybody made, by the group's name."""
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
         self.listed: dict[str, set[tuple[int, ...]]] = {}
@@ -234,6 +253,7 @@ class _Groups:
                 ranks |= silent
                 users[name] |= silent if len(silent) == lacking else set()
         self.ranks = tuple(sorted(ranks))
+        self.newest = _newest(dumps)
         self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
     @property
@@ -257,6 +277,15 @@ class _Groups:
                 f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
             )
         return _Group(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+
+
+def _newest(dumps: Sequence[Dump]) -> dict[str, int]:
+    newest: dict[str, int] = {}
+    for dump in dumps:
+        for entry in dump.entries:
+            name = entry.process_group[0]
+            newest[name] = max(newest.get(name, 0), entry.collective_seq_id)
+    return newest
 
 
 def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
@@ -344,7 +373,10 @@ def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
             ranks=groups.ranks,
             reason="timeout" if any(_is_overdue(record.entry, now_ns) for record in records) else "asked",
             now_ns=now_ns,
-            groups=tuple(_group_log(group, [each for each in begun if each.group is group]) for group in order),
+            groups=(
+                *(_group_log(group, [each for each in begun if each.group is group]) for group in order),
+                *_lost_groups(dump, groups),
+            ),
             calls=tuple(calls),
             waits=tuple(waits),
             hidden=() if is_on_host else tuple(in_flight.values()) or (0,),
@@ -428,6 +460,24 @@ def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
         done=min(open_numbers) - 1 if open_numbers else issued,
         messages=tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items()),
     )
+
+
+def _lost_groups(dump: Dump, groups: _Groups) -> Iterator[GroupLog]:
+    """The groups of which the ring of ``dump`` has lost all calls that it had."""
+    recorded = {entry.process_group[0] for entry in dump.entries}
+    for name in dump.group_ranks if dump.lost else ():
+        newest = groups.newest.get(name, 0)
+        if name not in recorded and newest:
+            group = groups.group(dump, name)
+            yield GroupLog(
+                key=group.key,
+                name=group.name,
+                ranks=group.ranks,
+                description=group.description,
+                issued=newest,
+                done=newest,
+                is_assumed=True,
+            )
 
 
 def _is_past_timeout(entry: Entry, now_ns: int) -> bool:

@@ -175,12 +175,14 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 class LastCalls(msgspec.Struct, frozen=True, kw_only=True):
     """The newest call of a group on ``ranks``, which have all come equally far. ``made``, ``done``:
-    how many calls of the group they have made, and how many of these have ended."""
+    how many calls of the group they have made, and how many of these have ended. ``is_assumed``: this
+    is taken for granted, as their rings have lost all calls of the group."""
 
     ranks: tuple[int, ...]
     made: int
     done: int
     call: NamedCall | None
+    is_assumed: bool = False
 
 
 class GroupCalls(msgspec.Struct, frozen=True, kw_only=True):

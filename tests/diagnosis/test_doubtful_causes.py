@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from commlayer.diagnosis.call_logs import Site
@@ -195,3 +196,19 @@ def test_stacks_say_more_than_that_a_rank_is_in_no_call() -> None:
     assert elsewhere is not None
     assert (elsewhere.what, elsewhere.certainty) == ("elsewhere", "proven")
     assert elsewhere.words.startswith("rank 1 is at data.py:31 in load, in no call")
+
+
+def test_a_ring_that_lost_a_group_closes_no_circle() -> None:
+    """Rank 1 made its call of g long ago, and its ring has lost it; rank 2 has not come."""
+    groups = {"g": (0, 1, 2), "dp": (0, 1)}
+    dumps = [
+        dump(0, groups, [call("g", 3)]),
+        dump(1, groups, [call("dp", 1, 40, at_s=0.1)], lost=100),
+        dump(2, {"g": (0, 1, 2)}, []),
+    ]
+    assert caused(dumps) == ("absent", "proven", (2,))
+    diagnosis, text = worded(dumps)
+    assert "rank 1: not in its ring" in text
+    assert any("rank 1 made the newest call of group g" in each for each in diagnosis.assumed)
+    whole = [dumps[0], replace(dumps[1], lost=0), dumps[2]]
+    assert caused(whole) == ("order", "likely", (0, 1))
