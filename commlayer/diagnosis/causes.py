@@ -162,8 +162,7 @@ def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
     """
     apart = _identity(theirs[number])
     if not any(
-        at < number and at in its and _identity(its[at]) == _identity(call) == apart
-        for at, call in theirs.items()
+        at < number and at in its and _identity(its[at]) == _identity(call) == apart for at, call in theirs.items()
     ):
         return 0
     ahead = dict(theirs)
@@ -260,7 +259,7 @@ def _absent(missing: Sequence[Missing]) -> Cause:
     what, state, certainty = {
         "gone": ("ended", "has ended", "proven"),
         "late": ("absent", "is in no call", "proven"),
-        "silent": ("no dump", "has left no dump (it is dead, stopped, or its dump is not here)", "likely"),
+        "silent": ("no dump", "has left no dump", "likely"),
         "held": ("held", "waits in other calls of its own", "likely"),
     }[first.why]
     if first.at is not None:
@@ -269,7 +268,9 @@ def _absent(missing: Sequence[Missing]) -> Cause:
         state = "is in no recorded call" if first.doubt else state
         if first.last is not None:
             state += f" since {short_call(first.last)} at {first.last.site}"
-    state += f" ({first.doubt})" if first.doubt else ""
+    is_unseen = first.why == "silent" and first.at is None
+    doubt = first.doubt or ("it is dead, stopped, or its dump is not here" if is_unseen else "")
+    state += f" ({doubt})" if doubt else ""
     others = sorted({waiter.call.rank for waiter in first.waiting})
     ranks = tuple(sorted({each.call.rank for each in missing}))
     others_missing = [rank for rank in ranks if rank != first.call.rank]
@@ -323,7 +324,8 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
 def _last_calls(groups: Iterable[_Group]) -> Iterator[GroupCalls]:
     shown = 0
     for group in groups:
-        is_even = len(set(group.made.values())) == 1 and group.made == group.done
+        seen = {(made, group.done[rank]) for rank, made in group.made.items() if rank not in group.assumed}
+        is_even = len(seen) == 1 and all(made == done for made, done in seen)
         if is_even or not any(group.calls.values()) or shown == _MOST_GROUPS:
             continue
         shown += 1

@@ -77,7 +77,9 @@ def _last_calls(groups: Sequence[GroupCalls]) -> list[str]:
         states = []
         for last in group.last[:_MOST_CALLS]:
             if last.is_assumed:
-                states.append(f"{ranks_words(last.ranks)}: not in {'its ring' if len(last.ranks) == 1 else 'their rings'}")
+                states.append(
+                    f"{ranks_words(last.ranks)}: not in {'its ring' if len(last.ranks) == 1 else 'their rings'}"
+                )
                 continue
             if last.call is None:
                 states.append(f"{ranks_words(last.ranks)}: {last.made} made, {last.done} ended")

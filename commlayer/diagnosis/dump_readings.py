@@ -14,7 +14,7 @@ What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings
   were enqueued: what is wrong then is likely.
 - A host that has enqueued nothing more is taken to wait for its device.
 - A ring that has lost calls, and has none of a group that its dump lists, has lost all calls of it. The rank is taken
-  to have made and ended them, up to the newest that others made.
+  to have made and ended those that others had made before the oldest call in its ring, and no later one.
 
 Rejected: judging each group by itself, as torch's analyzer does: a circle over two groups has nothing wrong in either.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,6 +50,8 @@ from commlayer.profiles.printable import shortened
 __all__ = ["collective_kind", "diagnose_dumps"]
 
 _LONG_WAIT_S = 60.0
+_CLOCKS_APART_NS = 5_000_000_000
+"""Clocks of machines may differ by so much."""
 _MOST_LOST = 8
 _KINDS = (
     ("barrier", "barrier"),
@@ -85,9 +87,7 @@ _DTYPES = {
 """Names of dtypes in dumps, and the dtype's name and bytes."""
 
 
-def diagnose_dumps(
-    dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()
-) -> tuple[list[RankLog], Diagnosis]:
+def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -> tuple[list[RankLog], Diagnosis]:
     """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where programs are.
 
     Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a device, and be waited for
@@ -97,43 +97,76 @@ def diagnose_dumps(
         UsageError: dumps that contradict each other.
     """
     groups = _Groups(dumps)
-    assumed = []
-    if groups.inferred:
-        assumed.append(f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls")
-    is_on_device = any(not entry.is_on_host for dump in dumps for entry in dump.entries)
-    knows_beginnings = not is_on_device or all(dump.knows_beginnings for dump in dumps if dump.entries)
+    logs, diagnosis = _read(dumps, groups)
+    old = _too_old(logs, diagnosis)
+    if old:
+        logs, diagnosis = _read([dump for dump in dumps if dump.rank not in old], groups)
+    is_on_device = _is_on_device(dumps)
+    has_messages = _has_messages(dumps)
+    doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
+    if not any(_is_past_timeout(entry, dump.written_ns) for dump in dumps for entry in dump.entries):
+        doubts.append(_ONLY_LATE)
+    diagnosis = msgspec.structs.replace(
+        with_places(diagnosis, places),
+        assumed=(*diagnosis.assumed, *_assumed(diagnosis, logs, groups, is_on_device=is_on_device)),
+        open=tuple(_open(dumps, has_messages=has_messages)),
+    )
+    diagnosis = _doubted(diagnosis, doubts, old)
+    return logs, with_cause(diagnosis, logs, circles_are="unknown" if has_messages else "likely")
+
+
+def _is_on_device(dumps: Sequence[Dump]) -> bool:
+    return any(not entry.is_on_host for dump in dumps for entry in dump.entries)
+
+
+def _read(dumps: Sequence[Dump], groups: _Groups) -> tuple[list[RankLog], Diagnosis]:
+    """The logs of dumps, in the reading that explains the hang, and what is wrong by it."""
+    knows_beginnings = not _is_on_device(dumps) or all(dump.knows_beginnings for dump in dumps if dump.entries)
     logs = [_log(dump, groups, "recorded" if knows_beginnings else "enqueued") for dump in dumps]
     diagnosis = diagnose(logs)
     if not any(log.reason == "timeout" for log in logs):
         mismatches = tuple(each for each in diagnosis.findings if isinstance(each, Mismatch))
-        diagnosis = msgspec.structs.replace(diagnosis, findings=mismatches)
-    elif not knows_beginnings and not diagnosis.findings:
+        return logs, msgspec.structs.replace(diagnosis, findings=mismatches)
+    if not knows_beginnings and not diagnosis.findings:
         in_order = [_log(dump, groups, "in order") for dump in dumps]
         likely = diagnose(in_order)
         if likely.findings:
-            logs, diagnosis = in_order, likely
-            assumed.append(
+            assumed = (
                 "the dumps do not say which calls have begun on the device (TORCH_NCCL_ENABLE_TIMING=1 has them do so): "
                 "a rank's calls are taken to begin in the order in which they were enqueued"
             )
+            return in_order, msgspec.structs.replace(likely, assumed=(assumed,))
+    return logs, diagnosis
+
+
+def _too_old(logs: Sequence[RankLog], diagnosis: Diagnosis) -> dict[int, str]:
+    """The ranks whose dumps were written before the calls were made to which they have not come, and the words for it.
+
+    Such a dump says nothing of these calls: it is of an earlier moment, or of an earlier hang.
+    """
+    if diagnosis.findings:
+        return {}
+    now_ns = {log.rank: log.now_ns for log in logs}
+    old = {}
+    for missing in diagnosis.waits:
+        rank = missing.call.rank
+        made_ns = [now_ns[each.call.rank] - int(each.waited_s * 1e9) for each in missing.waiting]
+        if missing.why == "late" and made_ns and now_ns[rank] + _CLOCKS_APART_NS < min(made_ns):
+            old[rank] = "the one that is here is older than this call"
+    return old
+
+
+def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: _Groups, *, is_on_device: bool) -> Iterator[str]:
+    """What was taken for granted in the reading of dumps."""
+    if groups.inferred:
+        yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
     if any(isinstance(finding, Cycle) for finding in diagnosis.findings):
-        assumed.append(
+        yield (
             "a host that has enqueued nothing more is taken to wait for its device"
             if is_on_device
             else "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous"
         )
-    assumed += _lost_words(logs)
-    has_messages = _has_messages(dumps)
-    diagnosis = msgspec.structs.replace(
-        with_places(diagnosis, places),
-        assumed=tuple(assumed),
-        open=tuple(_open(dumps, has_messages=has_messages)),
-    )
-    doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
-    if not any(_is_past_timeout(entry, dump.written_ns) for dump in dumps for entry in dump.entries):
-        doubts.append(_ONLY_LATE)
-    diagnosis = _doubted(diagnosis, doubts)
-    return logs, with_cause(diagnosis, logs, circles_are="unknown" if has_messages else "likely")
+    yield from _lost_words(logs)
 
 
 # What the recorders leave out
@@ -174,27 +207,31 @@ def _open(dumps: Sequence[Dump], *, has_messages: bool) -> Iterator[str]:
 
 
 def _lost_words(logs: Sequence[RankLog]) -> list[str]:
-    """The ranks whose rings have lost all calls of a group, by group."""
-    lost: dict[str, list[int]] = {}
+    """The ranks whose rings have lost all calls of a group in which others wait."""
+    in_flight = {group.key for log in logs for group in log.groups if group.done < group.issued}
+    lost: dict[tuple[str, int], list[int]] = {}
     for log in logs:
         for group in log.groups:
-            if group.is_assumed:
-                lost.setdefault(str(group), []).append(log.rank)
+            if group.is_assumed and group.key in in_flight:
+                lost.setdefault((str(group), group.issued), []).append(log.rank)
     return [
-        f"{listed('rank', ranks, 8)} made the newest call of group {group}, and it has ended: "
-        "the rings have lost all calls of it (TORCH_FR_BUFFER_SIZE makes them longer)"
-        for group, ranks in list(lost.items())[:_MOST_LOST]
+        f"{listed('rank', ranks, 8)} made {f'call #{number}' if number else 'no call'} of group {group}, and none "
+        "after it: their rings have lost all that others had made by then (TORCH_FR_BUFFER_SIZE makes them longer)"
+        for (group, number), ranks in list(lost.items())[:_MOST_LOST]
     ]
 
 
-def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]]) -> Diagnosis:
+def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]], old: Mapping[int, str]) -> Diagnosis:
     """The diagnosis with reasons why ranks that are in no call may not be at fault.
 
-    ``doubts``: each with the certainty that remains. Where a program is known to be, or known to be
-    in a call, stacks have said more of it than that messages are left out.
+    ``doubts``: each with the certainty that remains; ``old``: of ranks whose dumps are too old. Where
+    a program is known to be, or known to be in a call, stacks have said more of it than that messages
+    are left out.
     """
     waits = []
     for missing in diagnosis.waits:
+        if missing.why == "silent" and missing.call.rank in old:
+            missing = msgspec.structs.replace(missing, doubt=old[missing.call.rank])
         for doubt, certainty in doubts if missing.why == "late" else ():
             is_known = missing.at is not None or missing.certainty == "unknown"
             if is_known and doubt != _ONLY_LATE[0]:
@@ -222,16 +259,16 @@ class _Group:
 
 
 class _Groups:
-    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``newest``: the
-    highest number of a collective that anybody made, by the group's name."""
+    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
+    when each collective was first made, by the group's name and its number."""
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
         self.listed: dict[str, set[tuple[int, ...]]] = {}
         users: dict[str, set[int]] = {}
         self.descriptions: dict[str, str] = {}
         for dump in dumps:
-            for name, listed in dump.group_ranks.items():
-                self.listed.setdefault(name, set()).add(listed)
+            for name, members in dump.group_ranks.items():
+                self.listed.setdefault(name, set()).add(members)
             for name, description in {entry.process_group for entry in dump.entries}:
                 users.setdefault(name, set()).add(dump.rank)
                 if description and description != "undefined":
@@ -253,7 +290,7 @@ class _Groups:
                 ranks |= silent
                 users[name] |= silent if len(silent) == lacking else set()
         self.ranks = tuple(sorted(ranks))
-        self.newest = _newest(dumps)
+        self.made_at = _made_at(dumps)
         self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
     @property
@@ -279,13 +316,15 @@ class _Groups:
         return _Group(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
 
 
-def _newest(dumps: Sequence[Dump]) -> dict[str, int]:
-    newest: dict[str, int] = {}
+def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:
+    """When each collective was first made by anybody, by its group's name and its number."""
+    made_at: dict[str, dict[int, int]] = {}
     for dump in dumps:
         for entry in dump.entries:
-            name = entry.process_group[0]
-            newest[name] = max(newest.get(name, 0), entry.collective_seq_id)
-    return newest
+            times = made_at.setdefault(entry.process_group[0], {})
+            number, created_ns = entry.collective_seq_id, entry.time_created_ns
+            times[number] = min(times.get(number, created_ns), created_ns)
+    return made_at
 
 
 def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
@@ -463,21 +502,25 @@ def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
 
 
 def _lost_groups(dump: Dump, groups: _Groups) -> Iterator[GroupLog]:
-    """The groups of which the ring of ``dump`` has lost all calls that it had."""
+    """The groups of which the ring of ``dump`` has lost all calls that it had: those that anybody had
+    made before the oldest call in it."""
     recorded = {entry.process_group[0] for entry in dump.entries}
+    oldest_ns = min((entry.time_created_ns for entry in dump.entries), default=0)
     for name in dump.group_ranks if dump.lost else ():
-        newest = groups.newest.get(name, 0)
-        if name not in recorded and newest:
-            group = groups.group(dump, name)
-            yield GroupLog(
-                key=group.key,
-                name=group.name,
-                ranks=group.ranks,
-                description=group.description,
-                issued=newest,
-                done=newest,
-                is_assumed=True,
-            )
+        if name in recorded:
+            continue
+        made_at = groups.made_at.get(name, {})
+        newest = max((number for number, at_ns in made_at.items() if at_ns <= oldest_ns), default=0)
+        group = groups.group(dump, name)
+        yield GroupLog(
+            key=group.key,
+            name=group.name,
+            ranks=group.ranks,
+            description=group.description,
+            issued=newest,
+            done=newest,
+            is_assumed=True,
+        )
 
 
 def _is_past_timeout(entry: Entry, now_ns: int) -> bool:

@@ -129,13 +129,8 @@ class Evidence:
 
     def _by_stacks(self) -> Diagnosis:
         ranks = tuple(sorted({place.rank for place in self.places}))
-        sentence = (
-            "stacks tell where programs are, and not in which calls: "
-            "give the job's dumps or logs too"
-        )
-        nothing = Diagnosis(
-            findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,)
-        )
+        sentence = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
+        nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,))
         return with_places(nothing, self.places)
 
     def in_words(self) -> str:
@@ -183,12 +178,7 @@ def _adds(first: Judged, results: Judged) -> bool:
         if _names_somebody(diagnosis) and diagnosis.cause is not None
         for rank in diagnosis.cause.ranks
     }
-    silent = {
-        rank
-        for _, diagnosis in first.values()
-        if diagnosis.cause is not None
-        for rank in diagnosis.without
-    }
+    silent = {rank for _, diagnosis in first.values() if diagnosis.cause is not None for rank in diagnosis.without}
     is_open = all(diagnosis.cause is None for _, diagnosis in first.values())
     return bool(blamed) and (is_open or blamed <= silent)
 

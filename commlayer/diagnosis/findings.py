@@ -222,9 +222,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_found(self) -> bool:
         """Whether something is wrong, or a wait has timed out and the logs do not say why."""
-        return bool(self.findings or self.cause) or (
-            self.is_timeout and bool(self.waits or self.open)
-        )
+        return bool(self.findings or self.cause) or (self.is_timeout and bool(self.waits or self.open))
 
     @property
     def has_cause(self) -> bool:

@@ -209,6 +209,22 @@ def test_a_ring_that_lost_a_group_closes_no_circle() -> None:
     assert caused(dumps) == ("absent", "proven", (2,))
     diagnosis, text = worded(dumps)
     assert "rank 1: not in its ring" in text
-    assert any("rank 1 made the newest call of group g" in each for each in diagnosis.assumed)
+    assert any("rank 1 made call #3 of group g, and none after it" in each for each in diagnosis.assumed)
     whole = [dumps[0], replace(dumps[1], lost=0), dumps[2]]
     assert caused(whole) == ("order", "likely", (0, 1))
+
+
+def test_a_dump_that_is_older_than_a_call_says_nothing_of_it() -> None:
+    """Rank 1 wrote its dump 900 s before the others made the call in which they wait."""
+    world = {"world": (0, 1, 2)}
+    waiting = [call("world", 4, has_ended=True), call("world", 5, at_s=1000.0)]
+    dumps = [
+        dump(0, world, waiting, age_s=2000.0),
+        dump(1, world, [call("world", 4, has_ended=True)], age_s=100.0),
+        dump(2, world, waiting, age_s=2000.0),
+    ]
+    assert caused(dumps) == ("no dump", "likely", (1,))
+    diagnosis, text = worded(dumps)
+    assert diagnosis.without == (1,)
+    assert "rank 1 has left no dump (the one that is here is older than this call)" in text
+    assert caused([dumps[0], replace(dumps[1], written_ns=dumps[0].written_ns), dumps[2]])[:2] == ("absent", "proven")

@@ -239,7 +239,7 @@ def test_changed_bytes_give_errors_that_name_the_file_and_no_other(kind: str, tm
 
 def in_one_call(folder: Path, num_ranks: int, absent: tuple[int, ...] = ()) -> None:
     """Write the dumps of ranks, of which all have come to one call."""
-    job = Job({"world": tuple(range(num_ranks))}, dict.fromkeys(range(num_ranks), [replace(A, group="world")]))
+    job = Job({"world": tuple(range(num_ranks))}, {rank: [replace(A, group="world")] for rank in range(num_ranks)})
     for rank in job.ranks:
         job.step(rank)
     write_dumps(folder, job, random.Random(1), has_timing=True, absent=absent)

@@ -335,4 +335,5 @@ def test_dumps_of_torchs_own_recorder_on_gloo_name_the_circle(tmp_path: Path) ->
     assert all(step.site.function == "_hangs_on_gloo" for step in cycle.steps)
     assert diagnosis.assumed == (
         "no dump lists the ranks of 3 groups (default_pg, dp, tp): taken from who recorded their calls",
+        "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous",
     )
