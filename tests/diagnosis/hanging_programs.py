@@ -46,7 +46,8 @@ class Hang:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement of a diagnosis. ``is_false``: it blames a cause or ranks that are not at fault."""
+    """A judgement of a diagnosis. ``is_false``: it blames a cause or ranks that are not at fault, and does not
+    say that this cannot be told."""
 
     cause: bool
     ranks: bool
@@ -61,17 +62,19 @@ def judged(hang: Hang, diagnosis: Diagnosis, *, has_messages: bool) -> Verdict:
     if cause is None:
         return Verdict(cause=False, ranks=False, places=False, is_false=False, words="nothing")
     causes, ranks = hang.causes, hang.ranks
+    is_at_fault = cause.what in causes and ranks <= set(cause.ranks)
     if not has_messages and hang.unrecorded is not None:
         causes, ranks = hang.unrecorded
     named = {call.rank: call.site.line for call in cause.calls if call.site is not None}
     with_dump = [rank for rank in ranks if rank not in hang.absent and rank in hang.lines]
     is_right = cause.what in causes
     has_ranks = ranks <= set(cause.ranks)
+    # Who only waits in a message is innocent, though a recorder without messages sees no more of it.
     return Verdict(
         cause=is_right,
         ranks=has_ranks,
         places=all(named.get(rank) in hang.lines[rank] for rank in with_dump),
-        is_false=cause.certainty != "unknown" and not (is_right and has_ranks),
+        is_false=cause.certainty != "unknown" and not is_at_fault,
         words=f"{cause.what} {','.join(map(str, cause.ranks))} ({cause.certainty})",
     )
 
@@ -309,7 +312,7 @@ def _pair(shape: _Shape, rank: int) -> set[int]:
 
 
 def _without_messages(job: Job) -> tuple[frozenset[str], frozenset[int]]:
-    """What can be said without messages: the ranks that are in no collective are waited for."""
+    """What can be said without messages: the ranks that are in no collective are waited for, and why cannot be told."""
     away = {
         rank
         for rank, here in job.ranks.items()

@@ -56,16 +56,26 @@ def test_causes_ranks_and_places_are_named(has_timing: bool, tmp_path: Path) -> 
     assert wrong == []
 
 
-def test_sound_jobs_give_no_alarm(tmp_path: Path) -> None:
-    """Each is seen somewhere in its program, 20 s after it began."""
+@pytest.mark.parametrize("age_s", [20.0, 90.0, 300.0])
+def test_sound_jobs_are_not_blamed(age_s: float, tmp_path: Path) -> None:
+    """Each is seen somewhere in its program, so long after it began; its calls may take 600 s.
+
+    After a minute ranks that are waited for are named, and it is said that they may only be late.
+    """
     for index, (groups, program) in enumerate(slow_jobs(48)):
         random_ = random.Random(index)
         job = Job(groups, program)
         run(job, random_, random_.randint(1, 12))
-        paths = write_dumps(tmp_path / str(index), job, random_, has_timing=bool(index % 2), age_s=20.0)
+        paths = write_dumps(tmp_path / str(index), job, random_, has_timing=bool(index % 2), age_s=age_s)
         diagnosis = explain(paths)
-        assert not diagnosis.has_found, in_words(diagnosis)
-        assert diagnosis.cause is None
+        if age_s < 60:
+            assert not diagnosis.has_found, in_words(diagnosis)
+        assert diagnosis.findings == (), in_words(diagnosis)
+        cause = diagnosis.cause
+        assert cause is None or cause.what in ("absent", "stalled"), in_words(diagnosis)
+        if cause is not None:
+            is_doubted = cause.certainty == "likely" and "it may only be late" in cause.words
+            assert is_doubted or cause.certainty == "unknown", in_words(diagnosis)
 
 
 def test_the_answer_begins_with_the_cause_and_ends_with_last_calls(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+from hanging_programs import hangs, judged
+
 from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
@@ -228,3 +231,14 @@ def test_a_dump_that_is_older_than_a_call_says_nothing_of_it() -> None:
     assert diagnosis.without == (1,)
     assert "rank 1 has left no dump (the one that is here is older than this call)" in text
     assert caused([dumps[0], replace(dumps[1], written_ns=dumps[0].written_ns), dumps[2]])[:2] == ("absent", "proven")
+
+
+def test_an_innocent_rank_is_a_false_verdict_also_where_messages_are_not_recorded() -> None:
+    """Rank 2 has left out a message, and rank 0, which waits in one for it, is blamed."""
+    hang = next(each for each in hangs(4) if each.name == "pipeline 4: skip on rank 2")
+    _, diagnosis = diagnose_dumps(pipeline(has_messages=True, is_hanging=True))
+    assert diagnosis.cause is not None
+    for certainty, is_false in (("proven", True), ("likely", True), ("unknown", False)):
+        cause = msgspec.structs.replace(diagnosis.cause, certainty=certainty, ranks=(0,))
+        blamed = msgspec.structs.replace(diagnosis, cause=cause)
+        assert judged(hang, blamed, has_messages=False).is_false is is_false
