@@ -215,8 +215,8 @@ def _lost_words(logs: Sequence[RankLog]) -> list[str]:
             if group.is_assumed and group.key in in_flight:
                 lost.setdefault((str(group), group.issued), []).append(log.rank)
     return [
-        f"{listed('rank', ranks, 8)} made {f'call #{number}' if number else 'no call'} of group {group}, and none "
-        "after it: their rings have lost all that others had made by then (TORCH_FR_BUFFER_SIZE makes them longer)"
+        f"{listed('rank', ranks, 8)} made no call of group {group}{f' after #{number}' if number else ''}: the ring has "
+        "lost what is older than the calls in it (TORCH_FR_BUFFER_SIZE makes it longer)"
         for (group, number), ranks in list(lost.items())[:_MOST_LOST]
     ]
 

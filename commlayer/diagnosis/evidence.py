@@ -103,7 +103,7 @@ class Evidence:
             if first and _adds(first, results):
                 return results
             first = first or results
-        return first or {"": ([], self._by_stacks())}
+        return first or {"": ([], self._without_calls())}
 
     def _by_logs(self) -> Judged:
         twice = [rank for rank, count in Counter(log.rank for log in self.logs).items() if count > 1]
@@ -127,9 +127,12 @@ class Evidence:
             judged[name] = logs, diagnosis
         return judged
 
-    def _by_stacks(self) -> Diagnosis:
+    def _without_calls(self) -> Diagnosis:
+        """The result where no file names a call: where programs are, if there are stacks."""
         ranks = tuple(sorted({place.rank for place in self.places}))
-        sentence = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
+        sentence = "cannot tell: no line names a rank and a call that has timed out: give the job's dumps or whole logs"
+        if self.places:
+            sentence = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
         nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,))
         return with_places(nothing, self.places)
 

@@ -283,6 +283,30 @@ def test_lines_of_watchdogs_say_more_of_a_rank_without_a_dump(tmp_path: Path) ->
     assert "likely cause: rank 7 has left no dump" in diagnose(tmp_path).output
 
 
+def test_a_text_that_only_speaks_of_watchdogs_is_no_alarm(tmp_path: Path) -> None:
+    (tmp_path / "README.txt").write_text("The last enqueued work of a group is printed.\n", encoding="utf-8")
+    result = diagnose(tmp_path)
+    assert result.exit_code == 0
+    assert "cannot tell: no line names a rank and a call" in result.output
+    assert "nothing is wrong" not in result.output
+    assert "stacks" not in result.output
+
+
+def test_sound_outputs_of_ras_beside_a_stack_are_no_alarm(tmp_path: Path) -> None:
+    for number in (5, 6):
+        ranks = [
+            {"rank": rank, "host": "h", "pid": rank, "cuda_dev": 0, "collective_counts": {"AllReduce": number}}
+            for rank in range(4)
+        ]
+        group = {"hash": "a", "secondary_hash": "1", "size": 4, "ranks": ranks, "missing_ranks": []}
+        content = {"nccl_version": "2.28", "communicators": [group]}
+        (tmp_path / f"ras{number}.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "stack_rank_0.txt").write_text(STACK, encoding="utf-8")
+    result = diagnose(tmp_path)
+    assert result.exit_code == 0
+    assert "rank 0: the program is at batches.py:210 in load" in result.output
+
+
 def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
     job = Job({"world": (0, 1)}, {0: [], 1: []})
     for name in "ab":
