@@ -264,7 +264,7 @@ def late_log(rank: int) -> str:
 
 
 def test_lines_of_watchdogs_do_not_contradict_dumps(tmp_path: Path) -> None:
-    """By the dumps all ranks have come; by the log rank 7 has not."""
+    """All ranks have come by the dumps; rank 7 has not by the log."""
     (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
     assert diagnose(tmp_path).output.splitlines()[3].startswith("likely cause: rank 7 is in no call, and has not come")
     in_one_call(tmp_path, 8)
@@ -274,7 +274,7 @@ def test_lines_of_watchdogs_do_not_contradict_dumps(tmp_path: Path) -> None:
 
 
 def test_lines_of_watchdogs_say_more_of_a_rank_without_a_dump(tmp_path: Path) -> None:
-    """Of the rank without a dump the log says more, of the others it may not."""
+    """The log says more of the rank without a dump; of the others it may not."""
     in_one_call(tmp_path, 8, absent=(7,))
     assert "likely cause: rank 7 has left no dump" in diagnose(tmp_path).output
     (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
