@@ -21,6 +21,7 @@ from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.recorder_dumps import rank_in_name
 
 __all__ = [
+    "EITHER",
     "GroupReport",
     "RankReport",
     "TimedOutCall",
@@ -38,6 +39,8 @@ _MOST_RANKS = 1 << 17
 _FAILURE_GAP_NS = 300 * 10**9
 """The silence of the watchdogs between two failures: a job that was started again numbers its calls
 anew. Ranks that time out in one failure do so within a minute or two, and the processes end."""
+EITHER = "CALL"
+"""The kind of a call that may be either of two: the lines of two watchdogs lie in each other."""
 _NONE_YET = 1 << 62
 """From here on a number is torch's −1, written by some versions as if it had no sign."""
 
@@ -66,8 +69,8 @@ _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 
 @dataclass(frozen=True)
 class TimedOutCall:
-    """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``; ``elements``: those
-    sent, −1: not known; ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog
+    """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``, or :data:`EITHER`;
+    ``elements``: those sent, −1: not known; ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog
     wrote, in the year 2000, 0: not known."""
 
     number: int
@@ -305,8 +308,26 @@ def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
         group.completed = max(group.completed, event.group.completed)
         if event.call is not None and group.call is None:
             group.call = event.call
-        match = next((each for each in calls if (each[0].number, each[1]) == (event.work, event.place)), None)
-        if match is not None and group.call is None:
-            group.call = match[0]
-            calls.remove(match)
+        elif event.call and group.call and (EITHER, event.call.number) == (
+            group.call.kind,
+            group.call.number,
+        ):
+            kind, elements = event.call.kind, event.call.elements
+            group.call = replace(group.call, kind=kind, elements=elements)
+        matches = [each for each in calls if (each[0].number, each[1]) == (event.work, event.place)]
+        if matches and group.call is None:
+            group.call = _either([call for call, _ in matches])
+            if len(matches) == 1:  # each of several may be another group's
+                calls.remove(matches[0])
     return report
+
+
+def _either(calls: Sequence[TimedOutCall]) -> TimedOutCall:
+    """The call of a group that is one of ``calls``, which have one number: as much as they share."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    kinds = {(call.kind, call.elements) for call in calls}
+    kind, elements = (first.kind, first.elements) if len(kinds) == 1 else (EITHER, -1)
+    noticed_ns = min(call.noticed_ns for call in calls)
+    return TimedOutCall(first.number, kind, elements, issued_ns=0, noticed_ns=noticed_ns)

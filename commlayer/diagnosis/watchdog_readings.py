@@ -25,7 +25,7 @@ import msgspec
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
 from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
-from commlayer.diagnosis.watchdog_lines import GroupReport, RankReport, WatchdogLines
+from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.printable import shortened
 
@@ -150,6 +150,8 @@ def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
             descriptions[name] = group.description
             if group.call is not None and group.call.kind in _MESSAGES:
                 faults.setdefault(name, "messages are numbered by each rank for itself")
+            elif group.call is not None and group.call.kind == EITHER:
+                faults.setdefault(name, f"two of the calls of rank {rank} cannot be told apart")
             elif group.completed > group.enqueued or (group.call and group.completed >= group.call.number):
                 faults.setdefault(name, "the numbers of its calls and messages are mixed")
     for description in {each for each in descriptions.values() if each.startswith("mesh_")}:

@@ -14,7 +14,7 @@ from watchdogs_in_memory import PREFIXES, Style, mesh_groups, watchdog_lines
 
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch
-from commlayer.diagnosis.watchdog_lines import WatchdogLines, read_watchdog_lines
+from commlayer.diagnosis.watchdog_lines import EITHER, WatchdogLines, read_watchdog_lines
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
 
 RELEASES = [(2, 3), (2, 4), (2, 5), (2, 7), (2, 13)]
@@ -352,3 +352,45 @@ def test_ranks_that_counted_fewer_calls_of_the_group_of_all_are_named() -> None:
     assert [missing.call.rank for missing in diagnosis.waits] == [0, 4]
     assert "rank 0 has not come to broadcast #78 of group default_pg" in in_words(diagnosis)
     assert diagnosis.assumed == ()
+
+
+# Lines that lie in each other
+
+
+def timed_out(rank: int, kind: str, group: str = "") -> str:
+    """The line of a call that timed out; of the exception that a watchdog ends with in ``group``."""
+    head = f"{group} Process group watchdog thread terminated with exception: " if group else ""
+    return (
+        f"[rank{rank}]:[E1031 10:00:00.100000000 ProcessGroupNCCL.cpp:616] {head}[Rank {rank}] Watchdog caught "
+        f"collective operation timeout: WorkNCCL(SeqNum=5, OpType={kind}, NumelIn=8, NumelOut=8, "
+        "Timeout(ms)=600000) ran for 600000 milliseconds before timing out."
+    )
+
+
+def status(rank: int, group: str) -> str:
+    return (
+        f"[rank{rank}]:[E1031 10:00:00.400000000 ProcessGroupNCCL.cpp:1785] {group} Exception (either an error or "
+        "timeout) detected by watchdog at work: 5, last enqueued NCCL work: 5, last completed NCCL work: 4."
+    )
+
+
+@pytest.mark.parametrize("order", ["ABba", "ABab", "BAba"])
+@pytest.mark.parametrize("has_exception", [False, True])
+def test_watchdogs_of_which_lines_lie_in_each_other_swap_no_kinds(order: str, has_exception: bool) -> None:
+    lines = []
+    for rank, its_order in ((0, "AaBb"), (1, order)):
+        dp, tp = f"[PG ID 1 PG GUID 1(dp) Rank {rank}]", f"[PG ID 2 PG GUID 2(tp) Rank {rank}]"
+        each = {
+            "A": timed_out(rank, "ALLREDUCE"),
+            "a": status(rank, dp),
+            "B": timed_out(rank, "ALLGATHER"),
+            "b": status(rank, tp),
+        }
+        lines += [each[letter] for letter in its_order]
+        if has_exception:
+            lines += [timed_out(rank, "ALLREDUCE", dp), timed_out(rank, "ALLGATHER", tp)]
+    diagnosis = judged(lines)
+    assert diagnosis.findings == ()
+    calls = {name: group.call and group.call.kind for name, group in read(lines).reports[1].groups.items()}
+    assert calls == ({"1": "ALLREDUCE", "2": "ALLGATHER"} if has_exception else {"1": EITHER, "2": EITHER})
+    assert ("two of the calls of rank 1 cannot be told apart" in in_words(diagnosis)) is not has_exception
