@@ -17,7 +17,7 @@ from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.findings import Diagnosis, Missing
 from commlayer.diagnosis.recorder_dumps import rank_in_name
-from commlayer.profiles.printable import shortened
+from commlayer.profiles.printable import printable, shortened
 
 __all__ = ["ProgramPlace", "has_stacks", "read_stacks", "with_places"]
 
@@ -105,12 +105,17 @@ def _site(line: str) -> Site | None:
     before, _, rest = line.partition('File "')
     match = _IN_FILE.search(rest)
     if match:
-        return Site(rest[: match.start()], int(match[1]), match[2])
+        return _shown(rest[: match.start()], match[1], match[2])
     name, _, place = line.removesuffix(")").rpartition(" (")
     file, _, number = place.rpartition(":")
     if line.endswith(")") and before[:1] == " " and name.strip() and file and re.fullmatch(r"[0-9]{1,9}", number):
-        return Site(file, int(number), name.strip())
+        return _shown(file, number, name.strip())
     return None
+
+
+def _shown(file: str, line: str, function: str) -> Site:
+    """The place, its texts fit to be shown."""
+    return Site(printable(file, keep=""), int(line), printable(function, keep=""))
 
 
 def _place(rank: int, frames: Sequence[Site]) -> ProgramPlace:

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 
 from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.recorder_dumps import rank_in_name
+from commlayer.profiles.printable import printable
 
 __all__ = [
     "EITHER",
@@ -225,7 +226,8 @@ def _event(line: str, rank_of_file: int | None) -> _Event | None:
     event = _Event(ray[1] if ray else "", -1 if rank is None else rank, time_ns, call=call, place=place)
     if group is None or (status is None and call is None):
         return event
-    report = GroupReport(group["name"], _described(group), int(group["place"]))
+    name, description = printable(group["name"], keep=""), printable(_described(group), keep="")
+    report = GroupReport(name, description, int(group["place"]))
     if status is None:  # the exception that a watchdog ends with, some time after it had noticed
         late = call and replace(call, issued_ns=0, noticed_ns=0)
         return replace(event, group=report, place=report.place, call=late)

@@ -78,6 +78,14 @@ def test_the_place_of_a_rank_that_others_wait_for_is_said_with_its_call() -> Non
     assert "in no call" not in in_words(with_places(diagnosis, in_call))
 
 
+def test_places_are_shown_and_not_obeyed() -> None:
+    for text in (PY_SPY, FAULT):
+        hostile = text.replace("batches.py", "\x1b]0;x\x07batches.py").replace("in save", "in \x1b[31msave")
+        places = read_stacks("job.log", f"rank 3\n{hostile}".encode())
+        assert places
+        assert all(str(place).isprintable() for place in places)
+
+
 # RAS
 
 

@@ -394,3 +394,10 @@ def test_watchdogs_of_which_lines_lie_in_each_other_swap_no_kinds(order: str, ha
     calls = {name: group.call and group.call.kind for name, group in read(lines).reports[1].groups.items()}
     assert calls == ({"1": "ALLREDUCE", "2": "ALLGATHER"} if has_exception else {"1": EITHER, "2": EITHER})
     assert ("two of the calls of rank 1 cannot be told apart" in in_words(diagnosis)) is not has_exception
+
+
+def test_names_of_groups_are_shown_and_not_obeyed() -> None:
+    group = "[PG ID 1 PG GUID 1\x1b[2J(d\x1b[31mp) Rank 0]"
+    diagnosis = judged([timed_out(0, "ALLREDUCE"), status(0, group)])
+    assert "d\\x1b[31mp" in in_words(diagnosis)
+    assert "\x1b" not in in_words(diagnosis)
