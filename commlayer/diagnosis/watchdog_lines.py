@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 
 from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.recorder_dumps import rank_in_name
+from commlayer.profiles.counted import counted
 from commlayer.profiles.printable import printable
 
 __all__ = [
@@ -168,8 +169,12 @@ def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
     if repeated:
         remarks.append(f"Ray has left out {repeated} such lines of other ranks: run the job with RAY_DEDUP_LOGS=0")
     placed = [event for event in events if event.rank >= 0]
-    if events and not placed:
-        remarks.append(f"{len(events)} lines of watchdogs do not say of which rank they are: torch does since 2.2")
+    unplaced = [event for event in events if event.rank < 0 and (event.call or event.group)]
+    if unplaced and not placed:
+        remarks.append(
+            f"the rank is missing in {counted(len(unplaced), 'line')} of watchdogs: torch writes it "
+            "since 2.2"
+        )
     last = _last_failure(placed)
     if len(last) < len(placed):
         remarks.append("lines of an earlier failure are left out: the job was started again")

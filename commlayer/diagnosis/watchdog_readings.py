@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
+from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
 from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
@@ -71,9 +72,20 @@ class _Group:
 def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """Return of each job in the lines the logs that they amount to, and what is wrong.
 
-    Where nothing is found, remarks say which calls have timed out, why it cannot be told who is
+    Where nothing is found, ``open`` says which calls have timed out, why it cannot be told who is
     behind, and what to switch on.
     """
+    if not lines.reports:
+        sentences = lines.remarks or ("cannot tell: no line of a watchdog names a call",)
+        diagnosis = Diagnosis(
+            findings=(),
+            waits=(),
+            ranks=(),
+            without=(),
+            is_timeout=bool(lines.remarks),  # they are of lines that a timeout has left
+            open=(*sentences, _SWITCHES),
+        )
+        return {"": ([], diagnosis)}
     jobs: dict[str, list[RankReport]] = {}
     for report in lines.reports:
         jobs.setdefault(report.job, []).append(report)
@@ -103,17 +115,15 @@ def _diagnosed(
     is_found = bool(diagnosis.findings or _culprits(diagnosis))
     if is_found:
         assumed += _assumed(groups, diagnosis)
-    return logs, msgspec.structs.replace(
+    diagnosis = msgspec.structs.replace(
         diagnosis,
         waits=tuple(_culprits(diagnosis)),
         under_way=(),
         assumed=tuple(assumed),
-        remarks=(
-            *remarks,
-            *_messengers(groups, by_rank),
-            *(() if is_found else _open(groups, by_rank)),
-        ),
+        open=() if is_found else tuple(_open(groups, by_rank)),
+        remarks=(*remarks, *_messengers(groups, by_rank)),
     )
+    return logs, with_cause(diagnosis, logs, at_most="likely") if is_found else diagnosis
 
 
 def _culprits(diagnosis: Diagnosis) -> list[Missing]:

@@ -115,8 +115,11 @@ def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
     ranks, _ = truth
     found = [*diagnosis.findings, *(each for each in diagnosis.waits if each.why != "silent")]
     if not found:
-        assert any("cannot tell" in remark for remark in diagnosis.remarks), in_words(diagnosis)
+        assert any("cannot tell" in sentence for sentence in diagnosis.open), in_words(diagnosis)
+        assert diagnosis.cause is None
         return "cannot tell"
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.certainty == "likely", "members of groups are inferred"
     first = found[0]
     if isinstance(first, Cycle):
         is_right = ranks <= {step.call.rank for step in first.steps}
@@ -273,7 +276,7 @@ def test_a_file_named_by_its_rank_tells_the_rank() -> None:
     bare = re.sub(r"\[rank\d+\]:", "", NEW)
     lines = read_watchdog_lines([("logs/rank_368.txt", bare.encode())])
     assert [report.rank for report in lines.reports] == [368]
-    assert "do not say of which rank" in read([re.sub(r"\[rank\d+\]:", "", MIDDLE)]).remarks[0]
+    assert "the rank is missing" in read([re.sub(r"\[rank\d+\]:", "", MIDDLE)]).remarks[0]
 
 
 def test_only_the_last_failure_of_a_job_that_was_started_again_counts() -> None:
@@ -401,3 +404,13 @@ def test_names_of_groups_are_shown_and_not_obeyed() -> None:
     diagnosis = judged([timed_out(0, "ALLREDUCE"), status(0, group)])
     assert "d\\x1b[31mp" in in_words(diagnosis)
     assert "\x1b" not in in_words(diagnosis)
+
+
+def test_lines_that_name_no_rank_are_told_of() -> None:
+    """torch before 2.2 has no rank in front."""
+    old = judged([timed_out(3, "ALLREDUCE").replace("[rank3]:", "")])
+    assert old.has_found
+    assert "the rank is missing in 1 line of watchdogs" in in_words(old)
+    text = in_words(judged(["The last enqueued work of a group is printed by the watchdog."]))
+    assert "cannot tell: no line of a watchdog names a call" in text
+    assert "nothing is wrong" not in in_words(old) + text
