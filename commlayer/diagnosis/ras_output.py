@@ -9,19 +9,25 @@ is behind from one that hangs: of a job that hangs, a second one says the same.
 
 from __future__ import annotations
 
+import itertools
 import re
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, WaitLog, as_foreign
+from commlayer.diagnosis.causes import with_cause
+from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Diagnosis, diagnose
-from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import shortened
+from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.strict_json import parse_record
 
 __all__ = ["RasCommunicator", "RasOutput", "diagnose_ras", "is_ras_json", "is_ras_text", "read_ras"]
@@ -30,6 +36,16 @@ _ONE_OUTPUT = (
     "one output of RAS does not tell a rank that is behind from one that hangs: "
     "take another a minute later, and give both"
 )
+_LAST_IN_FLIGHT = "RAS counts calls that were launched: the last one of each rank is taken not to have ended"
+_UNLISTED_STAND = "communicators of which RAS lists no fault are taken to stand still too"
+_GOES_ON = "the two outputs have different counts: the job makes progress"
+_EVEN = (
+    "no rank has launched a collective between the two outputs, and all have launched as many: the "
+    "last ones may hang (network, device), or the program is in messages, or in none"
+)
+_LEAST_APART_S = 5.0
+"""Seconds between two outputs from which on counts that stay the same say that a job hangs."""
+_MOST_NOTES = 4
 _MOST_RANKS = 1 << 17
 _MOST_COMMUNICATORS = 1 << 14
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -37,32 +53,83 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_RANKS)]
 _TEXT_MARK = b"Ranks    Status  Errors"
 _ROW = re.compile(r"\s*(\d{1,9})\s+\d{1,9}\s+\d{1,9}\s+[\d-]{1,9}\s+(\d{1,9})\s+\d{1,9}\s+\w+\s+\S+\s*")
 _HEAD = re.compile(r"#(\d{1,9})-\d{1,9} \(([0-9a-f]{1,16})\) (INCOMPLETE|ERROR|MISMATCH)")
+_JOB_HEAD = re.compile(r"(INCOMPLETE|DEAD|TIMEOUT)\s*")
 _DIFFERENT = re.compile(r"  Communicator ranks have different (\w{1,40}) operation counts")
 _MANY = re.compile(r"  (\d{1,9}) ranks have (?:launched up to operation (\d{1,18})|not launched any operations)")
 _ONE = re.compile(r"  Rank (\d{1,9}) has (?:launched up to operation (\d{1,18})|not launched any operations)")
 _LISTED = re.compile(r"  Rank (\d{1,9}) -- ")
+_MISSING = re.compile(r"  The missing ranks?: ([\d, ]{1,150})")
 
 
 @dataclass
 class RasCommunicator:
     """A communicator. ``counts``: of each rank that answered, how many calls of each kind it has
-    launched; ``processes``: the host, process and device of each rank, where they are told;
-    ``dead``, ``silent``: ranks that did not answer."""
+    launched; ``announced``: of each kind, how many ranks have each count, where only ranks with
+    rare counts are listed; ``processes``: the host, process and device of each rank, where they are
+    told; ``dead``, ``silent``: ranks that did not answer."""
 
     key: str
     size: int
     counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    announced: dict[str, Counter[int]] = field(default_factory=dict)
     processes: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
 
+    @property
+    def untold(self) -> list[str]:
+        """Kinds of which some ranks have other counts than most, and are not listed."""
+        counts = self.counts.values()
+        return [
+            kind
+            for kind, announced in self.announced.items()
+            if Counter(each[kind] for each in counts if kind in each) != announced
+        ]
+
+    @property
+    def told(self) -> dict[int, dict[str, int]]:
+        """The counts of the kinds of which every rank's is known."""
+        untold = self.untold
+        return {
+            rank: {kind: count for kind, count in counts.items() if kind not in untold}
+            for rank, counts in self.counts.items()
+        }
+
+    def is_as(self, before: RasCommunicator | None) -> bool:
+        """Tell whether it has made no progress since ``before``."""
+        return before is not None and (self.counts, self.announced) == (
+            before.counts,
+            before.announced,
+        )
+
 
 @dataclass(frozen=True)
 class RasOutput:
-    """An output. ``communicators``: those of a text are only the ones with something wrong."""
+    """An output. ``communicators``: those of a text are only the ones with something wrong;
+    ``moment``: the time that it says, which a text does not; ``checksum``: of its bytes; ``notes``:
+    sentences on faults that cannot be told of ranks."""
 
     name: str
     communicators: tuple[RasCommunicator, ...]
+    moment: str = ""
+    checksum: int = 0
+    notes: tuple[str, ...] = ()
+
+    def is_copy_of(self, other: RasOutput) -> bool:
+        """Tell whether both are one output: of a text, in files of one name."""
+        if self.moment:
+            return self.moment == other.moment
+        in_two_files = self.name != other.name and Path(self.name).name == Path(other.name).name
+        return in_two_files and self.checksum == other.checksum
+
+    def is_long_after(self, other: RasOutput) -> bool:
+        """Tell whether so much time lies between both that a job makes progress in it; of texts,
+        which do not tell: that is taken for granted."""
+        try:
+            apart = datetime.fromisoformat(self.moment) - datetime.fromisoformat(other.moment)
+        except (TypeError, ValueError):
+            return True
+        return apart.total_seconds() >= _LEAST_APART_S
 
 
 class _MissingStatus(msgspec.Struct):
@@ -82,9 +149,12 @@ class _RasRank(msgspec.Struct):
     collective_counts: dict[str, _Count] = {}
 
 
+_Hash = Annotated[str, msgspec.Meta(max_length=64)]
+
+
 class _JsonCommunicator(msgspec.Struct):
-    hash: str
-    secondary_hash: str
+    hash: _Hash
+    secondary_hash: _Hash
     size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_RANKS)]
     ranks: Annotated[list[_RasRank], msgspec.Meta(max_length=_MOST_RANKS)] = []
     missing_ranks: Annotated[list[_MissingRank], msgspec.Meta(max_length=_MOST_RANKS)] = []
@@ -92,6 +162,7 @@ class _JsonCommunicator(msgspec.Struct):
 
 class _RasJson(msgspec.Struct):
     communicators: Annotated[list[_JsonCommunicator], msgspec.Meta(max_length=_MOST_COMMUNICATORS)]
+    timestamp: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 def is_ras_json(head: bytes) -> bool:
@@ -107,7 +178,10 @@ def is_ras_text(data: bytes) -> bool:
 def read_ras(name: str, data: bytes) -> RasOutput:
     """Read the output in ``data``, of the file ``name``. Raises UsageError, which names it."""
     if data.lstrip()[:1] != b"{":
-        return RasOutput(name, tuple(_of_text(data.decode("utf-8", "replace"))))
+        text = _Text()
+        for line in data.decode("utf-8", "replace").splitlines():
+            text.take(line[:200])
+        return RasOutput(name, text.sound(), checksum=zlib.crc32(data), notes=text.said())
     content = parse_record(data, _RasJson, name, "the output of ncclras -f json")
     for each in content.communicators:
         places = [rank.rank for rank in each.ranks] + [rank.rank for rank in each.missing_ranks]
@@ -116,13 +190,13 @@ def read_ras(name: str, data: bytes) -> RasOutput:
                 f"{shortened(name)}: expected ranks below {each.size} in communicator {shortened(each.hash)}, got "
                 f"{max(places)}. Copy it again, or remove it to go on without"
             )
-    return RasOutput(name, tuple(map(_of_json, content.communicators)))
+    return RasOutput(name, tuple(map(_of_json, content.communicators)), content.timestamp)
 
 
 def _of_json(content: _JsonCommunicator) -> RasCommunicator:
     missing = {each.rank: each.status.considered_dead for each in content.missing_ranks}
     return RasCommunicator(
-        key=f"{content.hash}:{content.secondary_hash}",
+        key=printable(f"{content.hash}:{content.secondary_hash}", keep=""),
         size=content.size,
         counts={each.rank: dict(each.collective_counts) for each in content.ranks},
         processes={each.rank: (each.host, each.pid, each.cuda_dev) for each in content.ranks},
@@ -131,46 +205,85 @@ def _of_json(content: _JsonCommunicator) -> RasCommunicator:
     )
 
 
-def _of_text(text: str) -> list[RasCommunicator]:
-    """The communicators with errors or warnings. Ranks that are not named one by one have the count
-    that most have."""
-    sizes: dict[str, int] = {}
-    communicators: dict[str, RasCommunicator] = {}
-    at: RasCommunicator | None = None
-    section, kind, common = "", "", 0
-    for line in text.splitlines():
-        row, head = _ROW.fullmatch(line[:200]), _HEAD.match(line[:200])
+class _Text:
+    """What a text has said so far. ``at``, ``section``, ``kind``: the communicator, the fault and
+    the kind of calls that the next lines are about; ``common``: the count of the ranks that they
+    list, −1: none yet. Ranks that are not listed have the count that most have."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.communicators: dict[str, RasCommunicator] = {}
+        self.notes: dict[str, list[str]] = {}
+        self.at: RasCommunicator | None = None
+        self.section, self.kind, self.common = "", "", -1
+
+    def take(self, line: str) -> None:
+        """Take the next line."""
+        row, head, of_job = _ROW.fullmatch(line), _HEAD.match(line), _JOB_HEAD.fullmatch(line)
         if row:
-            sizes[row[1]] = int(row[2])
-        elif head and 0 < sizes.get(head[1], 0) <= _MOST_RANKS and len(communicators) < _MOST_COMMUNICATORS:
-            at, section = (
-                communicators.setdefault(head[2], RasCommunicator(f"0x{head[2]}", sizes[head[1]])),
-                head[3],
-            )
-        elif at is not None and section == "INCOMPLETE" and (one := _LISTED.match(line[:200])):
-            at.silent.add(int(one[1]))
-        elif at is not None and (different := _DIFFERENT.match(line[:200])):
-            kind, common = different[1], -1
-        elif at is not None and section == "MISMATCH" and kind:
-            common = _take_count(at, kind, common, line[:200])
-    return [each for each in communicators.values() if max((*each.counts, *each.silent, 0)) < each.size]
+            self.sizes[row[1]] = int(row[2])
+        elif head or of_job:
+            self.at = self._communicator(head[1], head[2]) if head else None
+            self.section, self.kind = head[3] if head else line.strip(), ""
+        elif self.section == "MISMATCH":
+            self._take_mismatch(line)
+        elif self.section and line[:2] == "  ":
+            of = f" of communicator {self.at.key}" if self.at else ""
+            self.notes.setdefault(f"{self.section}{of}", []).append(line.strip())
+            if self.at and self.section == "INCOMPLETE":
+                self._take_missing(self.at, line)
 
+    def sound(self) -> tuple[RasCommunicator, ...]:
+        """The communicators of which no rank is beyond their size."""
+        return tuple(
+            each
+            for each in self.communicators.values()
+            if max((*each.counts, *each.silent, 0)) < each.size
+        )
 
-def _take_count(communicator: RasCommunicator, kind: str, common: int, line: str) -> int:
-    """Take the counts of a line; return the one that the ranks listed below it have. The first is
-    the most frequent."""
-    many, one, each = _MANY.match(line), _ONE.match(line), _LISTED.match(line)
-    if many:
-        count = int(many[2] or 0)
-        if common < 0:
-            for rank in range(communicator.size):
-                communicator.counts.setdefault(rank, {})[kind] = count
-        return count
-    if one:
-        communicator.counts.setdefault(int(one[1]), {})[kind] = int(one[2] or 0)
-    elif each and common >= 0:
-        communicator.counts.setdefault(int(each[1]), {})[kind] = common
-    return common
+    def said(self) -> tuple[str, ...]:
+        """What it says of processes and errors."""
+        return tuple(
+            f"RAS writes {of}: {printable('; '.join(lines[:_MOST_NOTES]), keep='')}"
+            for of, lines in itertools.islice(self.notes.items(), _MOST_NOTES)
+        )
+
+    def _communicator(self, group: str, key: str) -> RasCommunicator | None:
+        size = self.sizes.get(group, 0)
+        if not 0 < size <= _MOST_RANKS or len(self.communicators) >= _MOST_COMMUNICATORS:
+            return None
+        return self.communicators.setdefault(key, RasCommunicator(f"0x{key}", size))
+
+    def _take_missing(self, at: RasCommunicator, line: str) -> None:
+        listed_rank, missing = _LISTED.match(line), _MISSING.match(line)
+        if listed_rank:
+            at.silent.add(int(listed_rank[1]))
+        elif missing:
+            at.silent.update(int(rank) for rank in re.findall(r"\d{1,9}", missing[1]))
+
+    def _take_mismatch(self, line: str) -> None:
+        different = _DIFFERENT.match(line)
+        if different or line.startswith("  Communicator ranks have different"):
+            self.kind, self.common = different[1] if different else "", -1
+        elif self.at is not None and self.kind:
+            self._take_count(self.at, line)
+
+    def _take_count(self, at: RasCommunicator, line: str) -> None:
+        """Take the counts of a line. The first is the most frequent one."""
+        many, one, listed_rank = _MANY.match(line), _ONE.match(line), _LISTED.match(line)
+        announced = at.announced.setdefault(self.kind, Counter())
+        if many:
+            count = int(many[2] or 0)
+            announced[count] += int(many[1])
+            if self.common < 0:
+                for rank in set(range(at.size)) - at.silent:
+                    at.counts.setdefault(rank, {})[self.kind] = count
+            self.common = count
+        elif one:
+            announced[int(one[2] or 0)] += 1
+            at.counts.setdefault(int(one[1]), {})[self.kind] = int(one[2] or 0)
+        elif listed_rank and self.common >= 0:
+            at.counts.setdefault(int(listed_rank[1]), {})[self.kind] = self.common
 
 
 # What follows
@@ -182,24 +295,57 @@ def diagnose_ras(outputs: Sequence[RasOutput]) -> dict[str, tuple[list[RankLog],
     All communicators are judged together where one has all processes, whose ranks are the job's
     then; each by itself otherwise.
     """
-    last = outputs[-1]
-    before = {each.key: each.counts for output in outputs[:-1] for each in output.communicators}
-    differing = [each for each in last.communicators if _differ(each)]
-    stands_still = len(outputs) > 1 and all(before.get(each.key) == each.counts for each in differing)
+    *earlier, last = sorted(_distinct(outputs), key=lambda output: output.moment)
+    before = next((each for each in reversed(earlier) if last.is_long_after(each)), None)
+    progress = _progress(last, before)
     ranks_of = _job_ranks(last.communicators)
-    remarks = () if stands_still else (_ONE_OUTPUT,)
     if ranks_of is not None:
-        return {"": _judged(last.communicators, ranks_of, remarks, stands_still=stands_still)}
+        return {"": _judged(last.communicators, ranks_of, last, progress)}
     results = {}
     for each in last.communicators:
         own = {each.key: {rank: rank for rank in range(each.size)}}
-        results[f"communicator {each.key}"] = _judged((each,), own, remarks, stands_still=stands_still)
-    nothing = Diagnosis(findings=(), waits=(), ranks=(), without=(), is_timeout=False)
-    return results if len(results) > 1 else {"": next(iter(results.values()), ([], nothing))}
+        results[f"communicator {each.key}"] = _judged((each,), own, last, progress)
+    if len(results) == 1:
+        return {"": next(iter(results.values()))}
+    return results or {"": _judged((), {}, last, progress)}
+
+
+def _distinct(outputs: Sequence[RasOutput]) -> list[RasOutput]:
+    """The outputs without copies, such as those of an archive beside its files."""
+    distinct: list[RasOutput] = []
+    for output in outputs:
+        if not any(output.is_copy_of(other) for other in distinct):
+            distinct.append(output)
+    return distinct
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The progress between two outputs. ``stands_still``: some ranks are behind others or dead, and
+    none has launched a call; ``open``, ``assumed``, ``remarks``: sentences."""
+
+    stands_still: bool
+    open: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def _progress(last: RasOutput, before: RasOutput | None) -> _Progress:
+    has_trouble = any(_differ(each) or each.untold or each.dead for each in last.communicators)
+    if before is None:
+        is_open = has_trouble or any(each.silent for each in last.communicators)
+        sentences = (_ONE_OUTPUT,)
+        return _Progress(False, open=sentences) if is_open else _Progress(False, remarks=sentences)
+    of_key = {each.key: each for each in before.communicators}
+    if not all(each.is_as(of_key.get(each.key)) for each in last.communicators):
+        return _Progress(False, remarks=(_GOES_ON,))
+    if not has_trouble:
+        return _Progress(False, open=(_EVEN,) if last.communicators else ())
+    return _Progress(True, assumed=(_LAST_IN_FLIGHT, *(() if last.moment else (_UNLISTED_STAND,))))
 
 
 def _differ(communicator: RasCommunicator) -> bool:
-    return len({tuple(sorted(counts.items())) for counts in communicator.counts.values()}) > 1
+    return len({tuple(sorted(counts.items())) for counts in communicator.told.values()}) > 1
 
 
 def _job_ranks(communicators: Sequence[RasCommunicator]) -> dict[str, dict[int, int]] | None:
@@ -222,22 +368,50 @@ def _job_ranks(communicators: Sequence[RasCommunicator]) -> dict[str, dict[int, 
 def _judged(
     communicators: Sequence[RasCommunicator],
     ranks_of: dict[str, dict[int, int]],
-    remarks: tuple[str, ...],
-    *,
-    stands_still: bool,
+    last: RasOutput,
+    progress: _Progress,
 ) -> tuple[list[RankLog], Diagnosis]:
     ranks = tuple(sorted({rank for of in ranks_of.values() for rank in of.values()}))
     dead = {ranks_of[each.key].get(rank, -1) for each in communicators for rank in each.dead} - {-1}
     silent = {ranks_of[each.key].get(rank, -1) for each in communicators for rank in each.silent} - {-1}
     logs = [
-        _log(rank, ranks, communicators, ranks_of, dead, is_over=stands_still)
+        _log(rank, ranks, communicators, ranks_of, dead, is_over=progress.stands_still)
         for rank in ranks
         if rank not in dead | silent
     ]
-    diagnosis = diagnose(logs)
+    open_ = [*progress.open, *last.notes]
+    if dead:
+        open_.append(f"RAS considers {ranks_words(sorted(dead))} dead")
     if silent:
-        remarks = (*remarks, f"{listed('rank', sorted(silent), 8)} did not answer RAS")
-    return logs, msgspec.structs.replace(diagnosis, remarks=remarks)
+        open_.append(f"{ranks_words(sorted(silent))} did not answer RAS")
+    open_ += [
+        f"cannot tell which ranks of communicator {each.key} have launched fewer {kind}: RAS does not "
+        "list them: run ncclras -v"
+        for each in communicators
+        for kind in each.untold
+    ]
+    is_over = progress.stands_still or bool(dead)
+    diagnosis = msgspec.structs.replace(
+        diagnose(logs),
+        is_timeout=is_over,
+        open=tuple(open_),
+        assumed=progress.assumed,
+        remarks=progress.remarks,
+    )
+    if diagnosis.findings or (is_over and diagnosis.waits):
+        diagnosis = _with_cause(diagnosis, logs)
+    return logs, diagnosis
+
+
+def _with_cause(diagnosis: Diagnosis, logs: Sequence[RankLog]) -> Diagnosis:
+    """Return the diagnosis with its cause, without last calls: RAS does not tell which have ended,
+    nor that a rank is in no call, as messages are not counted."""
+    diagnosis = msgspec.structs.replace(with_cause(diagnosis, logs, at_most="likely"), groups=())
+    cause = diagnosis.cause
+    if cause is None or cause.what != "absent":
+        return diagnosis
+    words = cause.words.replace(" is in no call, and has not", " has not", 1)
+    return msgspec.structs.replace(diagnosis, cause=msgspec.structs.replace(cause, words=words))
 
 
 def _log(
@@ -254,11 +428,12 @@ def _log(
     groups, calls, waits = [], [], []
     for each in communicators:
         members = ranks_of[each.key]
-        own = next((counts for place, counts in each.counts.items() if members.get(place) == rank), None)
+        told = each.told
+        own = next((counts for place, counts in told.items() if members.get(place) == rank), None)
         if own is None:
             continue
         for kind, count in own.items():
-            counts = [other.get(kind, 0) for other in each.counts.values()]
+            counts = [other.get(kind, 0) for other in told.values()]
             is_ahead = count > 0 and (count > min(counts) or (bool(each.dead) and count == max(counts)))
             if len(set(counts)) == 1 and not is_ahead:
                 continue

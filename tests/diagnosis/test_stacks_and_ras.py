@@ -17,6 +17,7 @@ from commlayer.diagnosis.findings import Missing
 from commlayer.diagnosis.program_stacks import has_stacks, read_stacks, with_places
 from commlayer.diagnosis.ras_output import RasOutput, diagnose_ras, read_ras
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
+from commlayer.profiles.errors import UsageError
 
 SAMPLE = (Path(__file__).parent / "ras_sample.json").read_bytes()
 PY_SPY = """Process 4711: python train.py
@@ -89,27 +90,64 @@ def test_places_are_shown_and_not_obeyed() -> None:
 # RAS
 
 
-def ras(change: str = "", by: str = "") -> RasOutput:
-    return read_ras("ras.json", SAMPLE.decode().replace(change, by).encode())
+LATER = ("05:20:03", "05:21:03")
+"""The time in the sample, and another one a minute later."""
+
+
+def ras(*changes: tuple[str, str]) -> RasOutput:
+    text = SAMPLE.decode()
+    for before, after in changes:
+        text = text.replace(before, after)
+    return read_ras("ras.json", text.encode())
+
+
+def twice(content: object) -> list[RasOutput]:
+    """Two outputs of one content, a minute apart."""
+    text = json.dumps(content)
+    return [read_ras("ras.json", each.encode()) for each in (text, text.replace(*LATER))]
 
 
 def test_a_rank_with_a_lower_count_is_named_by_its_rank_in_the_job() -> None:
-    ((_, diagnosis),) = diagnose_ras([ras(), ras()]).values()
+    ((_, diagnosis),) = diagnose_ras([ras(), ras(LATER)]).values()
     (missing,) = diagnosis.waits
     assert (missing.call.rank, missing.call.kind, missing.call.number) == (3, "all_reduce", 120)
     assert diagnosis.has_found
-    ((_, once),) = diagnose_ras([ras()]).values()
-    assert not once.has_found, "it may only be late"
-    assert "take another a minute later" in in_words(once)
-    ((_, moved),) = diagnose_ras([ras(), ras('"AllReduce": 119', '"AllReduce": 118')]).values()
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.ranks, diagnosis.cause.certainty) == ((3,), "likely")
+    assert "in no call" not in in_words(diagnosis), "messages are not counted"
+    ((_, moved),) = diagnose_ras([ras(), ras(('"AllReduce": 119', '"AllReduce": 118'), LATER)]).values()
     assert not moved.has_found
+    assert "the job makes progress" in in_words(moved)
+
+
+@pytest.mark.parametrize("other", [(), (("05:20:03", "05:20:04"),)], ids=["a copy", "too soon"])
+def test_one_output_does_not_tell_who_is_late(other: tuple[tuple[str, str], ...]) -> None:
+    for outputs in ([ras()], [ras(), ras(*other)]):
+        ((_, diagnosis),) = diagnose_ras(outputs).values()
+        assert not diagnosis.has_found, "it may only be late"
+        assert "take another a minute later" in in_words(diagnosis)
+
+
+def test_a_job_that_goes_on_elsewhere_does_not_hang() -> None:
+    later = ras(('"AllReduce": 57', '"AllReduce": 58'), LATER)
+    ((_, diagnosis),) = diagnose_ras([ras(), later]).values()
+    assert not diagnosis.has_found
+    assert "the job makes progress" in in_words(diagnosis)
+
+
+def test_counts_that_stand_still_alike_are_open() -> None:
+    even = ('"AllReduce": 119', '"AllReduce": 120')
+    ((_, diagnosis),) = diagnose_ras([ras(even), ras(even, LATER)]).values()
+    assert not diagnosis.has_found
+    assert "nothing is wrong" not in in_words(diagnosis)
+    gone_on = ras(even, ('"AllReduce": 57', '"AllReduce": 58'), LATER)
+    assert "nothing is wrong" in in_words(diagnose_ras([ras(even), gone_on])[""][1])
 
 
 def test_ranks_in_a_circle_over_two_communicators_are_found() -> None:
     content = json.loads(SAMPLE)
     content["communicators"][0]["ranks"][2]["collective_counts"]["AllReduce"] = 56  # job's rank 2 is behind here
-    output = read_ras("ras.json", json.dumps(content).encode())
-    text = in_words(diagnose_ras([output, output])[""][1])
+    text = in_words(diagnose_ras(twice(content))[""][1])
     assert "ranks 2 and 3 wait for each other, in a circle of 2" in text
 
 
@@ -118,13 +156,18 @@ def test_dead_and_silent_ranks_are_told() -> None:
     whole = content["communicators"][0]
     gone = whole["ranks"].pop(1)
     whole["missing_ranks"] = [{**gone, "status": {"unresponsive": True, "considered_dead": True}}]
-    output = read_ras("ras.json", json.dumps(content).encode())
-    (_, diagnosis) = diagnose_ras([output, output])[""]
+    (_, diagnosis) = diagnose_ras(twice(content))[""]
     (finding,) = (each for each in diagnosis.findings if isinstance(each, Missing))
     assert (finding.call.rank, finding.how) == (1, "RAS considers it dead")
+    (_, once) = diagnose_ras(twice(content)[:1])[""]
+    assert once.has_found
+    assert "RAS considers rank 1 dead" in in_words(once)
     whole["missing_ranks"][0]["status"]["considered_dead"] = False
-    output = read_ras("ras.json", json.dumps(content).encode())
-    assert "rank 1 did not answer RAS" in in_words(diagnose_ras([output, output])[""][1])
+    assert "rank 1 did not answer RAS" in in_words(diagnose_ras(twice(content))[""][1])
+    (_, once) = diagnose_ras(twice(content)[:1])[""]
+    assert not once.has_found
+    assert "rank 1 did not answer RAS" in in_words(once)
+    assert "nothing is wrong" not in in_words(once)
 
 
 TEXT = """NCCL version 2.28.3 compiled with CUDA 12.8
@@ -179,6 +222,66 @@ def test_the_text_of_ras_says_the_same() -> None:
         "INCOMPLETE\n  Missing communicator data from 1 rank\n  Rank 5 -- GPU 5\n  C",
     )
     assert read_ras("ras.txt", incomplete.encode()).communicators[0].silent == {5}
+
+
+JOB_FAULTS = """DEAD
+  1 job process is considered dead (unreachable via the RAS network)
+  Process 3487984 on node 172.16.64.213 managing GPU 5
+
+#0-0 (cf264af53edbe986) INCOMPLETE
+  Missing communicator data from 1 rank
+  The missing rank: 5
+
+#0-0 (cf264af53edbe986) ERROR
+  Asynchronous error on 1 rank
+  Rank 2 reported unhandled system error -- GPU 2 managed by process 2487962 on node 10.0.0.1
+
+"""
+
+
+def test_processes_and_errors_that_a_text_names_are_told() -> None:
+    output = read_ras("ras.txt", TEXT.replace("Warnings\n", JOB_FAULTS + "Warnings\n").encode())
+    assert output.communicators[0].silent == {5}
+    text = in_words(diagnose_ras([output])[""][1])
+    assert "RAS writes DEAD: 1 job process is considered dead" in text
+    assert "Process 3487984 on node 172.16.64.213 managing GPU 5" in text
+    assert "ERROR of communicator 0xcf264af53edbe986: Asynchronous error on 1 rank; Rank 2 reported" in text
+    assert "rank 5 did not answer RAS" in text
+
+
+def test_counts_are_of_the_communicator_and_the_kind_above_them() -> None:
+    status = "  Communicator ranks have different status\n  2 ranks have status FINALIZE\n  Rank 1 -- GPU 1\n"
+    second = f"#0-1 (ab) MISMATCH\n{status}"
+    output = read_ras("ras.txt", (TEXT + second).encode())
+    assert [each.counts.get(1) for each in output.communicators] == [{"AllReduce": 27}, None]
+
+
+def test_ranks_that_ras_does_not_list_are_not_taken_to_be_even() -> None:
+    """It lists those of rare counts alone."""
+    text = TEXT.replace("  7 ranks", "  5 ranks").replace("  Rank 3 has", "  3 ranks have").replace(" -- GPU 3", "")
+    assert "3 ranks have launched up to operation 26" in text
+    (_, diagnosis) = diagnose_ras([read_ras("ras.txt", text.encode())] * 2)[""]
+    assert not diagnosis.waits
+    assert "cannot tell which ranks of communicator 0xcf264af53edbe986 have launched fewer AllReduce" in in_words(diagnosis)
+    listed = text.replace("operation 26", "operation 26\n  Rank 1 -- GPU 1\n  Rank 3 -- GPU 3\n  Rank 4 -- GPU 4")
+    (_, diagnosis) = diagnose_ras([read_ras("ras.txt", listed.encode())] * 2)[""]
+    assert {missing.call.rank for missing in diagnosis.waits} == {1, 3, 4}
+
+
+def test_one_text_in_two_places_is_one_output(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ras.txt").write_text(TEXT, encoding="utf-8")
+    assert CliRunner().invoke(main, ["diagnose", str(tmp_path)]).exit_code == 0
+    (tmp_path / "a" / "ras.txt").rename(tmp_path / "a" / "ras2.txt")
+    assert CliRunner().invoke(main, ["diagnose", str(tmp_path)]).exit_code == 1
+
+
+def test_names_of_communicators_are_bounded_and_shown() -> None:
+    text = in_words(diagnose_ras([ras(("0x77aa", "0x\\u001b[31m"))])[""][1])
+    assert "\x1b" not in text
+    with pytest.raises(UsageError, match="64"):
+        ras(("0x77aa", "a" * 65))
 
 
 @pytest.mark.parametrize("text", [PY_SPY, FAULT, TEXT])
