@@ -22,7 +22,6 @@ from typing import Annotated
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, WaitLog, as_foreign
-from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Diagnosis, diagnose
@@ -37,6 +36,7 @@ _ONE_OUTPUT = (
     "take another a minute later, and give both"
 )
 _LAST_IN_FLIGHT = "RAS counts calls that were launched: the last one of each rank is taken not to have ended"
+_IN_MESSAGE = "it may be in a message, which RAS does not count"
 _UNLISTED_STAND = "communicators of which RAS lists no fault are taken to stand still too"
 _GOES_ON = "the two outputs have different counts: the job makes progress"
 _EVEN = (
@@ -398,20 +398,8 @@ def _judged(
         assumed=progress.assumed,
         remarks=progress.remarks,
     )
-    if diagnosis.findings or (is_over and diagnosis.waits):
-        diagnosis = _with_cause(diagnosis, logs)
-    return logs, diagnosis
-
-
-def _with_cause(diagnosis: Diagnosis, logs: Sequence[RankLog]) -> Diagnosis:
-    """Return the diagnosis with its cause, without last calls: RAS does not tell which have ended,
-    nor that a rank is in no call, as messages are not counted."""
-    diagnosis = msgspec.structs.replace(with_cause(diagnosis, logs, at_most="likely"), groups=())
-    cause = diagnosis.cause
-    if cause is None or cause.what != "absent":
-        return diagnosis
-    words = cause.words.replace(" is in no call, and has not", " has not", 1)
-    return msgspec.structs.replace(diagnosis, cause=msgspec.structs.replace(cause, words=words))
+    waits = [msgspec.structs.replace(each, doubt=_IN_MESSAGE) for each in diagnosis.waits]
+    return logs, msgspec.structs.replace(diagnosis, waits=tuple(waits))
 
 
 def _log(

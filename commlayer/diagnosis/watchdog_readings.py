@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
-from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.dump_readings import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
 from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
@@ -115,7 +114,7 @@ def _diagnosed(
     is_found = bool(diagnosis.findings or _culprits(diagnosis))
     if is_found:
         assumed += _assumed(groups, diagnosis)
-    diagnosis = msgspec.structs.replace(
+    return logs, msgspec.structs.replace(
         diagnosis,
         waits=tuple(_culprits(diagnosis)),
         under_way=(),
@@ -123,7 +122,6 @@ def _diagnosed(
         open=() if is_found else tuple(_open(groups, by_rank)),
         remarks=(*remarks, *_messengers(groups, by_rank)),
     )
-    return logs, with_cause(diagnosis, logs, at_most="likely") if is_found else diagnosis
 
 
 def _culprits(diagnosis: Diagnosis) -> list[Missing]:
