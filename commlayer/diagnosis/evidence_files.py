@@ -12,12 +12,12 @@ import contextlib
 import gzip
 import io
 import stat
+import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +25,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 
-__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "each_file", "files_in"]
+__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "archive_kind", "each_file", "files_in"]
 
 MOST_FILE_BYTES = 1 << 28
 """The largest file that is read. Of a larger text its last bytes are, where a job's end is."""
@@ -34,8 +34,13 @@ _MOST_MEMBERS = 200_000
 _MOST_HEADERS = 1 << 22
 """Bytes of an archive between two members: long names and comments."""
 _MOST_NESTED = 3
+_MOST_SECONDS = 1 << 33
+"""The last time of a file that is believed, in the year 2242."""
+_ZIP_TIME = 0x5455
+"""The field of a zip's member that has its time in seconds since 1970, as unzip and zip write it."""
 _HEAD = 4096
 _DAMAGED = (
+    ArithmeticError,
     OSError,
     EOFError,
     ValueError,
@@ -51,7 +56,7 @@ _DAMAGED = (
 @dataclass(frozen=True)
 class EvidenceFile:
     """A file. ``name``: where it is, also within an archive; ``path``: of one that is in none;
-    ``head``: its first bytes; ``written_ns``: when it was written."""
+    ``head``: its first bytes; ``written_ns``: when it was written, 0: not known."""
 
     name: str
     path: Path | None
@@ -76,16 +81,24 @@ def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str]
 
 
 def files_in(paths: Iterable[Path]) -> list[Path]:
-    """List the files among ``paths``, and in folders among them, at any depth; an archive is one."""
-    files: list[Path] = []
+    """List the files among ``paths``, and in folders among them, at any depth, each once; an
+    archive is one."""
+    files: dict[object, Path] = {}
     for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        for each in sorted(path.rglob("*")):
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
             with contextlib.suppress(OSError):  # in a folder that may not be looked into
-                files += [each] * each.is_file()
-    return files
+                if each == path or each.is_file():
+                    files.setdefault(_identity(each), each)
+    return list(files.values())
+
+
+def _identity(path: Path) -> object:
+    """The same for all names of a file; the path of one that cannot be looked at."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
 
 
 def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
@@ -96,7 +109,7 @@ def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
             raise UsageError(f"{name}: expected a file or a folder, got something else")
         with path.open("rb") as file:
             head = file.read(_HEAD)
-            if _unpacker(head) is not None:
+            if archive_kind(head) is not None:
                 yield from _Unpacked(name, damaged).members(name, file, head, status.st_mtime_ns)
                 return
         yield EvidenceFile(name, path, head, status.st_mtime_ns, lambda: _end_of(path))
@@ -119,7 +132,7 @@ def _end_of(path: Path) -> bytes:
 # Archives
 
 
-def _unpacker(head: bytes) -> str | None:
+def archive_kind(head: bytes) -> str | None:
     """The kind of archive that a file begins as; None: it is none."""
     if head[:3] == b"\x1f\x8b\x08":
         return "gz"
@@ -161,19 +174,15 @@ class _Unpacked:
         if depth >= _MOST_NESTED:
             raise UsageError(f"{where}: expected archives in archives {_MOST_NESTED} deep at most")
         kinds = {"gz": self._in_gz, "zip": self._in_zip, "tar": self._in_tar}
-        members = kinds[_unpacker(head) or ""](name, file, written_ns)
+        members = kinds[archive_kind(head) or ""](name, file, written_ns)
         while True:
             try:
                 member = next(members, None)
             except _DAMAGED as error:
-                raise UsageError(
-                    f"{where}: expected an archive of at most {_MOST_UNPACKED >> 30} GiB unpacked, got a damaged "
-                    f"one: "
-                    f"{shortened(str(error) or type(error).__name__, 300)}. Copy it again, or unpack it"
-                ) from error
+                raise UsageError(_damage(where, error)) from error
             if member is None:
                 return
-            if _unpacker(member.head) is None:
+            if archive_kind(member.head) is None:
                 yield member
             else:
                 inner = io.BytesIO(member.content())
@@ -202,7 +211,7 @@ class _Unpacked:
     def _in_gz(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
         with gzip.GzipFile(fileobj=file) as unpacked:
             head = unpacked.peek(_HEAD)[:_HEAD]
-            if _unpacker(head) == "tar":
+            if archive_kind(head) == "tar":
                 yield from self._in_tar(name, unpacked, written_ns)
                 return
             data = unpacked.read(MOST_FILE_BYTES + 1)
@@ -215,6 +224,7 @@ class _Unpacked:
         with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8") as archive:
             while True:
                 member = archive.next()
+                archive.members = []  # it would keep them all, each with its comments
                 if member is None:
                     return
                 stream.left = max(member.size, 0) + _MOST_HEADERS
@@ -222,7 +232,7 @@ class _Unpacked:
                 inside = f"{name}/{member.name}"
                 data = archive.extractfile(member) if member.isreg() and not member.issparse() else None
                 if data is not None and self._is_small(inside, member.size):
-                    yield _member(inside, data.read(MOST_FILE_BYTES), int(member.mtime) * 10**9)
+                    yield _member(inside, data.read(), _nanoseconds(member.mtime))
 
     def _in_zip(self, name: str, file: IO[bytes], written_ns: int) -> Iterator[EvidenceFile]:
         with zipfile.ZipFile(file) as archive:
@@ -234,13 +244,43 @@ class _Unpacked:
             for member in members:
                 if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
                     continue
-                with archive.open(member, "r", None) as unpacked:
-                    data = unpacked.read(MOST_FILE_BYTES + 1)
-                self._count(len(data))
                 inside = f"{name}/{member.filename}"
+                self._count(min(member.file_size, MOST_FILE_BYTES + 1))
+                try:
+                    with archive.open(member, "r", None) as unpacked:
+                        data = unpacked.read(MOST_FILE_BYTES + 1)
+                except _DAMAGED as error:  # the others can be read all the same
+                    self.damaged.append(_damage(shortened(inside), error))
+                    continue
                 if self._is_small(inside, len(data)):
-                    at_ns = int(datetime(*member.date_time).timestamp()) * 10**9  # of the machine that packed it
-                    yield _member(inside, data, at_ns)
+                    yield _member(inside, data, _zip_time_ns(member.extra))
+
+
+def _damage(where: str, error: Exception) -> str:
+    """Say what is wrong with an archive or a member of it."""
+    reason = shortened(str(error) or type(error).__name__, 300)
+    return (
+        f"{where}: expected an archive of at most {_MOST_UNPACKED >> 30} GiB unpacked, got a damaged "
+        f"one: {reason}. Copy it again, or unpack it"
+    )
+
+
+def _zip_time_ns(extra: bytes) -> int:
+    """The time among the extra fields of a zip's member, 0: it is not among them.
+
+    Rejected: the date that every member has, as it is local time of an unknown place.
+    """
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<HH", extra)
+        if kind == _ZIP_TIME and size >= 5 and len(extra) >= 9 and extra[4] & 1:
+            return _nanoseconds(struct.unpack_from("<i", extra, 5)[0])
+        extra = extra[4 + size :]
+    return 0
+
+
+def _nanoseconds(seconds: float) -> int:
+    """The time in nanoseconds, 0 for one that no file has."""
+    return int(seconds) * 10**9 if 0 < seconds < _MOST_SECONDS else 0
 
 
 def _member(name: str, data: bytes, written_ns: int) -> EvidenceFile:
