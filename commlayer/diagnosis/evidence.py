@@ -206,7 +206,7 @@ def gather_evidence(
 def _take(evidence: Evidence, file: EvidenceFile) -> None:
     """Put a file where it belongs. Raises UsageError for one that is damaged."""
     name, head = Path(file.name), file.head.lstrip()
-    if begins_as_dump(file.head):
+    if begins_as_dump(file.head, name.name):
         if file.path is not None:
             evidence.dump_paths.append(file.path)
         else:

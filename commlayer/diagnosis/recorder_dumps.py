@@ -17,8 +17,9 @@ import pickle
 import re
 import resource
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ import msgspec
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import each_sound
 
 __all__ = [
     "CallFrame",
@@ -151,10 +151,11 @@ class Dump:
     lost: int = 0
 
 
-def begins_as_dump(head: bytes) -> bool:
-    """Tell whether a file that begins so looks like a dump: a pickle, or JSON with a dump's fields."""
+def begins_as_dump(head: bytes, name: str) -> bool:
+    """Tell whether a file of this name that begins so looks like a dump: a pickle with a rank in its name, as any program
+    writes pickles, or JSON with a dump's fields."""
     if head[:1] == b"\x80":
-        return head[1:2] <= b"\x05"
+        return head[1:2] <= b"\x05" and rank_in_name(name, or_last_number=True) is not None
     return head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head)
 
 
@@ -167,7 +168,7 @@ def read_dumps(
     """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
 
     Args:
-        damaged: takes the errors of files that are not sound, where there are others that are.
+        damaged: takes the errors of files that are not sound.
         advance: called with the name of each file that was read.
         others: dumps of the same job that were in archives.
 
@@ -175,12 +176,18 @@ def read_dumps(
         UsageError: two dumps of one rank; and, unless ``damaged`` takes them, files that are damaged, have no rank in their
             names, or are of a version before 2.0: with all of them named.
     """
-    if len(paths) < _LEAST_PARALLEL:
-        dumps = _sound(paths, map(_read_or_error, paths), damaged, advance)
-    else:
-        with ProcessPoolExecutor(min(os.cpu_count() or 1, len(paths))) as pool:
-            dumps = _sound(paths, pool.map(_read_or_error, paths, chunksize=4), damaged, advance)
-    dumps = sorted([*dumps, *others], key=lambda dump: dump.rank)
+    dumps, errors = list(others), list[str]()
+    for path, result in zip(paths, _results(paths), strict=True):
+        advance(path.name)
+        if isinstance(result, str):
+            errors.append(result)
+        else:
+            dumps.append(result)
+    if errors and damaged is None:
+        raise UsageError("\n".join(errors))
+    if damaged is not None:
+        damaged += errors
+    dumps.sort(key=lambda dump: dump.rank)
     for one, other in itertools.pairwise(dumps):
         if one.rank == other.rank:
             raise UsageError(
@@ -190,21 +197,23 @@ def read_dumps(
     return dumps
 
 
-def _sound(
-    paths: Sequence[Path], results: Iterable[Dump | str], damaged: list[str] | None, advance: Callable[[str], None]
-) -> list[Dump]:
-    """Return the dumps among ``results``, which has an error in place of each that is damaged. Raises UsageError, see
-    :func:`each_sound`."""
-    coming = iter(results)
-
-    def take(path: Path) -> Dump:
-        result = next(coming)
-        advance(path.name)
-        if isinstance(result, str):
-            raise UsageError(result)
-        return result
-
-    return list(each_sound(paths, take, damaged))
+def _results(paths: Sequence[Path]) -> Iterator[Dump | str]:
+    """Yield the dump in each file, or what is wrong with it."""
+    if len(paths) < _LEAST_PARALLEL:
+        yield from map(_read_or_error, paths)
+        return
+    num_read = 0
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(paths))) as pool:
+        try:
+            for result in pool.map(_read_or_error, paths, chunksize=4):
+                num_read += 1
+                yield result
+        except BrokenProcessPool:
+            for path in paths[num_read:]:
+                yield (
+                    f"{shortened(str(path))}: cannot read the dump of a rank: a process that reads dumps was ended, as for "
+                    "want of memory: give it alone"
+                )
 
 
 class _DataOnly(pickle.Unpickler):
@@ -258,6 +267,7 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
             "torch ≥ 2.4"
         )
     group_ranks = {name: _ranks(config.ranks) for name, config in content.pg_config.items()}
+    _check_rank(where, rank, entries, group_ranks)
     return Dump(
         path=path,
         rank=rank,
@@ -268,6 +278,17 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
         lost=content.entries[0].record_id if content.entries else 0,
     )
+
+
+def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: dict[str, tuple[int, ...]]) -> None:
+    """Raise UsageError where a rank made calls of a group that its own dump lists without it."""
+    for name in dict.fromkeys(entry.process_group[0] for entry in entries):
+        ranks = group_ranks.get(name)
+        if ranks and rank not in ranks:
+            raise UsageError(
+                f"{where}: expected rank {rank} to be in its group {shortened(name)}, got ranks "
+                f"{', '.join(map(str, ranks[:8]))}: give the dumps of one job, named by their ranks"
+            )
 
 
 def _is_of_torchcomms(content: _Content) -> bool:

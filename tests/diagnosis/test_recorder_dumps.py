@@ -8,6 +8,8 @@ import pickle
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from jobs_in_memory import Groups, Job, Op, legal_program, run
 from test_graph import FAULTS, blocking
 
 from commlayer.cli.main import main
+from commlayer.diagnosis import recorder_dumps
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.evidence import gather_evidence
@@ -272,6 +275,35 @@ def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
         path.write_bytes(pickle.dumps({"version": "2.10"}))
     with pytest.raises(UsageError, match="expected one dump of each rank"):
         read_dumps(paths)
+
+
+class _EndedPool:
+    """Processes of which one is ended after some dumps."""
+
+    def __init__(self, num_processes: int) -> None:
+        assert num_processes > 0
+
+    def __enter__(self) -> _EndedPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, read: Callable[[Path], Any], paths: list[Path], chunksize: int) -> Iterator[Any]:
+        yield from map(read, paths[: 2 * chunksize])
+        raise BrokenProcessPool
+
+
+def test_a_reading_process_that_is_ended_loses_only_what_was_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"trace_rank_{rank}" for rank in range(16)]
+    for path in paths:
+        path.write_bytes(pickle.dumps({"version": "2.10"}))
+    monkeypatch.setattr(recorder_dumps, "ProcessPoolExecutor", _EndedPool)
+    damaged: list[str] = []
+    assert [dump.rank for dump in read_dumps(paths, damaged)] == list(range(8))
+    assert [error.partition(": ")[0] for error in damaged] == list(map(str, paths[8:]))
 
 
 def test_every_shortened_dump_is_read_or_refused(tmp_path: Path) -> None:
