@@ -20,7 +20,7 @@ from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
 from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.evidence_files import files_in
-from commlayer.diagnosis.explaining import LOGS, await_files
+from commlayer.diagnosis.explaining import LOGS, await_files, has_other_evidence, judged_in_time
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
 from commlayer.profiles.files import write_file
@@ -41,7 +41,7 @@ __all__ = ["diagnose_command"]
     "--watch",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Wait so long for files to appear in PATH, and diagnose once they no longer change.",
+    help="Wait so long for files that tell of a hang, and diagnose once they no longer change, or the time is over.",
 )
 @json_option
 @click.pass_context
@@ -63,7 +63,7 @@ def diagnose_command(
       nccl_trace_rank_0   a dump of torch's Flight Recorder, of any backend, pickled or in JSON; the rank
                           is the number in its name
       job.log             lines of NCCL's watchdogs, in logs of one rank or of all
-      ras.json, ras.txt   the output of ncclras
+      ras.json, ras.txt   two outputs of ncclras, a minute apart, in two files or in one
       stack_rank_3.txt    stacks of py-spy dump or faulthandler, which add where a rank's program is
 
     A folder in which several replicas of commlayer wrote has a folder for each, and for each group that replicas form: each is
@@ -82,7 +82,8 @@ def diagnose_command(
     damaged: list[str] = []
     if watch is not None and not await_files(paths, watch):
         raise click.UsageError(
-            f"--watch: within {watch:g} s no dumps or files {LOGS} came to rest in {', '.join(map(str, paths[:4]))}"
+            f"--watch: within {watch:g} s no dumps, files {LOGS} or logs of a hang came into "
+            f"{', '.join(map(str, paths[:4]))}"
         )
     results = _results(paths, refused, damaged)
     logs, first = next(iter(results.values()))
@@ -113,7 +114,8 @@ def _results(
     paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]
 ) -> dict[str, tuple[list[RankLog], Diagnosis]]:
     """The logs and the diagnosis of every replica; of one without a name, of dumps and where there are no replicas."""
-    if len(paths) == 1 and paths[0].is_dir() and any(True for _ in paths[0].glob(f"**/{LOGS}")):
+    is_folder = len(paths) == 1 and paths[0].is_dir() and any(paths[0].glob(f"**/{LOGS}"))
+    if is_folder and not has_other_evidence(paths):
         logs = {name: read_logs(place, damaged) for name, place in of_replicas(paths[0], LOGS, refused)}
         return {name: (each, with_cause(diagnose(each), each)) for name, each in logs.items()}
     with progress("looking", len(files_in(paths))) as advance:
@@ -121,8 +123,9 @@ def _results(
     evidence.check_not_empty(paths, damaged)
     with progress("reading", len(evidence.dump_paths)) as advance:
         evidence.read_dumps(damaged, advance)
+    evidence.check_not_empty(paths, damaged)
     echo(evidence.in_words(), err=True)
-    results = evidence.judged()
+    results = judged_in_time(evidence)
     if len(results) > 1 and refused:
         raise click.UsageError(f"{' and '.join(refused)}: expected one job, got {', '.join(list(results)[:4])}")
     return results

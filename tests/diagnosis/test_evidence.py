@@ -8,7 +8,9 @@ import io
 import json
 import pickle
 import random
+import struct
 import tarfile
+import tracemalloc
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +93,9 @@ def packed(folder: Path, kind: str) -> bytes:
     if kind == "zip":
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in folder.iterdir():
-                archive.write(path, f"job/{path.name}")
+                member = zipfile.ZipInfo(f"job/{path.name}")
+                member.extra = struct.pack("<HHBi", 0x5455, 5, 1, int(path.stat().st_mtime))
+                archive.writestr(member, path.read_bytes())
     else:
         with tarfile.open(fileobj=file, mode="w:gz" if kind == "tar.gz" else "w", encoding="utf-8") as archive_:
             archive_.add(folder, "job")
@@ -305,6 +309,130 @@ def test_sound_outputs_of_ras_beside_a_stack_are_no_alarm(tmp_path: Path) -> Non
     result = diagnose(tmp_path)
     assert result.exit_code == 0
     assert "rank 0: the program is at batches.py:210 in load" in result.output
+
+# Members of archives
+
+
+def a_dump(folder: Path) -> bytes:
+    """A dump of rank 0, in a group with a rank that leaves none."""
+    job = Job({"dp": (0, 1)}, {0: [A], 1: []})
+    run(job, random.Random(1))
+    write_dumps(folder, job, random.Random(2), has_timing=True)
+    return next(path for path in folder.iterdir() if "rank_0" in path.name).read_bytes()
+
+
+@pytest.mark.parametrize("mtime", ["inf", "-inf", "nan", "1e30", "-1"])
+def test_a_time_that_no_file_has_is_not_known(mtime: str, tmp_path: Path) -> None:
+    data = a_dump(tmp_path / "dumps")
+    with tarfile.open(tmp_path / "job.tar", "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
+        member = tarfile.TarInfo("trace_rank_0")
+        member.size, member.pax_headers = len(data), {"mtime": mtime}
+        archive.addfile(member, io.BytesIO(data))
+    damaged: list[str] = []
+    evidence = gather_evidence([tmp_path / "job.tar"], damaged)
+    assert [dump.written_ns for dump in evidence.dumps] == [0], damaged
+
+
+def test_comments_of_members_are_not_kept(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "job.tar.gz", "w:gz", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
+        for index in range(24):
+            member = tarfile.TarInfo(f"log_{index}.txt")
+            member.pax_headers = {"comment": "z" * 1_000_000}
+            archive.addfile(member)
+    tracemalloc.start()
+    gather_evidence([tmp_path / "job.tar.gz"], [])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12_000_000, "24 MB of comments"
+
+
+def test_a_damaged_member_of_a_zip_hides_no_other(tmp_path: Path) -> None:
+    data = a_dump(tmp_path / "dumps")
+    with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
+        archive.writestr("a.txt", b"hello" * 10)
+        archive.writestr("trace_rank_0", data)
+    raw = (tmp_path / "job.zip").read_bytes()
+    (tmp_path / "job.zip").write_bytes(raw.replace(b"hello", b"jello", 1))
+    damaged: list[str] = []
+    evidence = gather_evidence([tmp_path / "job.zip"], damaged)
+    assert [dump.rank for dump in evidence.dumps] == [0]
+    assert damaged[0].startswith(f"{tmp_path / 'job.zip'}/a.txt: ")
+
+
+def test_the_local_date_of_a_zips_member_is_not_its_time(tmp_path: Path) -> None:
+    """A date of the packer's zone made calls overdue in another one; a date of zeros ended all."""
+    data = a_dump(tmp_path / "dumps")
+    extra = struct.pack("<HHBi", 0x5455, 5, 1, 1_795_000_700)
+    for extra_field, written_ns in ((b"", 0), (extra, 1_795_000_700 * 10**9), (struct.pack("<HHB", 0x5455, 1, 0), 0)):
+        with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
+            member = zipfile.ZipInfo("trace_rank_0", (2026, 11, 18, 9, 0, 0))
+            member.extra = extra_field
+            archive.writestr(member, data)
+        raw = bytearray((tmp_path / "job.zip").read_bytes())
+        for mark, offset in ((b"PK\x03\x04", 10), (b"PK\x01\x02", 12)):
+            at = raw.find(mark) + offset
+            raw[at : at + 4] = bytes(4)
+        (tmp_path / "job.zip").write_bytes(raw)
+        damaged: list[str] = []
+        evidence = gather_evidence([tmp_path / "job.zip"], damaged)
+        assert [dump.written_ns for dump in evidence.dumps] == [written_ns], damaged
+        is_open = "cannot tell how long rank 0 had been waiting" in diagnose(tmp_path / "job.zip").output
+        assert is_open is not bool(written_ns)
+
+
+# One file ends nothing
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    paths = circle(tmp_path)
+    (tmp_path / "link_rank_0").symlink_to(paths[0])
+    result = diagnose(tmp_path, *paths)
+    assert result.exit_code == 1, result.output
+    assert "2 dumps of torch's Flight Recorder" in result.output
+
+
+def test_pickles_beside_a_log_are_no_dumps(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_bytes(hung_log())
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"a": 1}))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "1 file not understood: " in result.output
+    (tmp_path / "vocab_2.pkl").write_bytes(pickle.dumps({"a": 1}))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "vocab_2.pkl: expected a dump of torch's Flight Recorder" in result.stderr
+    assert "wait for each other" in result.stdout
+
+
+def test_a_damaged_dump_alone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "trace_rank_0").write_bytes(b"\x80\x04nonsense")
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "trace_rank_0: expected a dump" in result.stderr
+
+
+def test_a_foreign_dump_is_named_and_left_out(tmp_path: Path) -> None:
+    circle(tmp_path)
+    job = Job({"dp": (4, 5)}, {4: [A], 5: []})
+    run(job, random.Random(1))
+    write_dumps(tmp_path / "other", job, random.Random(2), has_timing=True, absent=(5,))
+    (path,) = (tmp_path / "other").iterdir()
+    path.rename(tmp_path / f"foreign_rank_3{path.suffix}")
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "foreign_rank_3" in result.stderr
+    assert "expected rank 3 to be in its group dp, got ranks 4, 5" in result.stderr
+    assert "ranks 0 and 1 wait for each other" in result.stdout
+
+
+def test_a_stray_log_of_ours_hides_no_dumps(tmp_path: Path) -> None:
+    circle(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "calls-00000.json").write_text("{}", encoding="utf-8")
+    result = diagnose(tmp_path)
+    assert "ranks 0 and 1 wait for each other" in result.stdout
+    assert "calls-00000.json" in result.stderr
 
 
 def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
