@@ -70,7 +70,7 @@ def explain(
 def judged_in_time(evidence: Evidence) -> Judged:
     """Find what is wrong, as :meth:`Evidence.judged`, and say which dumps have no time: of no call in
     them it can be told that it is overdue."""
-    undated = [dump.rank for dump in evidence.dumps if not dump.written_ns]
+    undated = [dump.rank for dump in evidence.dumps if not dump.has_time]
     results = evidence.judged()
     if not undated or evidence.logs:
         return results

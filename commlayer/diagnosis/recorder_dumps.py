@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,9 +136,10 @@ class _Content(msgspec.Struct):
 class Dump:
     """The dump of one rank.
 
-    ``written_ns``: when its file was written; ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of
-    groups, by name, where the dump lists them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is
-    recorded which calls have begun on the device; ``lost``: how many of the oldest calls the ring has lost.
+    ``written_ns``: when its file was written; without ``has_time``, when the newest call was made that any dump has;
+    ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of groups, by name, where the dump lists
+    them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is recorded which calls have begun on the
+    device; ``lost``: how many of the oldest calls the ring has lost.
     """
 
     path: Path
@@ -149,6 +150,7 @@ class Dump:
     backends: tuple[str, ...]
     knows_beginnings: bool
     lost: int = 0
+    has_time: bool = True
 
 
 def begins_as_dump(head: bytes, name: str) -> bool:
@@ -194,7 +196,8 @@ def read_dumps(
                 f"{other.path}: expected one dump of each rank, got a second one of rank {one.rank} beside {one.path}: "
                 "give the dumps of one moment"
             )
-    return dumps
+    newest_ns = max((entry.time_created_ns for dump in dumps for entry in dump.entries), default=0)
+    return [dump if dump.written_ns else replace(dump, written_ns=newest_ns, has_time=False) for dump in dumps]
 
 
 def _results(paths: Sequence[Path]) -> Iterator[Dump | str]:

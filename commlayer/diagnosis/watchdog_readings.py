@@ -74,15 +74,14 @@ def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], D
     Where nothing is found, ``open`` says which calls have timed out, why it cannot be told who is
     behind, and what to switch on.
     """
-    if not lines.reports:
-        sentences = lines.remarks or ("cannot tell: no line of a watchdog names a call",)
+    if lines.remarks and not lines.reports:
         diagnosis = Diagnosis(
             findings=(),
             waits=(),
             ranks=(),
             without=(),
-            is_timeout=bool(lines.remarks),  # they are of lines that a timeout has left
-            open=(*sentences, _SWITCHES),
+            is_timeout=True,
+            open=(*lines.remarks, _SWITCHES),
         )
         return {"": ([], diagnosis)}
     jobs: dict[str, list[RankReport]] = {}

@@ -380,6 +380,23 @@ def test_the_local_date_of_a_zips_member_is_not_its_time(tmp_path: Path) -> None
         assert is_open is not bool(written_ns)
 
 
+def test_dumps_without_a_time_do_not_make_a_rank_that_is_behind_old(tmp_path: Path) -> None:
+    """Its newest call is older than the one that others wait in."""
+    calls = [Op("all_reduce", "dp", mark, 10) for mark in range(1, 6)]
+    job = Job({"dp": (0, 1)}, {0: calls, 1: calls[:1]})
+    run(job, random.Random(1))
+    write_dumps(tmp_path, job, random.Random(2), has_timing=True)
+    with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
+        for path in tmp_path.glob("*rank*"):
+            dump = json.loads(data) if (data := path.read_bytes())[:1] == b"{" else pickle.loads(data)  # of this test's
+            for entry in dump["entries"]:
+                entry["time_created_ns"] += entry["record_id"] * 60 * 10**9
+            archive.writestr(f"trace_{path.stem}.json", json.dumps(dump))
+    result = diagnose(tmp_path / "job.zip")
+    assert "rank 1 has not come to all_reduce #2" in result.output
+    assert "older than this call" not in result.output
+
+
 # One file ends nothing
 
 
