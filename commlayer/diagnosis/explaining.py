@@ -33,9 +33,7 @@ _END = 1 << 16
 """Bytes at the end of a text in which marks of a job that hangs are looked for."""
 
 
-def explain(
-    paths: str | PathLike[str] | Iterable[str | PathLike[str]], damaged: list[str] | None = None
-) -> Diagnosis:
+def explain(paths: str | PathLike[str] | Iterable[str | PathLike[str]], damaged: list[str] | None = None) -> Diagnosis:
     """Say who waits for whom in a job that hangs, and why.
 
     Its ``cause`` is one sentence, or None where nothing is wrong; ``in_words`` says all of it, and
@@ -85,9 +83,7 @@ def judged_in_time(evidence: Evidence) -> Judged:
     }
 
 
-def await_files(
-    paths: Sequence[Path], timeout_s: float, clock: Callable[[], float] = time.monotonic
-) -> bool:
+def await_files(paths: Sequence[Path], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> bool:
     """Wait until files that tell of a hang are in ``paths`` and have not changed for ``SETTLED_S``
     seconds; at most ``timeout_s`` seconds. False: there are none."""
     until = clock() + timeout_s

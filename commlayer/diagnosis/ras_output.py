@@ -235,11 +235,7 @@ class _Text:
 
     def sound(self) -> tuple[RasCommunicator, ...]:
         """The communicators of which no rank is beyond their size."""
-        return tuple(
-            each
-            for each in self.communicators.values()
-            if max((*each.counts, *each.silent, 0)) < each.size
-        )
+        return tuple(each for each in self.communicators.values() if max((*each.counts, *each.silent, 0)) < each.size)
 
     def said(self) -> tuple[str, ...]:
         """What it says of processes and errors."""

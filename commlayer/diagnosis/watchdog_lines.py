@@ -41,7 +41,7 @@ _MOST_RANKS = 1 << 17
 _FAILURE_GAP_NS = 300 * 10**9
 """The silence of the watchdogs between two failures: a job that was started again numbers its calls
 anew. Ranks that time out in one failure do so within a minute or two, and the processes end."""
-EITHER = "CALL"
+EITHER = "call"
 """The kind of a call that may be either of two: the lines of two watchdogs lie in each other."""
 _NONE_YET = 1 << 62
 """From here on a number is torch's −1, written by some versions as if it had no sign."""
@@ -172,8 +172,7 @@ def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
     unplaced = [event for event in events if event.rank < 0 and (event.call or event.group)]
     if unplaced and not placed:
         remarks.append(
-            f"the rank is missing in {counted(len(unplaced), 'line')} of watchdogs: torch writes it "
-            "since 2.2"
+            f"the rank is missing in {counted(len(unplaced), 'line')} of watchdogs: torch writes it since 2.2"
         )
     last = _last_failure(placed)
     if len(last) < len(placed):
@@ -313,20 +312,20 @@ def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
         group.enqueued = max(group.enqueued, event.group.enqueued)
         group.started = max(group.started, event.group.started)
         group.completed = max(group.completed, event.group.completed)
-        if event.call is not None and group.call is None:
-            group.call = event.call
-        elif event.call and group.call and (EITHER, event.call.number) == (
-            group.call.kind,
-            group.call.number,
-        ):
-            kind, elements = event.call.kind, event.call.elements
-            group.call = replace(group.call, kind=kind, elements=elements)
+        group.call = _named(group.call, event.call)
         matches = [each for each in calls if (each[0].number, each[1]) == (event.work, event.place)]
         if matches and group.call is None:
             group.call = _either([call for call, _ in matches])
             if len(matches) == 1:  # each of several may be another group's
                 calls.remove(matches[0])
     return report
+
+
+def _named(call: TimedOutCall | None, by: TimedOutCall | None) -> TimedOutCall | None:
+    """The call of a group, with the kind in a line that names the group where it may be either of two."""
+    if by is None or (call is not None and (call.kind, call.number) != (EITHER, by.number)):
+        return call
+    return by if call is None else replace(call, kind=by.kind, elements=by.elements)
 
 
 def _either(calls: Sequence[TimedOutCall]) -> TimedOutCall:

@@ -310,6 +310,7 @@ def test_sound_outputs_of_ras_beside_a_stack_are_no_alarm(tmp_path: Path) -> Non
     assert result.exit_code == 0
     assert "rank 0: the program is at batches.py:210 in load" in result.output
 
+
 # Members of archives
 
 

@@ -262,7 +262,9 @@ def test_ranks_that_ras_does_not_list_are_not_taken_to_be_even() -> None:
     assert "3 ranks have launched up to operation 26" in text
     (_, diagnosis) = diagnose_ras([read_ras("ras.txt", text.encode())] * 2)[""]
     assert not diagnosis.waits
-    assert "cannot tell which ranks of communicator 0xcf264af53edbe986 have launched fewer AllReduce" in in_words(diagnosis)
+    assert "cannot tell which ranks of communicator 0xcf264af53edbe986 have launched fewer AllReduce" in in_words(
+        diagnosis
+    )
     listed = text.replace("operation 26", "operation 26\n  Rank 1 -- GPU 1\n  Rank 3 -- GPU 3\n  Rank 4 -- GPU 4")
     (_, diagnosis) = diagnose_ras([read_ras("ras.txt", listed.encode())] * 2)[""]
     assert {missing.call.rank for missing in diagnosis.waits} == {1, 3, 4}
