@@ -224,7 +224,7 @@ class _Unpacked:
         with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8") as archive:
             while True:
                 member = archive.next()
-                archive.members = []  # it would keep them all, each with its comments
+                archive.members = []  # type: ignore[attr-defined]  # it would keep all, with their comments
                 if member is None:
                     return
                 stream.left = max(member.size, 0) + _MOST_HEADERS
