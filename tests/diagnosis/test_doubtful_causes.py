@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def call(
 
 def dump(
     rank: int,
-    groups: dict[str, tuple[int, ...]],
+    groups: Mapping[str, tuple[int, ...]],
     entries: Sequence[Entry],
     *,
     age_s: float = 700.0,
@@ -66,7 +66,7 @@ def dump(
         rank=rank,
         written_ns=START_NS + int(age_s * 1e9),
         entries=list(entries),
-        group_ranks=groups,
+        group_ranks=dict(groups),
         backends=("nccl",),
         knows_beginnings=any(entry.state == "started" for entry in entries),
         lost=lost,

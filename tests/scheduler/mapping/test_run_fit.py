@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,8 @@ def test_a_fit_fades_with_traits_that_differ(estimate: StepEstimate) -> None:
 def test_a_fit_is_not_applied_to_other_machines_or_software(estimate: StepEstimate, trait: str) -> None:
     fit = fit_to([run_of(estimate, 1.4)])
     assert estimate.validity is not None
-    kind = estimate.validity.kind._replace(**{trait: "other"})
+    changes: dict[str, Any] = {trait: "other"}
+    kind = estimate.validity.kind._replace(**changes)
     assert set(fit.faded(kind).factors.values()) == {1.0}
     assert fit.note(kind).endswith("no run was of such GPUs, network and software")
 
