@@ -5,7 +5,7 @@ processes on torch's Gloo, which torch's own Flight Recorder records (up to 8 ra
 dumps with the states that NCCL's recorder writes, with and without times (up to 32 ranks). For each it
 counts whether the cause, the ranks and the places in the program are right. A false verdict blames
 a cause or ranks that are not at fault; "cannot be told" is none. Sound and slow jobs have to give no alarm.
-``--json FILE`` keeps every verdict.
+``--json FILE`` keeps every verdict. The dumps, pickled ones too, were made by this very run.
 """
 
 from __future__ import annotations

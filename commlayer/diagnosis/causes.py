@@ -282,10 +282,15 @@ def _absent(missing: Sequence[Missing]) -> Cause:
         calls=tuple(each.last or each.call for each in missing),
         words=(
             f"rank {first.call.rank} {state}, and has not come to {short_call(first.call)} of group "
-            f"{first.call.group}, for which {ranks_words(others)} wait{'s' * (len(others) == 1)}"
+            f"{first.call.group}, for which {_waiting(others)}"
             f"{more}"
         ),
     )
+
+
+def _waiting(ranks: Sequence[int]) -> str:
+    """``rank 3 waits``, ``ranks 0 and 1 wait``."""
+    return f"{ranks_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
 def _stalled(diagnosis: Diagnosis) -> Cause | None:
@@ -301,10 +306,7 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
             certainty="likely",
             ranks=diagnosis.without,
             calls=calls,
-            words=(
-                f"{ranks_words(diagnosis.without)} left no dump, and {ranks_words(ranks)} "
-                f"wait{'s' * (len(ranks) == 1)} in {where}"
-            ),
+            words=(f"{ranks_words(diagnosis.without)} left no dump, and {_waiting(ranks)} in {where}"),
         )
     return Cause(
         what="stalled",

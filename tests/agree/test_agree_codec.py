@@ -245,8 +245,9 @@ ALLOWED = {
     "commlayer/emulation/rank_process.py",
     "commlayer/emulation/forked_ranks.py",
     "commlayer/diagnosis/recorder_dumps.py",
+    "benchmarks/hangs.py",
 }
-"""One process tree of one user, and dumps of torch's that are read as data: see their docstrings."""
+"""One process tree of one user, dumps of torch's that are read as data, and dumps that were just made: see their docstrings."""
 WRITES = {"commlayer/diagnosis/flight_recorder.py"}
 """Writes a pickle, for torch's own analyzer takes no other format; and reads none."""
 

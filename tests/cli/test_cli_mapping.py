@@ -273,7 +273,7 @@ def test_another_rate_asks_which_network_has_it() -> None:
     "command",
     [
         ("estimate", *JOB, *ONE),
-        ("what-if", *JOB, *FEW, "--vary", "inter-factor", "--values", "0.1,1", "--compare", "folding"),
+        ("what-if", *JOB, *FEW, "--vary", "global-batch", "--values", "1000000,2000000", "--compare", "folding"),
         ("long-context", "-m", "mixtral-8x7b", "-c", "h100-eos", "--pp", "2", "--sequences", "4K,8K,128K,1M"),
         (
             "plan",

@@ -98,7 +98,7 @@ def test_a_graph_has_what_an_estimate_counts(graphs: dict[int, list[RankNode]], 
         if each.collective != "send_recv":
             expected[each.axis, each.collective] += each.count
     assert counted == expected
-    working = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
+    working = ("attention", "experts", "dense", "memory", "head", "recompute", "host", "optimizer")
     computed_us = sum(node.us for node in nodes)
     assert computed_us == pytest.approx(sum(estimate.parts.get(part, 0.0) for part in working), rel=0.02)
     assert all(node.ranks == group_ranks(setup, node.axis, 24) for node in nodes if node.axis in ("tp", "ep", "edp"))

@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simai_workload import simai_workload
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space, setups, simplicity
 
 EOS = clusters.load("h100-eos")
@@ -135,17 +135,23 @@ def test_fp8_crosses_in_its_own_format_but_for_the_input_of_experts() -> None:
 # What it takes
 
 
-def estimator(cluster: Cluster, model: ModelShape, gpus: int = 8, batch: int = 16) -> Estimator:
+def estimator(
+    cluster: Cluster, model: ModelShape, gpus: int = 8, batch: int = 16, software: Software = MEGATRON
+) -> Estimator:
     job = Job(model=model, gpus=gpus, global_batch=batch, sequence=TOKENS)
-    return Estimator(job, cluster, MEGATRON, efficiency=0.8)
+    return Estimator(job, cluster, software, efficiency=0.8)
 
 
 def test_what_a_neighbouring_layer_hides_costs_its_part_of_the_memory_alone() -> None:
     model = model_of("mixtral-8x22b")
-    of = estimator(on_host(400.0), model)
-    plain, offloaded = (of.estimate(Setup(gpus=8, ep=8, offload=word)) for word in (KEPT, "expert_fc1"))
+    setups = [Setup(gpus=8, ep=8, offload=word) for word in (KEPT, "expert_fc1")]
+    of = estimator(on_host(400.0), model, software=replace(MEGATRON, host="unknown"))
+    plain, offloaded = map(of.estimate, setups)
     assert "offload" not in offloaded.parts
     assert plain.step_us < offloaded.step_us < plain.step_us * 1.01
+    # While a GPU waits for launches, a copy takes memory's rate from nobody.
+    plain, offloaded = map(estimator(on_host(400.0), model).estimate, setups)
+    assert offloaded.step_us == plain.step_us
 
 
 def test_what_a_slow_link_takes_is_waited_for() -> None:

@@ -102,7 +102,7 @@ def test_a_workload_has_what_the_estimate_counts() -> None:
     computed_us = sum(each.ns for row in rows for each in (row.forward, row.inputs, row.weights)) / 1e3
     parts = estimator.estimate(SETUP).parts
     working = sum(
-        parts.get(part, 0.0) for part in ("attention", "experts", "dense", "memory", "recompute", "optimizer")
+        parts.get(part, 0.0) for part in ("attention", "experts", "dense", "memory", "recompute", "host", "optimizer")
     )
     assert computed_us == pytest.approx(working, rel=0.02)
 
