@@ -149,13 +149,13 @@ def what_if_command(
     _refuse_replaced(kind, given_options(ctx))
     is_fabric_named = given["fabric"] is not None
     request, space = with_fit(read_request(given), runs_of(measured)), read_space(given)
-    if kind == "inter_gbps" and not is_fabric_named:
-        ask_fabric(request.cluster, "--vary inter-gbps")
     if kind == "skew" and request.job.capacity_factor is not None:
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"
         )
     variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
+    if kind == "inter_gbps" and not is_fabric_named:
+        ask_fabric(request.cluster, "--vary inter-gbps")
     precisions = [str(value) for value in variation.values] if kind == "precision" else space.precision
     recompute = space.recompute if kind != "gpu" else ()
     request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)

@@ -573,7 +573,18 @@ def test_what_if_compares_ways_by_the_software_that_was_asked_for() -> None:
 
 
 def test_what_if_compares_software_with_what_was_asked_of_it() -> None:
-    options = ("--vary", "inter-gbps", "--values", "25,50", "--compare", "software", "--dispatcher", "deepep")
+    options = (
+        "--fabric",
+        "infiniband",
+        "--vary",
+        "inter-gbps",
+        "--values",
+        "25,50",
+        "--compare",
+        "software",
+        "--dispatcher",
+        "deepep",
+    )
     ways = call_json("what-if", *JOB, *FEW, "--tp", "2", "--folded", *options)["ways"]
     assert [way["software"] for way in ways] == ["commlayer, deepep dispatcher", "megatron, deepep dispatcher"]
 
