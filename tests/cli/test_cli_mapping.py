@@ -135,7 +135,19 @@ def test_searches_and_variations_say_what_they_are_fitted_to(tmp_path: Path) -> 
     found = call_json("search", *JOB, *FEW, "--top", "3", "--measured", str(runs))
     assert found["fit"]["factors"]["compute"] > 1
     assert [each["rank_by_time"] for each in sorted(found["mappings"], key=lambda each: each["step_us"])][:1] == [1]
-    vary = "what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "25,50", "--measured", str(runs)
+    vary = (
+        "what-if",
+        *JOB,
+        *FEW,
+        "--fabric",
+        "infiniband",
+        "--vary",
+        "inter-gbps",
+        "--values",
+        "25,50",
+        "--measured",
+        str(runs),
+    )
     assert call_json(*vary)["fit"]["runs"][0]["mapping"] == found["fit"]["runs"][0]["mapping"]
     notes = call(*vary).stderr
     assert "fitted to 1 measured run (+40.0% beside the estimate)" in notes
