@@ -23,7 +23,8 @@ from torch.utils.dlpack import from_dlpack
 
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
-from commlayer.agree.signature_check import SignatureCheck, described
+from commlayer.agree.signature_check import SignatureCheck
+from commlayer.agree.signature_words import signature_words
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import Call, Track, open_track
@@ -367,7 +368,7 @@ class Communicator:
     ) -> None:
         """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does
         not come."""
-        words = described(what, x, source.numel(), None, None, tuple(x.shape), call.plan)
+        words = signature_words(what, x, source.numel(), sizes=tuple(x.shape), plan=call.plan)
         try:
             signatures.compare(call.sequence, words, self._timeout_s)
             if replicated:

@@ -17,16 +17,15 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
+from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.store_answers import store_silent
 from commlayer.failures.waits import bounded, is_timeout, wait, within
 from commlayer.peer_words import read_number, read_text
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
-from commlayer.scheduler.plan import Plan
 
-__all__ = ["SignatureCheck", "described"]
+__all__ = ["SignatureCheck"]
 
 _STORE_PATIENCE_S = 2.0
 _DIGEST, _WIDTH = 32, 1024
@@ -74,24 +73,6 @@ class SignatureCheck:
                     f"{self._global_ranks[member]} calls {_text(theirs)}: all ranks of a group must make the same calls in the "
                     "same order (nothing was moved)"
                 )
-
-    def compare_call(
-        self,
-        sequence: int,
-        collective: str,
-        tensor: torch.Tensor | None,
-        num_bytes: int,
-        timeout_s: float,
-        *,
-        op: ReduceOp.RedOpType | None = None,
-        root: int | None = None,
-        sizes: tuple[int, ...] | None = None,
-        plan: Plan | None = None,
-        where: str = "",
-    ) -> None:
-        """:meth:`compare` the call that :func:`described` puts into words. ``where``: on what, " on
-        a device"."""
-        self.compare(sequence, described(collective, tensor, num_bytes, op, root, sizes, plan) + where, timeout_s)
 
     def _note(self, sequence: int, call: str, timeout_s: float) -> None:
         """Write down, for those who may wait in vain, which call this rank has come to. Bounded:
@@ -206,29 +187,6 @@ class SignatureCheck:
             return read_number(number, f"the rank that wrote {key}"), read_text(text)
         except DisagreementError:
             return -1, "unknown: what it says of its calls cannot be read"
-
-
-def described(
-    collective: str,
-    tensor: torch.Tensor | None,
-    num_bytes: int,
-    op: ReduceOp.RedOpType | None,
-    root: int | None,
-    sizes: tuple[int, ...] | None,
-    plan: Plan | None,
-) -> str:
-    """A call, as all ranks must make it. ``root``: its global rank."""
-    parts = [f"{num_bytes} bytes"]
-    if tensor is not None:
-        parts.append(str(tensor.dtype).removeprefix("torch."))
-    if op is not None:
-        parts.append(op.name)
-    if root is not None:
-        parts.append(f"root {root}")
-    if sizes is not None:
-        parts.append(f"sizes {list(sizes)}")
-    parts.append(f"plan {plan.name if plan else 'flat'}")
-    return f"{collective}({', '.join(parts)})"
 
 
 def _checksum(data: torch.Tensor) -> int:

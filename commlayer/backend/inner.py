@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp, Store, Work
+from torch._C._distributed_c10d import Store, Work
 
 from commlayer.backend.members import Noted
 from commlayer.calls.instruments import Instruments
@@ -20,7 +20,6 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
 from commlayer.scheduler.call_moves import Counts
-from commlayer.scheduler.plan import Plan
 
 __all__ = ["ComparesCalls", "Destroyed", "DeviceCalls", "Inherited", "InnerGroups"]
 
@@ -33,20 +32,6 @@ class ComparesCalls(Protocol):
     gloo: Any
 
     def compare(self, sequence: int, call: str, timeout_s: float) -> None: ...
-    def compare_call(
-        self,
-        sequence: int,
-        collective: str,
-        tensor: torch.Tensor | None,
-        num_bytes: int,
-        timeout_s: float,
-        *,
-        op: ReduceOp.RedOpType | None = None,
-        root: int | None = None,
-        sizes: tuple[int, ...] | None = None,
-        plan: Plan | None = None,
-        where: str = "",
-    ) -> None: ...
     def compare_splits(
         self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
     ) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
+from commlayer.agree.signature_words import signature_words
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
@@ -129,7 +130,7 @@ class KnownPlans:
             is_even = collective in ("all_reduce", "reduce_scatter")
             tensor, num_bytes = (source, size) if is_even else (None, 0)
             limit_s = self._inner.timeout.total_seconds()
-            signatures.compare_call(order.sequence + 1, collective, tensor, num_bytes, limit_s, plan=plan)
+            signatures.compare(order.sequence + 1, signature_words(collective, tensor, num_bytes, plan=plan), limit_s)
         if calls.instead is not None:  # the plan was looked up when the call was made
             assert order.call is not None
             order.sequence = order.call.sequence = order.sequence + 1

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
+from commlayer.agree.signature_words import signature_words
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
 from commlayer.backend.known_plans import EncodedSum
 from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork
@@ -252,17 +253,8 @@ class OnDevice:
         limit_s = order.inner.timeout.total_seconds()
 
         def compare() -> None:
-            signatures.compare_call(
-                order.sequence + 1,
-                collective,
-                tensor,
-                num_bytes,
-                limit_s,
-                op=op,
-                root=from_rank,
-                plan=plan,
-                where=" on a device",
-            )
+            words = signature_words(collective, tensor, num_bytes, op=op, root=from_rank, plan=plan)
+            signatures.compare(order.sequence + 1, f"{words} on a device", limit_s)
 
         self.meet(collective, compare)
 

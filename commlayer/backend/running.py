@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
+from commlayer.agree.signature_words import signature_words
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
@@ -143,17 +144,8 @@ class Calls:
             from_rank = None if root is None else self.members.global_ranks[root]
             if timeout is None or timeout.total_seconds() < 0:
                 timeout = self.inner.timeout
-            self.inner.signatures.compare_call(
-                self.order.sequence + 1,
-                collective,
-                tensor,
-                num_bytes,
-                timeout.total_seconds(),
-                op=op,
-                root=from_rank,
-                sizes=sizes,
-                plan=plan,
-            )
+            words = signature_words(collective, tensor, num_bytes, op=op, root=from_rank, sizes=sizes, plan=plan)
+            self.inner.signatures.compare(self.order.sequence + 1, words, timeout.total_seconds())
         if choices is not None and choices.experience.pending is not None:
             limit_s = 0.0 if timeout is None else timeout.total_seconds()
             self.run_pending(self.inner.planned, limit_s if limit_s > 0 else None)
