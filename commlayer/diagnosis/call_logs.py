@@ -93,6 +93,20 @@ class WaitLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tag: int = 0
     since_ns: int = 0
 
+    @classmethod
+    def of(cls, call: CallLog, thread: int) -> WaitLog:
+        """Return the wait of ``thread`` for ``call``, from when it was issued on."""
+        return cls(
+            thread=thread,
+            group=call.group,
+            kind=call.kind,
+            number=call.number,
+            site=call.site,
+            peer=call.peer,
+            tag=call.tag,
+            since_ns=call.issued_ns,
+        )
+
 
 class MessageCount(msgspec.Struct, frozen=True, array_like=True):
     """How many messages of a kind, with that peer and tag, a rank has posted in a group."""

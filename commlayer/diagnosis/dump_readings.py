@@ -157,7 +157,7 @@ def _too_old(logs: Sequence[RankLog], diagnosis: Diagnosis) -> dict[int, str]:
 
 
 def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: _Groups, *, is_on_device: bool) -> Iterator[str]:
-    """What was taken for granted in the reading of dumps."""
+    """The sentences on what was taken for granted in the reading of dumps."""
     if groups.inferred:
         yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
     if any(isinstance(finding, Cycle) for finding in diagnosis.findings):
@@ -196,7 +196,7 @@ def _has_messages(dumps: Sequence[Dump]) -> bool:
 
 
 def _open(dumps: Sequence[Dump], *, has_messages: bool) -> Iterator[str]:
-    """What cannot be told, because messages are not recorded."""
+    """The sentence on what cannot be told where messages are not recorded; none where they are."""
     entries = [entry for dump in dumps for entry in dump.entries]
     is_on_host = bool(entries) and all(entry.is_on_host for entry in entries)
     if has_messages or (is_on_host and all(entry.has_ended for entry in entries)):
@@ -393,17 +393,7 @@ def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
         call = _call(record, order[record.group], thread, is_on_host=is_on_host)
         calls.append(call)
         if id(record) in in_flight:
-            waits.append(
-                WaitLog(
-                    thread=thread,
-                    group=call.group,
-                    kind=call.kind,
-                    number=call.number,
-                    site=call.site,
-                    peer=call.peer,
-                    since_ns=call.issued_ns,
-                )
-            )
+            waits.append(WaitLog.of(call, thread))
     now_ns = max([dump.written_ns, *(record.entry.time_created_ns for record in records)])
     return as_foreign(
         RankLog(

@@ -281,16 +281,7 @@ def _log(
         call = _call(len(group_logs) - 1, own, group, thread)
         calls.append(call)
         if thread:
-            waits.append(
-                WaitLog(
-                    thread=thread,
-                    group=call.group,
-                    kind=call.kind,
-                    number=call.number,
-                    site=call.site,
-                    since_ns=call.issued_ns,
-                )
-            )
+            waits.append(WaitLog.of(call, thread))
     return as_foreign(
         RankLog(
             job=report.job,
