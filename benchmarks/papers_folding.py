@@ -74,8 +74,8 @@ FACTORS = {{
 TOLERANCE = 0.15
 
 _MEGATRON = replace(MEGATRON, host="unknown")
-"""What hosts add is in the fitted factors: the rows that these are fitted to have it as the others have. With launches as of
-other software, and factors fitted anew, mean errors are 5.1, 1.9 and 5.5 %."""
+"""Megatron without launches of the host: these are in the fitted factors, as the rows that they are fitted to have them.
+Rejected: launches as of other software, and factors fitted anew, with mean errors of 5.1, 1.9 and 5.5 %."""
 _FSDP = replace(_MEGATRON, name="fsdp", overlaps_gradients=False, overlaps_parameters=False)
 SOFTWARE_OF: dict[Method, Software] = {
     "FSDP": _FSDP,

@@ -138,8 +138,8 @@ def _edges(choices: Sequence[tuple[float, float, float]]) -> str:
         {values[0], values[-1]} & set(column) for values, column in zip(_GRID, zip(*choices, strict=True), strict=True)
     ]
     units = (" µs where the host waits", " µs where it runs ahead", " for a Grace")
-    taken = [f"{number:g}{unit}" for numbers, unit in zip(ends, units, strict=True) for number in sorted(numbers)]
-    return ", ".join(taken) or "none"
+    words = [f"{number:g}{unit}" for numbers, unit in zip(ends, units, strict=True) for number in sorted(numbers)]
+    return ", ".join(words) or "none"
 
 
 def _fitted(rows: Sequence[_Row]) -> tuple[float, float, float]:

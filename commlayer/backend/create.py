@@ -265,8 +265,8 @@ class Connector:
         watched, cpu = Watched(gloo, self.board), torch.device("cpu")
         peers = Peers(watched, request.global_ranks, request.rank, cpu)
         where = f"pg_options of the group {request.name}"
-        told = {f"{where} ({name})": value for name, value in (note or {}).items()}
-        return GatheredStore(peers, request.timeout.total_seconds(), purpose, told)
+        notes = {f"{where} ({name})": value for name, value in (note or {}).items()}
+        return GatheredStore(peers, request.timeout.total_seconds(), purpose, notes)
 
     @contextmanager
     def connecting(self, purpose: str, at: str = "") -> Iterator[None]:

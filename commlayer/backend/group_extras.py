@@ -181,14 +181,14 @@ class _Devices:
         own, name = PrefixStore(f"{purpose}/", self.connector.store), f"{request.name}: {purpose}"
 
         def make() -> Nccl:
-            given, members = like_options(self.options.nccl), request.global_ranks
+            nccl_options, members = like_options(self.options.nccl), request.global_ranks
             made = make_nccl(
                 own,
                 request.rank,
                 members,
                 timeout,
                 name,
-                given,
+                nccl_options,
                 is_default=False,
                 is_split=False,
                 lane=lane,

@@ -98,12 +98,12 @@ def _wrapped_monitored_barrier(original: Callable[..., Any]) -> Callable[..., An
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         from commlayer.backend.group import CommlayerGroup
 
-        found = group if group is not None else c10d.GroupMember.WORLD
-        if not isinstance(found, CommlayerGroup):
+        own = group if group is not None else c10d.GroupMember.WORLD
+        if not isinstance(own, CommlayerGroup):
             return original(group, timeout, wait_all_ranks)
         limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         limit = c10d.default_pg_timeout if limit is None else limit
-        return found.monitored_barrier(limit, wait_all_ranks)
+        return own.monitored_barrier(limit, wait_all_ranks)
 
     return monitored_barrier
 
@@ -115,10 +115,10 @@ def _wrapped_set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
     def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
         from commlayer.backend.group import CommlayerGroup
 
-        found = group if group is not None else c10d.GroupMember.WORLD
+        own = group if group is not None else c10d.GroupMember.WORLD
         original(timeout, group)
-        if isinstance(found, CommlayerGroup):
-            found.set_timeout(timeout)
+        if isinstance(own, CommlayerGroup):
+            own.set_timeout(timeout)
 
     return _set_pg_timeout
 

@@ -181,7 +181,7 @@ def read_ras(name: str, data: bytes) -> RasOutput:
         text = _Text()
         for line in data.decode("utf-8", "replace").splitlines():
             text.take(line[:200])
-        return RasOutput(name, text.sound(), checksum=zlib.crc32(data), notes=text.said())
+        return RasOutput(name, text.sound(), checksum=zlib.crc32(data), notes=text.remarks())
     content = parse_record(data, _RasJson, name, "the output of ncclras -f json")
     for each in content.communicators:
         places = [rank.rank for rank in each.ranks] + [rank.rank for rank in each.missing_ranks]
@@ -206,7 +206,7 @@ def _of_json(content: _JsonCommunicator) -> RasCommunicator:
 
 
 class _Text:
-    """What a text has said so far. ``at``, ``section``, ``kind``: the communicator, the fault and
+    """The state of reading a text. ``at``, ``section``, ``kind``: the communicator, the fault and
     the kind of calls that the next lines are about; ``common``: the count of the ranks that they
     list, −1: none yet. Ranks that are not listed have the count that most have."""
 
@@ -237,8 +237,8 @@ class _Text:
         """The communicators of which no rank is beyond their size."""
         return tuple(each for each in self.communicators.values() if max((*each.counts, *each.silent, 0)) < each.size)
 
-    def said(self) -> tuple[str, ...]:
-        """What it says of processes and errors."""
+    def remarks(self) -> tuple[str, ...]:
+        """The remarks of the text on processes and errors."""
         return tuple(
             f"RAS writes {of}: {printable('; '.join(lines[:_MOST_NOTES]), keep='')}"
             for of, lines in itertools.islice(self.notes.items(), _MOST_NOTES)

@@ -44,7 +44,7 @@ anew. Ranks that time out in one failure do so within a minute or two, and the p
 EITHER = "call"
 """The kind of a call that may be either of two: the lines of two watchdogs lie in each other."""
 _NONE_YET = 1 << 62
-"""From here on a number is torch's −1, written by some versions as if it had no sign."""
+"""The least number that stands for torch's −1, which some versions write as if it had no sign."""
 
 _LAUNCHED = re.compile(r"\[rank(\d{1,7})\]:\s*\[")
 _RAY = re.compile(r"\(([\w.]{1,100}) pid=\d+")
