@@ -223,7 +223,7 @@ ASSUMPTIONS = (
     ),
     ("Micro-batches of one sequence", "the same configurations; nothing else is printed."),
     (
-        "Recomputation: the least (none, selective, full) that fits in memory",
+        "Recomputation: the least (none, megascale, full) that fits in memory",
         "not printed; the same configurations have none for the two models.",
     ),
     (

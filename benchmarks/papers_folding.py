@@ -85,7 +85,7 @@ SOFTWARE_OF: dict[Method, Software] = {
     "folded": _MEGATRON,
 }
 """Section 4.2: FSDP's communication "cannot be effectively overlapped", FSDP+EP's "cannot be fully overlapped"."""
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "megascale", "full")
 
 
 @dataclass(frozen=True, slots=True)

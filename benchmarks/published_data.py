@@ -30,7 +30,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One published measurement of a training step.
 
     ``overlap``: of the exchange with experts: none, 1f1b (another micro-batch's computation, as Megatron-Core), dualpipe,
-    operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or selective. ``offload``:
+    operators (chunks in and between operators). ``recompute``: Megatron's modules, or full, or megascale. ``offload``:
     Megatron's modules whose inputs are in the host's memory. ``balance``: forced (the router is made even) or natural.
     ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold.
     ``layout``: of layers on the pipeline's chunks, where the source's configuration has another than the even one.

@@ -177,7 +177,7 @@ def _setup(row: Published, estimator: Estimator) -> tuple[Setup, list[str]]:
         offload=canonical_offload("+".join(row.offload) or KEPT),
     )
     if "recompute" in row.assumed and not row.recompute:
-        for recompute in ("none", "selective", "full"):
+        for recompute in ("none", "megascale", "full"):
             setup = replace(setup, recompute=recompute)
             if estimator.memory(setup).total <= estimator.memory_limit:
                 break
@@ -196,7 +196,7 @@ def _schedule(row: Published) -> tuple[PipelineSchedule, list[str]]:
 
 
 def _recompute(row: Published) -> Recompute:
-    if not row.recompute or row.recompute == ("selective",) or row.recompute == ("full",):
+    if not row.recompute or row.recompute == ("megascale",) or row.recompute == ("full",):
         return row.recompute[0] if row.recompute else "none"
     return canonical("+".join(row.recompute))
 

@@ -119,8 +119,8 @@ RECOMPUTATION = _modules("recomputation", RECOMPUTE, canonical)
 PIPELINE_LAYOUT = Parsed("layout", canonical_layout, "[even|auto|LAYOUT]")
 _LAYOUT_HELP = "Layers of each chunk, such as 'Et*3|(tt|)*29m|L'; auto: the fastest that fits."
 _RECOMPUTE_HELP = (
-    "Activations that backward computes again; selective: MegaScale-MoE's choice (Megatron-LM's word means core_attn); modules: "
-    f"{', '.join(MODULES)}."
+    "Activations that backward computes again; megascale: MegaScale-MoE's choice; selective: core_attn, as in Megatron-LM; "
+    f"modules: {', '.join(MODULES)}."
 )
 OFFLOADING = _modules("offloading", (KEPT,), canonical_offload)
 _OFFLOAD_HELP = (

@@ -176,7 +176,7 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     if same:
         echo(f"all mappings: {same}")
     if "recompute" in "".join(names):
-        echo("selective, full, or modules: of activations, what is computed again")
+        echo("megascale, full, or modules: of activations, what is computed again")
     if "offload" in "".join(names):
         echo("offload: modules whose inputs are in the host's memory until their backward pass")
     echo()

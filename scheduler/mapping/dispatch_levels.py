@@ -81,7 +81,7 @@ class DispatchLevels:
             collective = "reduce_scatter" if is_back else "all_gather"
             weights = self._of_all(flat, "weights", WEIGHT_BYTES, collective)
             found = [*found, weights] if is_back else [weights, *found]
-        elif suffix == "" or (suffix == "again" and self.setup.recompute != "selective"):
+        elif suffix == "" or (suffix == "again" and self.setup.recompute != "megascale"):
             index_bytes = packed_index_bytes(self.job.model.experts)
             found.insert(0, self._of_all(flat, "choices", index_bytes, "all_gather"))
         return tuple(found)

@@ -186,7 +186,7 @@ def expansion(
     sequences: Sequence[int] = SEQUENCES,
     tokens_per_rank: int | None = TOKENS_PER_RANK,
     memory_limit: float | None = None,
-    recompute: Recompute = "selective",
+    recompute: Recompute = "megascale",
     micro_batches: int | None = None,
     joined_nodes: int | None = None,
     make: Callable[[Job, Cluster], Estimates] | None = None,

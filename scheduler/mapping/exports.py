@@ -126,7 +126,7 @@ def torchtitan(job: Job, setup: Setup) -> Section:
             "pipeline_parallel_degree": setup.pp,
             "expert_parallel_degree": setup.ep,
         },
-        "activation_checkpoint": {"mode": setup.recompute},
+        "activation_checkpoint": {"mode": _TORCHTITAN_MODES.get(setup.recompute, setup.recompute)},
     }
     if setup.pp > 1 or setup.ep > 1:
         config["training"]["disable_cuda_graphs"] = (
@@ -150,6 +150,8 @@ def _torchtitan_schedule(setup: Setup) -> str:
     return "Interleaved1F1B" if setup.vpp > 1 else "1F1B"
 
 
+_TORCHTITAN_MODES = {"megascale": "selective"}
+"""The nearest of its modes of recomputation, where it has another name there."""
 _DEFAULT_CHUNKS = (1, 2)
 """The chunks of a pipeline rank, by torchtitan's two schedules, where no layers per stage are given."""
 
@@ -180,7 +182,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
-        f"it recomputes no modules by name, got {setup.recompute}: choose none, selective or full": bool(
+        f"it recomputes no modules by name, got {setup.recompute}: choose none, megascale or full": bool(
             modules_of(setup.recompute)
         ),
         f"it offloads no modules by name, got {setup.offload}: choose offload none": setup.offload != KEPT,
@@ -210,9 +212,10 @@ def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append("weights are sharded over cp in any case")
     if job.capacity_factor is not None:
         notes.append("it never drops tokens: the capacity factor has no counterpart")
-    if setup.recompute == "selective":
+    if setup.recompute == "megascale":
         notes.append(
-            "selective means there: keep matrix products and what was exchanged; here it is MegaScale-MoE's (A.2)"
+            "megascale recomputation (MegaScale-MoE, A.2) is none of its modes: the nearest is selective, which keeps matrix "
+            "products and what was exchanged"
         )
     if setup.precision != "bf16":
         notes.append("FP8 is the program's: Float8LinearConverter, Float8GroupedExpertsConverter and torchao")
@@ -285,9 +288,9 @@ def _deepspeed_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append("recomputation is the program's: deepspeed.checkpointing.checkpoint around each layer")
     elif modules_of(setup.recompute):
         notes.append(f"recomputation is the program's: deepspeed.checkpointing.checkpoint around {setup.recompute}")
-    elif setup.recompute == "selective":
+    elif setup.recompute == "megascale":
         notes.append(
-            "selective recomputation is the program's: checkpoint norms, SwiGLU and dispatch (MegaScale-MoE, A.2)"
+            "megascale recomputation is the program's: checkpoint norms, SwiGLU and dispatch (MegaScale-MoE, A.2)"
         )
     if "sequence_parallel_size" in deepspeed(job, setup):
         notes.append(

@@ -63,9 +63,9 @@ def megatron(job: Job, setup: Setup, software: Software = MEGATRON) -> list[str]
 def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tuple[str, ...]:
     """Where the flags are the nearest thing and not the same."""
     notes = []
-    if setup.recompute == "selective":
+    if setup.recompute == "megascale":
         notes.append(
-            "selective recomputation here drops also the gathered inputs and what dispatch brought (MegaScale-MoE, A.2); the "
+            "megascale recomputation drops also the gathered inputs and what dispatch brought (MegaScale-MoE, A.2); the "
             "nearest of Megatron recomputes norms and the experts' activation: its activations are larger"
         )
     if setup.attention == "ulysses":
@@ -285,7 +285,7 @@ def _moe(job: Job, setup: Setup, software: Software) -> Iterator[str]:
 def _memory(job: Job, setup: Setup) -> Iterator[str]:
     yield "--bf16"
     yield from _precision(setup)
-    if setup.recompute == "selective":
+    if setup.recompute == "megascale":
         yield from ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
     elif modules := modules_of(setup.recompute):
         named = (module for module in MODULES if module in modules)
@@ -321,7 +321,7 @@ def _stands_in_for_delayed(setup: Setup) -> bool:
     """Whether another recipe is taken than delayed scaling, its default, which cannot recompute norms and activations."""
     if setup.precision not in ("fp8", "fp8-delayed"):
         return False
-    return setup.recompute == "selective" or bool(modules_of(setup.recompute) & {"moe_act", "layernorm"})
+    return setup.recompute == "megascale" or bool(modules_of(setup.recompute) & {"moe_act", "layernorm"})
 
 
 def _state(setup: Setup, software: Software) -> Iterator[str]:

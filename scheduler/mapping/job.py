@@ -83,7 +83,7 @@ class Setup:
         gpus, tp, cp, pp, ep, etp: as :class:`~commlayer.scheduler.mapping.folded.FoldedMapping`.
         vpp: chunks of layers that each pipeline rank has, interleaved; 1: none are, as with DualPipe.
         micro_batch: sequences of a micro-batch of one data-parallel rank.
-        recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input
+        recompute: of activations in the backward pass: ``none``, ``megascale`` (MegaScale-MoE A.2), ``full`` (a layer's input
             stays), or modules by Megatron's names (:mod:`commlayer.scheduler.mapping.recomputation`).
         precision: of matrix products, by a recipe (:mod:`commlayer.scheduler.mapping.precisions`); ``fp8``: the GPU's usual one.
         dispatch: how tokens go to experts.
@@ -152,7 +152,9 @@ class Setup:
         ordered = {"recompute": canonical(self.recompute), "offload": canonical_offload(self.offload)}
         for name, modules in ordered.items():
             if (given := getattr(self, name)) != modules:
-                raise UsageError(f"{name}: expected each module once, in this order: {modules!r}, got {given!r}")
+                raise UsageError(
+                    f"{name}: expected each module once, by its name and in this order: {modules!r}, got {given!r}"
+                )
         if why := unfit_modules(self.recompute, precision=self.precision, is_merged=self.is_merged):
             raise UsageError(f"recompute {self.recompute}: {why}")
         if why := unfit_offload(self.offload, self.recompute):
@@ -165,7 +167,7 @@ class Setup:
         if self.schedule == "1f1b-overlap" and self.dispatch == "all_gather":
             why = why or "it hides an exchange by all_to_all, got dispatch=all_gather: set all_to_all"
         if self.recompute == "full":
-            why = why or "its merged layers cannot be computed again as a whole: set recompute to selective or none"
+            why = why or "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
         if self.zero > 1 and self.pp > 1:
             why = (
                 why

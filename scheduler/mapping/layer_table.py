@@ -180,7 +180,7 @@ class Exchange(NamedTuple):
 class Saved(NamedTuple):
     """Elements that are kept for the backward pass, per ``token`` or ``row``.
 
-    ``remade``: the ways of recomputation, besides ``full``, that make them again (``selective``, or
+    ``remade``: the ways of recomputation, besides ``full``, that make them again (``megascale``, or
     modules). ``offload``: the module with which they go to the host's memory; empty: they stay.
     """
 
@@ -244,7 +244,7 @@ def layer_table(model: ModelShape, cut: LayerCut, is_moe: bool) -> tuple[LayerOp
 def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
     hidden, sequence = model.hidden, cut.tp * model.hidden
     norm = Weight("norms", WHOLE, hidden)
-    normed = _ways("selective layernorm")
+    normed = _ways("megascale layernorm")
     gathers = cut.splits_attention and cut.keeps_sequences
     streams = [_streams(model)] if model.streams > 1 else []
     yield from streams
@@ -256,9 +256,9 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
             # but for latent attention the norm is one kernel with the projections, and its input leaves with theirs
             Saved(hidden, offload="qkv_linear" if model.latent is None else "attn_norm"),
             Saved(hidden, normed, "qkv_linear", "operand"),
-            Saved((sequence - hidden) * gathers, _ways("selective")),
+            Saved((sequence - hidden) * gathers, _ways("megascale")),
         ),
-        remade=_ways("selective"),
+        remade=_ways("megascale"),
         norm=2 * hidden,
     )
     yield from _attention(model, cut)
@@ -273,7 +273,7 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
             Saved(hidden, offload="mlp_norm" if is_moe else ""),
             Saved(hidden, normed),
         ),
-        remade=_ways("selective"),
+        remade=_ways("megascale"),
         norm=2 * hidden,
     )
     if not is_moe:  # of width 0 where the model has no dense layers, and nobody asks but memory's buffers
@@ -380,10 +380,10 @@ def _softmax(model: ModelShape, cut: LayerCut, scores: _Scores) -> Iterator[Laye
     parts, axis = (tp, "dp_cp") if cut.splits_attention else (1, WHOLE)
     query, key_value, value = head_sizes(model)
     needed, sequence = kv_heads_needed(model, tp), tp * hidden
-    selective = _ways("selective")
+    megascale = _ways("megascale")
     if cut.splits_attention:
         gathered = Exchange("sequence", "tp", "all_gather", sequence)
-        yield LayerOp("before_attention", exchange=gathered, overlaps="projections", remade=selective)
+        yield LayerOp("before_attention", exchange=gathered, overlaps="projections", remade=megascale)
     yield from _projected(model, cut, scores)
     rotated: float = model.head_dim * (model.heads + model.kv_heads)
     if model.latent is not None:
@@ -401,14 +401,14 @@ def _softmax(model: ModelShape, cut: LayerCut, scores: _Scores) -> Iterator[Laye
     yield from _core(model, cut, scores, context)
     if not cut.splits_attention:
         to_rows = Exchange("rows", "tp", "all_to_all_v", model.heads * value)
-        yield LayerOp("after_attention", exchange=to_rows, remade=selective)
+        yield LayerOp("after_attention", exchange=to_rows, remade=megascale)
     joined, width = model.compressed, model.heads * value
     if joined is not None:  # groups of heads, each projected by itself
         yield LayerOp(
             "out",
             weights=(Weight("sharded", axis, width * joined.out_rank // parts),),
             products=(Product("attention", width / parts, joined.out_rank),),
-            saved=(Saved(width, selective, "attn_proj"),),
+            saved=(Saved(width, megascale, "attn_proj"),),
         )
         width = joined.groups * joined.out_rank
     yield LayerOp(
@@ -463,7 +463,7 @@ def _core(model: ModelShape, cut: LayerCut, scores: _Scores, context: int) -> It
     elif model.latent is not None and scores.indexer is not None:
         shared, rank = model.latent.kv_rank + model.latent.rope_dim, model.latent.kv_rank
         read, queries, keys, output = shared + rank, model.heads * shared, cut.tp * shared, model.heads * rank
-        yield LayerOp("out", saved=(Saved(model.heads * value, _ways("selective"), "attn_proj"),))
+        yield LayerOp("out", saved=(Saved(model.heads * value, _ways("megascale"), "attn_proj"),))
     is_narrow = model.latent is None and model.head_dim <= _NARROW_HEAD and reach is None
     yield LayerOp(
         "core",
@@ -510,8 +510,8 @@ def _indexer(model: ModelShape, indexer: AttentionIndexer, cut: LayerCut, rate: 
 def _into_out(output: int, cut: LayerCut) -> tuple[Saved, ...]:
     """List what the projection behind attention keeps beside attention itself: rows, after Ulysses'
     exchange, and a cast copy."""
-    rows = () if cut.splits_attention else (Saved(output, _ways("selective"), "attn_proj", "output"),)
-    return (*rows, Saved(output, _ways("selective"), "attn_proj", "output_cast"))
+    rows = () if cut.splits_attention else (Saved(output, _ways("megascale"), "attn_proj", "output"),)
+    return (*rows, Saved(output, _ways("megascale"), "attn_proj", "output_cast"))
 
 
 def _grouped_queries(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
@@ -527,7 +527,7 @@ def _grouped_queries(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
             "projections",
             weights=(Weight("copied", WHOLE, hidden * rank), Weight("norms", WHOLE, rank)),
             products=(Product("attention", hidden, rank),),
-            saved=(Saved(rank, _ways("selective"), "qkv_linear"),),
+            saved=(Saved(rank, _ways("megascale"), "qkv_linear"),),
         )
     inner = rank or hidden
     yield LayerOp(
@@ -557,7 +557,7 @@ def _compressed(
     hidden, size, rank = model.hidden, model.head_dim, compressed.q_rank
     columns = (4 * size if scores.indexer else 2 * size) if scores.rate else 0
     places = columns // 2 * scores.rate + size * (scores.rate > 0)  # a bias of each place, and a norm
-    selective = _ways("selective")
+    megascale = _ways("megascale")
     yield LayerOp(
         "projections",
         weights=(
@@ -570,8 +570,8 @@ def _compressed(
             Product("attention", rank, model.heads * size / parts),
         ),
         saved=(
-            Saved(rank + size + columns, selective, "qkv_linear"),
-            Saved(rank, selective, "qkv_linear", "operand"),
+            Saved(rank + size + columns, megascale, "qkv_linear"),
+            Saved(rank, megascale, "qkv_linear", "operand"),
         ),
     )
 
@@ -584,7 +584,7 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: LayerCut) -> Iterat
     hidden, heads, ranks = model.hidden, model.heads, latent.q_rank + latent.kv_rank
     key, inner = latent.nope_dim + latent.rope_dim, latent.q_rank or model.hidden
     query_down = Weight("copied", WHOLE, hidden * latent.q_rank), Weight("norms", WHOLE, latent.q_rank)
-    selective = _ways("selective")
+    megascale = _ways("megascale")
     yield LayerOp(
         "projections",
         weights=(*(query_down if latent.q_rank else ()), Weight("sharded", axis, inner * heads * key // parts)),
@@ -599,8 +599,8 @@ def _latent(model: ModelShape, latent: LatentAttention, cut: LayerCut) -> Iterat
         ),
         products=(Product("attention", hidden, ranks + latent.rope_dim),),
         saved=(
-            Saved(ranks + latent.rope_dim, selective, "qkv_linear"),
-            Saved(ranks, selective | {"mla_up_proj"}, "qkv_linear", "operand"),
+            Saved(ranks + latent.rope_dim, megascale, "qkv_linear"),
+            Saved(ranks, megascale | {"mla_up_proj"}, "qkv_linear", "operand"),
         ),
     )
     if model.gated_attention:
@@ -672,7 +672,7 @@ def _through_a_head(
             Product("attention", hidden, inner),
             Product("attention", linear.value_dim, elements / parts),
         ),
-        saved=(Saved(inner, _ways("selective")), Saved(elements, offload="core_attn")),
+        saved=(Saved(inner, _ways("megascale")), Saved(elements, offload="core_attn")),
     )
 
 
@@ -723,7 +723,7 @@ def _experts(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     ``unpermute`` move depends on how tokens come (mapping/layer_work.py)."""
     hidden, matrices, width = model.routed_hidden, model.matrices, model.width / cut.etp
     moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
-    again = moe | {"selective"}
+    again = moe | {"megascale"}
     yield LayerOp("permute", remade=again)
     yield LayerOp("dispatch", remade=again)
     yield LayerOp("gather_experts", remade=again)
@@ -777,10 +777,10 @@ def _ffn(model: ModelShape, cut: LayerCut, part: str, width: int) -> tuple[Layer
     sequence = gathered * (cut.tp > 1 and cut.splits_attention and cut.keeps_sequences)
     saved = [
         # beside experts a router needs it in BF16 as well
-        Saved(hidden, remade | {"selective", "layernorm"}, format="cast" if is_shared else "recast"),
+        Saved(hidden, remade | {"megascale", "layernorm"}, format="cast" if is_shared else "recast"),
         Saved(inner, remade, format="gated" if model.gated else "bf16"),
-        Saved(width, remade | {"selective"}, format="operand"),
-        Saved(sequence, _ways("selective moe mlp shared_experts")),
+        Saved(width, remade | {"megascale"}, format="operand"),
+        Saved(sequence, _ways("megascale moe mlp shared_experts")),
     ]
     shared = LayerOp(
         "shared",

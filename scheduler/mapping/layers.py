@@ -13,7 +13,7 @@ What is hidden, and behind what:
   (scheduler/overlap.py) and the experts are whole (etp 1).
 - tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is
   predicted to take less all the same.
-- what ``selective`` recomputation sends again is issued at the beginning of the layer's backward
+- what ``megascale`` recomputation sends again is issued at the beginning of the layer's backward
   pass (MegaScale-MoE, figure 8b).
 - what a layer has in the host's memory (mapping/host_copies.py), behind its neighbour: what the
   layer before sends there leaves while this one computes forward, and what the layer below needs
@@ -561,15 +561,15 @@ def _computed(work: LayerWork, segment: str, us: float) -> Compute:
 def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], Places]:
     """Return what recomputation but ``full`` computes and sends again, and what else is sent again.
 
-    ``selective`` sends all of it beside its work, and waits at once for what that does not hide. Of
+    ``megascale`` sends all of it beside its work, and waits at once for what that does not hide. Of
     modules calls are waited for one by one, as in their forward pass.
     """
     ways = ways_of(setup.recompute)
     if not ways:
         return [], resent
-    if "selective" in ways:
+    if "megascale" in ways:
         calls = [call for place in resent if place != "parameters" for call in resent[place]]
-        remade = Compute(work.remade("selective"), "recompute", is_streaming=True)
+        remade = Compute(work.remade("megascale"), "recompute", is_streaming=True)
         return _beside_product(calls, remade), {"parameters": resent.get("parameters", [])}
     sent: list[PlannedCall] = []
     left: Places = {}

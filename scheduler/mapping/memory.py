@@ -104,14 +104,14 @@ def kept_elements(
     """Count what a layer keeps for its backward pass. A rank's share are a sample's tokens over tp
     · cp; an FFN under tp has tp times as many, narrower.
 
-    ``none``: what its operations keep (mapping/layer_table.py). ``selective`` (MegaScale-MoE, A.2),
+    ``none``: what its operations keep (mapping/layer_table.py). ``megascale`` (MegaScale-MoE, A.2),
     or modules: as ``none`` without what they compute again. ``full``: a layer's input alone
     (Megatron).
     """
     ops, sizes, ways = layer_table(model, cut, is_moe), formats.sizes(), ways_of(recompute)
     if recompute == "full":
         return LayerElements(ops[0].saved[0].elements, 0.0)
-    if recompute == "selective":
+    if recompute == "megascale":
         sizes["output"] = 1.0  # in BF16 whatever the recipe
     return _summed((each, part * sizes[each.format]) for each, part in _saved(ops) if not each.remade & ways)
 
@@ -143,7 +143,7 @@ def offloaded_elements(
     and leaves with the second), and where it is computed again as well.
     """
     modules, ways, sizes = offloaded_modules(offload), ways_of(recompute), formats.sizes()
-    if recompute == "selective":
+    if recompute == "megascale":
         modules -= {"expert_fc1"}
     saved = _saved(layer_table(model, cut, is_moe))
     named = [(each, part) for each, part in saved if each.offload in modules]

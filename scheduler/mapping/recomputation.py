@@ -3,10 +3,10 @@
 Three words, and modules by Megatron-Core's names (``--recompute-modules``), joined by ``+`` where
 there are several:
 
-- ``none``; ``full``: a layer's input stays, all else is made again; ``selective``: MegaScale-MoE's
+- ``none``; ``full``: a layer's input stays, all else is made again; ``megascale``: MegaScale-MoE's
   choice (A.2).
-- ``core_attn``: attention's core. With fused attention, whose output the projection behind it
-  keeps, that frees nothing.
+- ``core_attn``: attention's core; Megatron's ``selective`` is another name of it. With fused
+  attention, whose output the projection behind it keeps, that frees nothing.
 - ``moe_act``: the experts' activation function. ``layernorm``: both norms.
 - ``mla_up_proj``: the projections up of latent attention, and so queries, keys and values.
 - ``mlp``: a dense layer's FFN. ``shared_experts``: what all tokens pass through.
@@ -44,8 +44,11 @@ Recompute = str
 """One of :data:`RECOMPUTE`, or modules joined by +, in the order of :data:`MODULES`."""
 Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 MODULES: tuple[Module, ...] = get_args(Module)
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "megascale", "full")
 """The ways that a search tries unless it is told otherwise, from the least to the most."""
+_OTHER_NAMES = {"selective": "core_attn"}
+"""Names that mean the same way of recomputation, as ``--recompute-granularity selective`` does
+without modules."""
 _PARTS: dict[str, str] = {
     "mla_up_proj": "latent attention",
     "mlp": "layers without experts",
@@ -88,7 +91,8 @@ def joined_modules(field: str, words: str, modules: Collection[str], alone: Coll
 
 
 def canonical(recompute: Recompute) -> Recompute:
-    """The same with each module once, in one order. Raises as :func:`modules_of`."""
+    """The same by its own name, with each module once, in one order. Raises as :func:`modules_of`."""
+    recompute = _OTHER_NAMES.get(recompute, recompute)
     modules = modules_of(recompute)
     return "+".join(module for module in MODULES if module in modules) if modules else recompute
 

@@ -530,7 +530,7 @@ def _unfit_activations(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[st
     if unfit_ways and all(unfit_ways):
         yield f"recompute {_or(space.recompute)}: {unfit_ways[0]}"
     if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
-        yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or selective"
+        yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or megascale"
     refused = [unfit_offload(*each) for each in itertools.product(space.offload, space.recompute)]
     if all(refused):
         yield f"offload {_or(space.offload)}: {refused[0]}"

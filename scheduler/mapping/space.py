@@ -79,7 +79,7 @@ class Space:
     pp: tuple[int, ...] | None = None
     vpp: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    recompute: tuple[Recompute, ...] = ("none", "megascale", "full")
     precision: tuple[Precision, ...] = ("bf16",)
     dispatch: tuple[Dispatch, ...] = ("all_to_all", "all_gather")
     attention: tuple[Attention, ...] = ("tensor",)

@@ -10,7 +10,7 @@ Rows are positions of a sequence; between the sharded parts each rank has S/(cpÂ
 Sources: Megatron-LM's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
 4.2.2), DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention as Transformer Engine runs it, the six
 phases of MoE Parallel Folding's dispatcher (its figure 4), and MegaScale-MoE (section 3.2; A.2 for
-what selective recomputation sends again).
+what megascale recomputation sends again).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
             continue
         # The gathered input of a product, which is not kept, is gathered again for the gradient of the weights.
         is_gathered = op.overlaps and each.axis == "tp"
-        if software.gathers_again and is_gathered and not (setup.recompute == "selective" and ways & op.remade):
+        if software.gathers_again and is_gathered and not (setup.recompute == "megascale" and ways & op.remade):
             found.append(_again(each))
         if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
             found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))

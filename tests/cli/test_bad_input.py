@@ -77,7 +77,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("profile --emulate 2x2 --timeout 0s", "'--timeout': expected a time above zero"),
         ("emulate --delay 99h -- true", "'--delay': expected at most 10s, got '99h'"),
         (f"estimate {JOB} --capacity-factor 1e300", "'--capacity-factor': 1e+300 is not in the range"),
-        (f"estimate {JOB} --recompute nope", "'--recompute': expected none, selective, full, or some of"),
+        (f"estimate {JOB} --recompute nope", "'--recompute': expected none, megascale, full, or some of"),
         ("demo --shape 100000x100000", "'--shape': expected \"NODESxRANKS\""),
         # options of which one would be ignored
         (f"estimate {JOB} --folded --unfolded", "expected --folded or --unfolded, got both"),
@@ -224,7 +224,7 @@ def test_help_cuts_no_sentence_short_and_says_what_a_search_looks_at() -> None:
         if isinstance(command, CommandGroup):
             assert "..." not in run(*path, "--help").stdout.partition("ommands")[2], path
     told = " ".join(run("search", "--help").stdout.split())
-    for words in ("of a micro-batch. [1, 2, 4, 8]", "products. [bf16]", "shards. [1]", "[none, selective, full]"):
+    for words in ("of a micro-batch. [1, 2, 4, 8]", "products. [bf16]", "shards. [1]", "[none, megascale, full]"):
         assert words in told
 
 

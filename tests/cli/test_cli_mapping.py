@@ -192,8 +192,19 @@ def test_a_note_says_of_which_mappings_it_is() -> None:
 
 
 def test_more_options_are_never_worse(searched: Any) -> None:
-    wider = call_json("search", *JOB, *FEW, "--recompute", "selective", "--top", "1")
+    wider = call_json("search", *JOB, *FEW, "--recompute", "megascale", "--top", "1")
     assert wider["mappings"][0]["step_us"] <= searched["mappings"][0]["step_us"]
+
+
+def test_selective_recomputation_is_megatrons() -> None:
+    given = (*JOB, "--ep", "8", "--pp", "2")
+    named = {word: call_json("estimate", *given, "--recompute", word)["estimate"] for word in _SELECTIVE}
+    assert named["selective"] == named["core_attn"]
+    assert named["selective"]["setup"]["recompute"] == "core_attn"
+    assert named["megascale"]["memory_bytes"]["activations"] < named["core_attn"]["memory_bytes"]["activations"]
+
+
+_SELECTIVE = ("selective", "core_attn", "megascale")
 
 
 def test_search_exports_the_best_that_a_trainer_can_run() -> None:

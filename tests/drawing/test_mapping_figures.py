@@ -49,7 +49,7 @@ pytest.importorskip("matplotlib")
 
 CLUSTER = clusters.load("h100-eos")
 JOB = Job(model=catalog.load("mixtral-8x7b"), gpus=32, global_batch=64, sequence=4096)
-SETUP = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="selective")
+SETUP = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="megascale")
 
 
 def made_up(setup: Setup = SETUP, limit: float = 80e9, **changes: Any) -> StepEstimate:
@@ -131,7 +131,7 @@ def test_memory_is_drawn_against_the_limit(tmp_path: Path) -> None:
 def test_words_in_bars_stay_inside(limit: float) -> None:
     """Measured on the drawn picture, with the fonts of this machine."""
     narrow = Memory(weights=9e9, gradients=12e9, optimizer=8e9, activations=11e9, buffers=6e9)
-    setup = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="selective", dispatch="all_gather", precision="fp8", zero=0)
+    setup = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="megascale", dispatch="all_gather", precision="fp8", zero=0)
     long = f"1  {mapping_name(setup)}"
     figures = [memory_figure({long: made_up(limit=limit), "2": made_up(limit=limit, memory=narrow)})]
     figures.append(
@@ -171,15 +171,15 @@ def test_nothing_to_draw_is_an_error(draw: Any) -> None:
 
 
 def test_names_leave_out_degrees_of_one() -> None:
-    assert mapping_name(SETUP) == "TP2 EP8 PP4 DP4\nmicro-batch 1, recompute selective"
+    assert mapping_name(SETUP) == "TP2 EP8 PP4 DP4\nmicro-batch 1, recompute megascale"
 
 
 def test_short_names_tell_mappings_apart() -> None:
     names, same = short_mappings(
-        [SETUP, replace(SETUP, folded=False, ep=4, etp=2), Setup(gpus=32, recompute="selective")]
+        [SETUP, replace(SETUP, folded=False, ep=4, etp=2), Setup(gpus=32, recompute="megascale")]
     )
     assert names == ["TP2 EP8 PP4 DP4", "TP2 EP4 ETP2 PP4 DP4 unfolded", "DP32"]
-    assert same == "micro-batch 1, recompute selective"
+    assert same == "micro-batch 1, recompute megascale"
     assert short_mappings([]) == ([], "")
     assert short_mappings([Setup(gpus=1)])[0] == ["DP1"]
 

@@ -170,7 +170,7 @@ def _drawn(number: int) -> list[_Asked]:
     software = draw.choice(sorted(_SOFTWARE))
     pipelines = draw.choice((("1f1b",), ("1f1b", "1f1b-overlap"), ("dualpipe", "1f1b"), ("1f1b", "dualpipev")))
     space = Space(
-        recompute=draw.choice((("none",), ("selective", "full"), ("none", "mlp+layernorm"), ("none", "core_attn"))),
+        recompute=draw.choice((("none",), ("megascale", "full"), ("none", "mlp+layernorm"), ("none", "core_attn"))),
         precision=draw.choice((("bf16",), ("bf16", "fp8"))),
         attention=draw.choice((("tensor",), ("tensor", "ulysses"))),
         zero=draw.choice(((1,), (0, 1), (1, 2, 3))),

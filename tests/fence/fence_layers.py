@@ -135,7 +135,7 @@ def _drawn(draw: random.Random, estimator: Estimator) -> Setup | None:
 
 
 def _setup(draw: random.Random) -> Setup:
-    recompute = draw.choice(("none", "selective", "full", "", ""))
+    recompute = draw.choice(("none", "megascale", "full", "", ""))
     offload = draw.choice(("none", "none", ""))
     schedule = draw.choice(("1f1b", "1f1b", "1f1b-overlap", "dualpipev"))
     pp = draw.choice((1, 2, 4))

@@ -230,7 +230,7 @@ def test_there_and_back_gives_the_same_mappings(tmp_path: Path, model: str) -> N
     runs = [run for path in sorted(tmp_path.iterdir()) for run in read_nccl_runs(path)[0]]
     again = nccl_profile(runs, name="again", base=profile)
     job = Job(model=models.load(model), gpus=16, global_batch=32, sequence=4096)
-    space = Space(tp=(1, 2), cp=(1,), ep=(4, 8), pp=(1, 2), vpp=(1,), micro_batch=(1,), recompute=("selective",))
+    space = Space(tp=(1, 2), cp=(1,), ep=(4, 8), pp=(1, 2), vpp=(1,), micro_batch=(1,), recompute=("megascale",))
     found = []
     for measured in (profile, again):
         estimator = Estimator(job, Cluster.from_profile(measured, GPUS["h200"]), MEGATRON)

@@ -140,11 +140,11 @@ CASES = [
     Case(4, {"cp": 2, "ep": 4}, {"micro_batch": 2}, software=replace(FP32, balances=True)),
     Case(4, {"ep": 2, "etp": 2}, {"dispatch": "all_gather"}),
     Case(4, {"pp": 2, "cp": 2}, {"micro_batch": 2}, layers=3),
-    Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "selective"}),
-    Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "selective"}, capacity_factor=1.0),
+    Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "megascale"}),
+    Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "megascale"}, capacity_factor=1.0),
     Case(4, {"tp": 2, "ep": 2}, {"attention": "tensor", "zero": 1}, layers=2),  # ShardedOptimizer
     Case(4, {"ep": 4}, top_k=8, in_levels=True),  # every token goes to every rank
-    Case(4, {"ep": 4}, {"recompute": "selective"}, top_k=8, in_levels=True),
+    Case(4, {"ep": 4}, {"recompute": "megascale"}, top_k=8, in_levels=True),
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
     Case(8, {"pp": 2, "tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "micro_batch": 4}, layers=2),
     Case(8, {"tp": 2, "ep": 8}, {"dispatch": "all_gather", "attention": "ulysses"}),
@@ -182,7 +182,7 @@ def run_case(case: Case) -> Step:
         tokens = torch.arange(SEQUENCE * BATCH).view(SEQUENCE, BATCH) * 7 % SHAPE.vocabulary
         reset_stats()
         with contextlib.ExitStack() as stack:
-            if case.setup.recompute == "selective":
+            if case.setup.recompute == "megascale":
                 stack.enter_context(Rematerialise())
             if optimizers:  # sum the gradients themselves
                 stack.enter_context(mock.patch("commlayer.integrations.language_model.synchronise_gradients"))

@@ -438,7 +438,7 @@ def test_kept_elements_are_those_of_megascale(name: str) -> None:
         found = memory.kept_elements(model, recompute, ulysses)
         return tokens / ranks * (found.token + model.top_k * found.row)
 
-    assert kept("selective") == pytest.approx(layer.selective)
+    assert kept("megascale") == pytest.approx(layer.selective)
     product = model.top_k * model.width * tokens / ranks
     assert kept("none") == pytest.approx(layer.autograd - product)
     assert kept("none") < layer.paper_all_kept
@@ -541,7 +541,7 @@ def test_in_flight_is_what_the_pipeline_holds(pp: int, vpp: int, rounds: int, da
     _models(),
     st.sampled_from(("tp", "cp", "pp", "ep")),
     st.sampled_from((1, 2)),
-    st.sampled_from(("none", "selective", "full")),
+    st.sampled_from(("none", "megascale", "full")),
     st.integers(0, 3),
     st.sampled_from(("tensor", "ulysses")),
     st.sampled_from((MEGATRON, COMMLAYER)),
@@ -578,12 +578,12 @@ def test_expert_tensor_parallelism_halves_experts_and_keeps_their_rows_width(
 def test_recomputation_keeps_less(model: ModelShape, ulysses: bool) -> None:
     setups = [
         _setup(tp=2, ep=2, pp=2, dp=4, recompute=word, attention="ulysses" if ulysses else "tensor")
-        for word in ("none", "selective", "full")
+        for word in ("none", "megascale", "full")
     ]
-    none, selective, full = (memory.estimate(_job(model), setup) for setup in setups)
-    assert none.activations > selective.activations > full.activations
-    assert none.buffers <= selective.buffers <= full.buffers  # of one layer, what is made again
-    assert none.total >= selective.total >= full.total
+    none, megascale, full = (memory.estimate(_job(model), setup) for setup in setups)
+    assert none.activations > megascale.activations > full.activations
+    assert none.buffers <= megascale.buffers <= full.buffers  # of one layer, what is made again
+    assert none.total >= megascale.total >= full.total
 
 
 @given(_models())

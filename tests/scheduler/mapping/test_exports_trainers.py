@@ -85,12 +85,12 @@ def test_megatron_says_how_it_is_run() -> None:
 
 
 def test_fp8_recomputes_selectively_with_another_recipe_than_the_default() -> None:
-    found = flags(replace(BEST, recompute="selective", precision="fp8"))
+    found = flags(replace(BEST, recompute="megascale", precision="fp8"))
     assert found["--recompute-modules"] == ["layernorm", "moe_act"]
     assert found["--fp8-recipe"] == ["blockwise"]
     expected: dict[Precision, str] = {"fp8": "recipe is blockwise there", "fp8-deepgemm": "DeepSeek's own kernels"}
     for precision, words in expected.items():
-        again = replace(BEST, recompute="selective", precision=precision)
+        again = replace(BEST, recompute="megascale", precision=precision)
         assert any(words in note for note in export("megatron", JOB, again).notes)
 
 
@@ -293,7 +293,7 @@ def test_torchtitan_parses_its_options() -> None:
     setups = [
         BEST,
         Setup(gpus=128, tp=2, cp=2, ep=8, pp=4, vpp=2, recompute="full"),
-        Setup(gpus=128, ep=8, zero=3, recompute="selective", precision="fp8"),
+        Setup(gpus=128, ep=8, zero=3, recompute="megascale", precision="fp8"),
         Setup(gpus=128, tp=4, ep=4, pp=8, zero=0),
         Setup(gpus=128, tp=2, ep=8, pp=8, schedule="dualpipev"),
     ]
@@ -308,6 +308,7 @@ def test_torchtitan_parses_its_options() -> None:
             assert read[section] | each.values[section] == read[section]
         assert read["activation_checkpoint"] == _POLICIES[each.values["activation_checkpoint"]["mode"]]
     assert any("ZeRO 1" in note for note in exported[0].notes)
+    assert any("the nearest is selective" in note for note in exported[2].notes)
     assert any("Float8" in note for note in exported[2].notes)
 
 
@@ -426,7 +427,7 @@ _SETUPS = [
     BEST,
     Setup(gpus=128, tp=2, cp=2, ep=8, pp=4, vpp=7, recompute="full"),
     Setup(gpus=128, tp=4, ep=2, etp=4, pp=4, dispatch="all_gather", zero=0),
-    replace(BEST, precision="fp8", recompute="selective"),
+    replace(BEST, precision="fp8", recompute="megascale"),
     Setup(gpus=128, tp=4, cp=2, ep=8, pp=8, attention="ulysses"),
     Setup(gpus=128, tp=2, ep=8, pp=16, vpp=3),
 ]
@@ -630,7 +631,7 @@ def test_megatron_core_takes_the_flags_as_its_configuration() -> None:
     pytest.importorskip("megatron.core")
     latent = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=2048, sequence=4096)
     cases = [(JOB, setup) for setup in _SETUPS if setup.precision == "bf16"] + [  # FP8 asks Transformer Engine
-        (latent, Setup(gpus=256, ep=16, pp=16, recompute="selective")),
+        (latent, Setup(gpus=256, ep=16, pp=16, recompute="megascale")),
         (latent, Setup(gpus=256, ep=16, pp=8, vpp=2, recompute="full")),
         (
             latent,

@@ -93,7 +93,7 @@ def test_latent_attention_has_a_norm_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-blockwise"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "layernorm", "moe_act+layernorm"])
+@pytest.mark.parametrize("recompute", ["none", "megascale", "layernorm", "moe_act+layernorm"])
 @pytest.mark.parametrize("attention", ["tensor", "ulysses"])
 def test_more_modules_take_more_along_and_never_more_than_there_is(
     name: str, precision: str, recompute: str, attention: str
@@ -216,7 +216,7 @@ def test_the_search_with_offloading_is_that_of_brute_force(gbps: float) -> None:
         vpp=(1,),
         micro_batch=(1, 2),
         dispatch=("all_to_all",),
-        recompute=("none", "selective", "full", "moe_act"),
+        recompute=("none", "megascale", "full", "moe_act"),
         offload=(KEPT, "expert_fc1+moe_act", ALL),
     )
     every = []

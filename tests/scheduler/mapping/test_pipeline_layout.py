@@ -213,7 +213,7 @@ def test_layers_go_where_there_is_room() -> None:
 def test_the_planner_takes_another_layout_where_it_is_faster_or_the_even_one_does_not_fit() -> None:
     job = Job(model=replace(catalog.load("deepseek-v3"), layers=13), gpus=128, global_batch=512, sequence=4096)
     estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
-    setup = Setup(gpus=128, pp=4, ep=32, micro_batch=1, recompute="selective", pipeline_layout="auto")
+    setup = Setup(gpus=128, pp=4, ep=32, micro_batch=1, recompute="megascale", pipeline_layout="auto")
     even = replace(setup, pipeline_layout="even")
     found, is_fastest = estimator.laid_out(setup, 1e15)
     assert is_fastest
@@ -234,7 +234,7 @@ def test_the_planner_takes_another_layout_where_it_is_faster_or_the_even_one_doe
 
 def test_a_search_has_one_layout_or_the_best_of_each_mapping() -> None:
     job = Job(model=replace(catalog.load("deepseek-v3"), layers=13), gpus=128, global_batch=512, sequence=4096)
-    space = Space(pp=(4,), ep=(32,), tp=(1,), cp=(1,), etp=(1,), micro_batch=(1,), recompute=("selective",))
+    space = Space(pp=(4,), ep=(32,), tp=(1,), cp=(1,), etp=(1,), micro_batch=(1,), recompute=("megascale",))
     estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
     spelt = "Etttt|(tttt|)*2tL"
     named = replace(space, pipeline_layout=spelt)

@@ -242,7 +242,7 @@ def test_a_thousand_nodes_are_enumerated_quickly_enough_to_count() -> None:
     [
         ({"tp": ()}, "tp: expected whole numbers"),
         ({"pp": (0,)}, "pp: expected whole numbers"),
-        ({"recompute": ("some",)}, "recompute: expected none, selective, full, or some of core_attn"),
+        ({"recompute": ("some",)}, "recompute: expected none, megascale, full, or some of core_attn"),
         ({"zero": (4,)}, "zero: expected some of 0, 1, 2, 3"),
         ({"folded": ()}, "folded: expected some of"),
     ],

@@ -71,7 +71,7 @@ def setups(draw: st.DrawFn, gpus: int = 64) -> Setup:
             etp=draw(power) if folded else tp,
             vpp=draw(st.sampled_from((1, 2))),
             micro_batch=draw(st.sampled_from((1, 2))),
-            recompute=draw(st.sampled_from(("none", "selective", "full"))),
+            recompute=draw(st.sampled_from(("none", "megascale", "full"))),
             dispatch=draw(st.sampled_from(("all_to_all", "all_gather"))),
             attention=draw(st.sampled_from(("tensor", "ulysses"))),
             zero=draw(st.sampled_from((0, 1, 2, 3))),
@@ -567,9 +567,10 @@ def test_modules_take_the_time_of_their_forward_pass_again(recompute: str) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"recompute": "moe_act+moe_act"}, "each module once, in this order: 'moe_act'"),
+        ({"recompute": "moe_act+moe_act"}, "each module once, by its name and in this order: 'moe_act'"),
+        ({"recompute": "selective"}, "by its name and in this order: 'core_attn', got 'selective'"),
         ({"recompute": "layernorm+moe_act"}, r"in this order: 'moe_act\+layernorm'"),
-        ({"recompute": "norm"}, "expected none, selective, full, or some of core_attn.* got 'norm'"),
+        ({"recompute": "norm"}, "expected none, megascale, full, or some of core_attn.* got 'norm'"),
         ({"recompute": "moe_act", "precision": "fp8-delayed"}, "cannot cast moe_act and layernorm again"),
         ({"recompute": "moe", "schedule": "1f1b-overlap", "ep": 8}, r"take its parts, such as moe_act\+shared_experts"),
     ],

@@ -109,7 +109,7 @@ def test_distinct_parts_by_popularity_are_those_of_drawn_tokens(loads: Loads, pa
     ("model", "cluster", "gpus", "batch", "degrees", "published"),
     [
         # Megatron-MoE-ModelZoo, Qwen3-235B, cross-node EP, DeepEP, without 1F1B overlap
-        (QWEN, EOS, 256, 2048, {"tp": 2, "ep": 32, "pp": 8, "vpp": 4, "recompute": "selective"}, 245),
+        (QWEN, EOS, 256, 2048, {"tp": 2, "ep": 32, "pp": 8, "vpp": 4, "recompute": "megascale"}, 245),
         # Megatron-Core MoE report, DeepSeek-V3 on H100; its batch is assumed
         (DEEPSEEK, EOS, 1024, 8192, {"tp": 2, "ep": 64, "pp": 8, "vpp": 4, "precision": "fp8"}, 368),
     ],
