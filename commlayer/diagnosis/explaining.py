@@ -25,7 +25,7 @@ __all__ = ["LOGS", "await_files", "explain", "has_other_evidence", "judged_in_ti
 
 LOGS = "calls-*.json"
 """The names of the files in which ranks write what they remember."""
-SETTLED_S = 5.0
+SETTLED_S = 15.0
 """Files that have not changed for so long are taken to be complete."""
 _LOOK_S = 0.5
 _HEAD = 4096
