@@ -21,7 +21,6 @@ from commlayer.scheduler.traffic import Traffic, moe_bytes
 if TYPE_CHECKING:
     from commlayer.scheduler.lanes import LanePolicy
     from commlayer.scheduler.mapping.cluster import Cluster
-    from commlayer.scheduler.mapping.expansion import expansion
     from commlayer.scheduler.mapping.explain import explain
     from commlayer.scheduler.mapping.folded import FoldedMapping
     from commlayer.scheduler.mapping.job import Job, Setup
@@ -83,7 +82,6 @@ __all__ = [
     "build",
     "choose",
     "compare",
-    "expansion",
     "explain",
     "moe_bytes",
     "place",

@@ -52,7 +52,6 @@ _SECTIONS = {
         "estimate": "Estimate one mapping: time, memory, what it sends.",
         "clusters": "List the clusters that are known.",
         "what-if": "Vary one thing of a job or a cluster, or compare two ways.",
-        "long-context": "Lay experts and context out from 4K to 1M tokens.",
         "models": "List the models that are known.",
     },
 }

@@ -14,6 +14,7 @@ from commlayer.cli.option_types import (
     COUNT,
     NUM_GPUS,
     RATE_GBPS,
+    TOKENS,
     NameOr,
     Parsed,
     RealNumber,
@@ -65,15 +66,13 @@ __all__ = [
     "EXPORT",
     "Request",
     "ask_fabric",
-    "cluster_options",
     "job_options",
     "margin_option",
-    "model_option",
-    "read_cluster",
     "read_request",
     "read_setup",
     "read_space",
     "resolve_shape",
+    "search_job_options",
     "setup_options",
     "space_options",
 ]
@@ -128,7 +127,7 @@ _OFFLOAD_HELP = (
     f"{' or '.join(name for name, each in SOFTWARE.items() if each.offloads)}."
 )
 
-model_option = click.option(
+_model_option = click.option(
     "--model",
     "-m",
     "model_name",
@@ -136,7 +135,7 @@ model_option = click.option(
     required=True,
     help="Such as mixtral-8x22b; or a Hugging Face config.json.",
 )
-cluster_options = in_order(
+_cluster_options = in_order(
     "Cluster",
     click.option(
         "--cluster",
@@ -154,20 +153,22 @@ cluster_options = in_order(
     click.option("--intra-gbps", type=RATE_GBPS, help="Peak inside a node."),
     click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
 )
-"""Add the option --cluster, and those that change what the cluster has, which :func:`read_cluster` reads."""
+"""Add the option --cluster, and those that change what the cluster has, which :func:`_read_cluster` reads."""
 
-job_options = in_order(
+_JOB = (
     "Job",
-    model_option,
+    _model_option,
     click.option(
         "--approximate",
         is_flag=True,
         help="Plan a model's nearest shape where it cannot be modelled, and say what is left out.",
     ),
-    cluster_options,
+    _cluster_options,
     click.option("--gpus", "-g", type=NUM_GPUS, required=True, help="In all."),
     click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
-    click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
+)
+"""The options of the job that stand before --sequence."""
+_RUN = (
     click.option(
         "--mtp", type=WholeNumber(min=0), help="Modules of multi-token prediction that are trained.  [the model's]"
     ),
@@ -235,7 +236,24 @@ job_options = in_order(
         help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
     ),
 )
+"""The options of the job, its software and its cluster that stand behind it."""
+job_options = in_order(
+    *_JOB, click.option("--sequence", type=TOKENS, required=True, help="Tokens in each, such as 4096 or 128K."), *_RUN
+)
 """Add the options of the job, its cluster and its software, which :func:`read_request` reads."""
+search_job_options = in_order(
+    *_JOB,
+    click.option(
+        "--sequence",
+        "sequences",
+        type=TOKENS,
+        multiple=True,
+        required=True,
+        help="Tokens in each, such as 4096 or 128K; several: the best mapping at each.",
+    ),
+    *_RUN,
+)
+"""The same, with as many lengths of sequences as are asked for."""
 
 _SPACE = Space()
 
@@ -420,7 +438,7 @@ def read_request(given: dict[str, Any]) -> Request:
         imbalance=given.pop("imbalance"),
         loads=_loads(given.pop("routing"), model),
     )
-    cluster = read_cluster(given, job)
+    cluster = _read_cluster(given, job)
     name, dispatcher = given.pop("software_name"), given["dispatcher"]
     changed = _software_changes(given, job)
     runs = changed(_DEFAULT_SOFTWARE if name is None else software(name))
@@ -486,8 +504,8 @@ def _loads(routing: Path | None, model: ModelShape) -> Loads | None:
     return loads
 
 
-def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
-    """Take what :func:`cluster_options` gave out of ``given``, and return the cluster. Raises as :func:`read_request`."""
+def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
+    """Take what :func:`_cluster_options` gave out of ``given``, and return the cluster. Raises as :func:`read_request`."""
     name, gpu, fabric = given.pop("cluster_name"), given.pop("gpu"), given.pop("fabric")
     if _is_profile(name):
         if gpu is None:

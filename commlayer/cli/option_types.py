@@ -38,6 +38,7 @@ __all__ = [
     "SHAPE",
     "STEP_FACTOR",
     "TIMEOUT_US",
+    "TOKENS",
     "NameOr",
     "PairRate",
     "Parsed",
@@ -56,6 +57,10 @@ _DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECA
 _DURATION_US = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "m": 6e7, "min": 6e7, "h": 3.6e9}
 
 
+_TOKENS = re.compile(r"(\d{1,12})([KM])", re.ASCII | re.IGNORECASE)
+_TOKEN_SHIFTS = {"K": 10, "M": 20}
+
+
 class WholeNumber(click.IntRange):
     """A whole number in a range, and never more than what anything here could have so many of."""
 
@@ -66,6 +71,16 @@ class WholeNumber(click.IntRange):
         if number > _MOST:
             self.fail(f"{shortened(str(value))} is more than {_MOST:,}", param, ctx)
         return number
+
+
+class _TokenCount(WholeNumber):
+    """A number of tokens, such as 4096, 128K or 1M: K is 1,024 and M 1,024 K."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _TOKENS.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match:
+            value = int(match[1]) << _TOKEN_SHIFTS[match[2].upper()]
+        return super().convert(value, param, ctx)
 
 
 class RealNumber(click.FloatRange):
@@ -250,6 +265,7 @@ REPORT = _Output(_check_report)
 SHAPE = Parsed("shape", _shape)
 STEP_FACTOR = RealNumber(min=1, min_open=True)
 TIMEOUT_US = Parsed("duration", partial(_duration, may_be_none=False))
+TOKENS = _TokenCount(min=1)
 
 
 headings: dict[click.Parameter, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +14,20 @@ from commlayer.cli.default_choices import with_choices
 from commlayer.cli.mapping_options import (
     EXPORT,
     Request,
-    job_options,
     margin_option,
     read_request,
     read_space,
+    search_job_options,
     space_options,
 )
 from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
 from commlayer.cli.measured_runs import fit_dict, measured_file_option, runs_of, with_fit
-from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, json_option, report_option
+from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, given_options, json_option, report_option
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.simulator_exports import simulator_export
 from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.what_if import answer
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
     MAPPING_SPARE,
@@ -36,6 +37,7 @@ from commlayer.drawing.mapping_cells import (
     short_mappings,
 )
 from commlayer.profiles.counted import counted
+from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
@@ -43,6 +45,7 @@ from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
+from commlayer.scheduler.mapping.variations import Alternative, Variation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +54,7 @@ __all__ = ["search_command"]
 
 
 @click.command("search", cls=Command)
-@job_options
+@search_job_options
 @space_options
 @click.option("--top", type=COUNT, default=10, show_default=True, help="How many mappings to show.")
 @click.option("--variants", is_flag=True, help="Rank also mappings that only rename an axis of a faster one.")
@@ -67,7 +70,10 @@ __all__ = ["search_command"]
 )
 @click.option("--output", "-o", "folder", type=OUTPUT_FOLDER, help="The folder of --export chakra.")
 @json_option
+@click.pass_context
 def search_command(
+    ctx: click.Context,
+    /,
     top: int,
     variants: bool,
     margin: float,
@@ -77,24 +83,38 @@ def search_command(
     trainer: str | None,
     folder: Path | None,
     as_json: bool,
+    sequences: tuple[int, ...],
     **given: Any,
 ) -> None:
     """Find the fastest mappings of a model on a cluster that fit in its memory.
 
     Looks at every valid choice of degrees, micro-batch, recomputation and dispatch, folded and unfolded, and says why the
     best one wins and what it waits for. Nothing is run, and no GPU is needed. What is repeated (--tp 1 --tp 2) leaves the
-    search so many values.
+    search so many values; of several sequences each has its best mapping.
 
     \b
       commlayer search --model mixtral-8x22b --cluster h100-eos --gpus 128 --global-batch 256 --sequence 4096
       commlayer search -m config.json -c h200 -g 1024 --global-batch 4096 --sequence 8192 --precision fp8 --tp 1 --tp 2
       commlayer search -m deepseek-v3 -c h800 -g 2048 --global-batch 15360 --sequence 4096 --export megatron
+      commlayer search -m mixtral-8x22b -c h100-eos -g 1024 --global-batch 64 --sequence 64K --sequence 256K --sequence 1M
     """
-    request = with_fit(read_request(given), runs_of(measured))
+    request = with_fit(read_request({**given, "sequence": sequences[0]}), runs_of(measured))
     space = read_space(given)
     request.check(
         precision=space.precision, recompute=space.recompute, offload=space.offload, ep=space.ep, etp=space.etp
     )
+    if len(sequences) > 1:
+        _refuse_for_several(given_options(ctx))
+        way = Alternative(name="", space=space, software=request.software, margin=margin)
+        answer(
+            request,
+            Variation("sequence", sequences),
+            [way],
+            report=report,
+            picture=picture,
+            as_json=as_json,
+        )
+        return
     estimator = request.estimator()
     make = simulator_export(trainer, estimator, folder)
     with progress_of("searching") as progress:
@@ -119,6 +139,13 @@ def search_command(
         print_export(exported)
     else:
         _show(result, reasons)
+
+
+def _refuse_for_several(given: Collection[str]) -> None:
+    """Raise UsageError for an option of one length of sequences."""
+    for name, option in {"top": "--top", "variants": "--variants", "trainer": "--export", "folder": "--output"}.items():
+        if name in given:
+            raise UsageError(f"{option} is of one --sequence: leave it out, or all lengths but one")
 
 
 def _with_notes(result: SearchResult, shown: Sequence[StepEstimate]) -> SearchResult:

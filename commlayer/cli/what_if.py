@@ -61,7 +61,7 @@ from commlayer.scheduler.mapping.variations import what_if as estimate_all
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["what_if_command"]
+__all__ = ["answer", "what_if_command"]
 
 _NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
 _CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch", "schedule": "schedule"}
@@ -153,18 +153,36 @@ def what_if_command(
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"
         )
-    variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
+    values = values_of(kind, *(given[name] for name in ("values", "low", "high", "points")))
     if kind == "inter_gbps" and not is_fabric_named:
         ask_fabric(request.cluster, "--vary inter-gbps")
-    precisions = [str(value) for value in variation.values] if kind == "precision" else space.precision
+    precisions = [str(value) for value in values] if kind == "precision" else space.precision
     recompute = space.recompute if kind != "gpu" else ()
     request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)
     plain = (Alternative(name="", software=request.software),)
     asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
     ways = [replace(way, margin=margin) for way in asked]
-    found = _estimated(request, variation, ways, given["hold"])
+    variation = Variation(kind, values)  # type: ignore[arg-type]
+    answer(
+        request, variation, ways, hold=given["hold"], report=report, picture=picture, as_json=as_json, measure=measure
+    )
+
+
+def answer(
+    request: Request,
+    variation: Variation,
+    ways: Sequence[Alternative],
+    *,
+    report: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    hold: bool = False,
+    measure: str = "mfu",
+) -> None:
+    """Estimate every way at every value, and print, draw and write what comes out."""
+    found = _estimated(request, variation, ways, hold)
     _check_some(found)
-    crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
+    crossing = _crossing(request, variation, ways) if len(ways) > 1 and variation.kind not in WORDS else None
     if picture is not None:
         draw(picture, _figure(found, crossing, measure))
     if report is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commlayer.cli.option_types import COUNT, NUM_GPUS, RATE_GBPS, RealNumber
+from commlayer.cli.option_types import COUNT, NUM_GPUS, RATE_GBPS, TOKENS, RealNumber
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 
@@ -21,6 +21,8 @@ _NUMBERS = {
     "skew": RealNumber(min=0, max=100),
 }
 """The kinds whose values are numbers with fractions, and which ones; all others are whole numbers of at least 1."""
+_WHOLE = {"gpus": NUM_GPUS, "sequence": TOKENS}
+"""The kinds whose values are whole numbers of their own type."""
 _MUCH = 8.0
 _POINTS = 5
 
@@ -92,7 +94,7 @@ def _number(kind: str, given: float | str, option: str) -> float | int:
     """The number that ``option`` says, checked as that of the option that ``kind`` is named after would be."""
     text = given if isinstance(given, str) else f"{given:.17g}"
     try:
-        number: float | int = _NUMBERS.get(kind, NUM_GPUS if kind == "gpus" else COUNT).convert(text, None, None)
+        number: float | int = (_NUMBERS | _WHOLE).get(kind, COUNT).convert(text, None, None)
     except click.BadParameter as error:
         raise UsageError(f"{option} of {kind.replace('_', '-')}: {error.message}") from error
     return number

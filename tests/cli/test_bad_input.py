@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -15,12 +13,13 @@ from click.testing import CliRunner, Result
 
 from commlayer.cli.commands import Command, CommandGroup, is_repeatable
 from commlayer.cli.failure import as_typed
-from commlayer.cli.long_context import long_context
 from commlayer.cli.main import main
 from commlayer.cli.option_types import COUNT, DELAY_US, RATE_GBPS, TIMEOUT_US
 from commlayer.cli.plan import plan
+from commlayer.cli.search import search_command
 
 JOB = "-m mixtral-8x7b -c h100-eos -g 16 --global-batch 32 --sequence 4096"
+LENGTHLESS = JOB.partition(" --sequence")[0]
 MAPPING = "--tp 2 --ep 8 --pp 2"
 DEGREES = f"{MAPPING} --recompute full"
 PROFILE = "-p emulated-2x4 --collective all_reduce --bytes 1MiB"
@@ -116,15 +115,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"what-if {JOB} --vary skew --values 1e300", "--values of skew: 1e+300 is not in the range"),
         (f"what-if {JOB} --vary inter-gbps --values nan", "--values of inter-gbps: expected a number, got 'nan'"),
         # sequences
-        (
-            "long-context -m mixtral-8x7b -c h100-eos --sequences abc",
-            "--sequences: expected numbers of tokens, such as",
-        ),
-        (
-            "long-context -m mixtral-8x7b -c h100-eos --sequences 4K,",
-            "--sequences: expected numbers of tokens, such as",
-        ),
-        ("long-context -m mixtral-8x7b -c h100-eos --sequences 0", "--sequences: expected numbers of tokens, such as"),
+        (f"search {LENGTHLESS} --sequence abc", "'abc' is not a valid integer"),
+        (f"search {LENGTHLESS} --sequence 0K", "'--sequence': 0 is not in the range x>=1"),
+        (f"search {LENGTHLESS} --sequence 999999999999M", "is more than"),
+        (f"search {LENGTHLESS} --sequence 4K --sequence 8K --top 3", "--top is of one --sequence: leave it out"),
+        (f"search {LENGTHLESS} --sequence 4K --sequence 8K --export megatron", "--export is of one --sequence"),
+        (f"what-if {JOB} --vary sequence --values 4K,", "--values of sequence: '' is not a valid integer"),
         # files and folders
         ("demo --output /dev/null", "'--output': expected a folder, got '/dev/null', which is none"),
         ("demo --output empty/below", "which is none: name another"),
@@ -160,7 +156,7 @@ def test_fp8_dispatch_is_of_tokens_that_go_to_parts_of_experts_too() -> None:
 
 def test_help_names_no_range_without_an_end() -> None:
     """An IntRange or FloatRange of click that has no ends says so in Python's words."""
-    for name in ("estimate", "search", "what-if", "long-context", "plan", "profile", "bench", "emulate", "trace"):
+    for name in ("estimate", "search", "what-if", "plan", "profile", "bench", "emulate", "trace"):
         assert "None" not in run(name, "--help").stdout
 
 
@@ -193,7 +189,7 @@ def test_times_have_a_least_and_a_most() -> None:
 def test_errors_name_the_option_that_was_typed(message: str, typed: str) -> None:
     assert as_typed(message, plan) == typed
     assert as_typed(message, None) == message
-    assert as_typed(message, click.Group("group", commands={"plan": plan, "long": long_context})) == typed
+    assert as_typed(message, click.Group("group", commands={"plan": plan, "search": search_command})) == typed
 
 
 def all_commands(command: click.Command = main, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -233,18 +229,6 @@ def test_the_last_of_two_values_does_not_win_silently() -> None:
     assert "Option '--tp' takes one value, and was given 2 times: give it once." in told
     assert run("search", *JOB.split(), "--tp", "1", "--tp", "2", "--ep", "8", "--pp", "2").exit_code == 0
     assert run("profiles", "list", "--json", "--json").exit_code == 0
-
-
-def test_nothing_that_fits_is_said_after_the_table() -> None:
-    command = ("long-context", "-m", "deepseek-v3", "-c", "h100-eos", "--sequences", "4K,8K")
-    result = run(*command)
-    assert result.exit_code == 2
-    assert "horizontal: nodes" in result.stdout
-    assert "no length can be estimated" in result.stderr
-    assert "give --pp" in result.stderr
-    told: Any = run(*command, "--json")
-    assert told.exit_code == 2
-    assert [row["fastest"] for row in json.loads(told.stdout)["rows"]] == [None, None]
 
 
 def test_a_file_counts_once_and_says_itself_of_what_it_is(here: Path) -> None:

@@ -1,4 +1,4 @@
-"""search, estimate, what-if and long-context: what they print, write and refuse, and that they load neither torch nor numpy."""
+"""search, estimate and what-if: what they print, write and refuse, and that they load neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -297,7 +297,6 @@ def test_another_rate_asks_which_network_has_it() -> None:
     [
         ("estimate", *JOB, *ONE),
         ("what-if", *JOB, *FEW, "--vary", "global-batch", "--values", "1000000,2000000", "--compare", "folding"),
-        ("long-context", "-m", "mixtral-8x7b", "-c", "h100-eos", "--pp", "2", "--sequences", "4K,8K,128K,1M"),
         (
             "plan",
             "--profile",
@@ -543,7 +542,7 @@ def test_estimate_exports_and_draws(tmp_path: Path) -> None:
     assert f"<p>{checked}</p>" in page
 
 
-# what-if, long-context
+# what-if
 
 
 def test_what_if_takes_values() -> None:
@@ -679,23 +678,21 @@ def test_what_if_reports(tmp_path: Path) -> None:
     assert "fp8" in picture.read_text(encoding="utf-8")
 
 
-def test_long_context_shows_three_ways(tmp_path: Path) -> None:
-    options = ("-m", "mixtral-8x7b", "-c", "h100-eos", "--pp", "4", "--sequences", "4K,256K")
-    found = call_json("long-context", *options)
-    assert [row["sequence"] for row in found["rows"]] == [4096, 262144]
-    assert found["switch_at"] == 262144
-    assert found["rows"][1]["ways"]["horizontal"]["network_nodes"] == 64
-    assert found["rows"][1]["ways"]["vertical"]["network_nodes"] == 8
-    output = call("long-context", *options).stdout
-    assert "vertical" in output
-    assert "262144" in output
-    assert "drop one" in call("long-context", *options, "--by-memory", "--tokens-per-rank", "1024", status=2).stderr
+def test_a_search_of_several_lengths_is_a_variation_of_the_sequence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "a.html"
+    lengths = ("--sequence", "8K", "--sequence", "32K")
+    found = call_json("search", *JOB[:-2], *lengths, *FEW, "--report", str(report))
+    varied = call_json("what-if", *JOB[:-1], "8K", *FEW, "--vary", "sequence", "--values", "8K,32768")
+    assert found == varied
+    assert [point["value"] for point in found["ways"][0]["points"]] == [8192, 32768]
+    assert "What if: tokens of a sequence" in report.read_text(encoding="utf-8")
 
 
 # All of them
 
 
-@pytest.mark.parametrize("command", ["search", "estimate", "what-if", "long-context"])
+@pytest.mark.parametrize("command", ["search", "estimate", "what-if"])
 def test_names_are_completed(command: str) -> None:
     complete = ShellComplete(main, {}, "commlayer", "_COMMLAYER_COMPLETE")
     models = [item.value for item in complete.get_completions([command, "--model"], "mixtral-8x2")]

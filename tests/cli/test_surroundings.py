@@ -53,7 +53,6 @@ PRINTS = {
     "search": f"search {JOB} {MAPPING}",
     "clusters": "clusters",
     "what-if": f"what-if {JOB} {MAPPING} --vary inter-factor --values 0.5,1",
-    "long-context": "long-context -m mixtral-8x7b -c h100-eos --pp 8 --sequences 4K",
 }
 READS = {
     "profiles show": ("profiles show {bad}", "p.json"),
@@ -74,7 +73,6 @@ READS = {
     "estimate, model": (f"estimate {JOB.replace('mixtral-8x7b', '{bad}')} {MAPPING}", "m.json"),
     "search, routing": (f"search {JOB} {MAPPING} --routing {{bad}}", "r.json"),
     "what-if, cluster": (f"what-if {JOB.replace('h100-eos', '{bad}')} --vary gpus --values 16", "c.json"),
-    "long-context, model": ("long-context -m {bad} -c h100-eos", "m.json"),
 }
 NESTED = {
     "array": "[" * 100_000,
