@@ -35,9 +35,11 @@ def _others(sizes: Sequence[int], a: int) -> list[tuple[int, int]]:
 
 
 def _most_relayed(sizes: Sequence[int], a: int) -> int:
-    """The number of ranks, itself among them, for which the busiest rank of node a gets what its peers have."""
-    relays = [_relay(sizes, a, b, place) for b, place in _others(sizes, a)]
-    return 1 + max(map(relays.count, range(sizes[a])))
+    """The number of ranks, itself among them, for which the busiest rank of node a gets what its peers have.
+
+    All ranks are dealt out in turn (:func:`_relay`), those of node a, which follow each other, one to each of them.
+    """
+    return -(-sum(sizes) // sizes[a])
 
 
 class TwoLevel:

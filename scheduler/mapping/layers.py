@@ -117,8 +117,10 @@ class LayerBuilder:
         levels = DispatchLevels.of(self.job, setup, self.software, nodes)
         if levels is None:
             return None, ""
-        degrees = (setup.tp, setup.cp, setup.ep, setup.micro_batch)
-        key = (*degrees, setup.precision, setup.attention, setup.folded, nodes)
+        # As many tokens of a rank take as long whichever degrees share them out, but for shared experts beside.
+        tokens = (levels.tokens, setup.micro_batch / (setup.cp * setup.tp))
+        beside = (setup.tp, setup.attention) if self.software.overlaps_shared else ()
+        key = (*tokens, *beside, setup.ep, setup.precision, nodes)
         if key not in self._levels:
             flat_us, levels_us = self._dispatch_us(setup, None), math.inf
             with contextlib.suppress(PlanError):  # a cluster without curves of rails, or of its nodes: then flat
@@ -180,9 +182,11 @@ class LayerBuilder:
         setups that have the same."""
         by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
         posts = self.calls.are_posted(setup)
-        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.dispatch)
+        size, etp = setup.gpus // setup.pp, setup.etp
+        if setup.zero <= 1:  # a call of more than one rank is launched as often, however many they are
+            size, etp = min(size, 2), min(etp, 2)
+        degrees = (setup.tp, setup.cp, setup.ep, etp, setup.dispatch)
         ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
-        size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances else 0
         key = (is_moe, by_calls, posts, *degrees, *ways, size)
         if key not in self._known_launches:
             software = replace(self.software, kernels=None) if by_calls else self.software

@@ -271,6 +271,11 @@ def _without_collecting() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if (
+                not gc.get_freeze_count()
+            ):  # all are old at once: else the collector goes through them now, as through new ones
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -313,12 +318,13 @@ def _distinct(frontier: _Frontier, top: int) -> tuple[list[StepEstimate], dict[S
 class _Entry(NamedTuple):
     """On the heap. ``stage``: the level of the bound that ``time_us`` is, or beyond all of them for an estimate. At one time
     what is not yet estimated comes first: it may turn out to be simpler. No two have the same ``tie`` at one stage, so that
-    comparing ends there."""
+    comparing ends there. ``setup``: one of the item's setups, whose degrees all but vpp are those of all of them."""
 
     time_us: float
     stage: int
     tie: tuple[Any, ...]
     item: tuple[Family, ...] | Setup | StepEstimate
+    setup: Setup
 
 
 class _Frontier:
@@ -344,8 +350,9 @@ class _Frontier:
         self.num_valid = sum(family.size for alike in every for family in alike)
         bounded = 0
         for index, alike in enumerate(every):
-            bound = self._estimator.bound_us(alike[-1].lead(), 0)
-            self._heap.append(_Entry(bound, 0, (next(self._order),), alike))
+            lead = alike[-1].lead()
+            bound = self._estimator.bound_us(lead, 0)
+            self._heap.append(_Entry(bound, 0, (next(self._order),), alike, lead))
             bounded += sum(family.size for family in alike)
             if self._progress and (index % 1024 == 0 or index + 1 == len(every)):
                 self._progress(bounded, self.num_valid + top)
@@ -388,7 +395,7 @@ class _Frontier:
         everything, self._heap, self._progress = self._heap, [], None
         others: list[_Entry] = []
         for entry in everything:
-            (self._heap if is_one(_a_setup(entry.item)) else others).append(entry)
+            (self._heap if is_one(entry.setup) else others).append(entry)
         heapq.heapify(self._heap)
         found = next(self.take(1), None)  # which goes back: it may be the fastest of another kind too
         self._heap += others if found is None else [*others, self._final(found)]
@@ -397,8 +404,9 @@ class _Frontier:
 
     def _put_back(self, bound_us: float, alike: tuple[Family, ...], level: int) -> None:
         """With a bound that knows what its layers send: most families are never opened."""
-        bound = max(bound_us, self._estimator.bound_us(alike[-1].lead(), level))
-        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike))
+        lead = alike[-1].lead()
+        bound = max(bound_us, self._estimator.bound_us(lead, level))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike, lead))
 
     def _open(self, bound_us: float, family: Family) -> None:
         least = family.recompute[0]
@@ -418,7 +426,7 @@ class _Frontier:
 
     def _push(self, bound_us: float, setup: Setup, level: int) -> None:
         bound = max(bound_us, self._estimator.bound_us(setup, level))
-        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup, setup))
 
     def _look_closer(self, entry: _Entry, setup: Setup) -> None:
         if entry.stage < CLOSEST:
@@ -461,14 +469,7 @@ class _Frontier:
 
     @staticmethod
     def _final(found: StepEstimate) -> _Entry:
-        return _Entry(found.step_us, CLOSEST + 1, simplicity(found.setup), found)
-
-
-def _a_setup(item: tuple[Family, ...] | Setup | StepEstimate) -> Setup:
-    """One of the setups of an entry, whose degrees all but vpp are those of all of them."""
-    if isinstance(item, Setup):
-        return item
-    return item.setup if isinstance(item, StepEstimate) else item[-1].lead()
+        return _Entry(found.step_us, CLOSEST + 1, simplicity(found.setup), found, found.setup)
 
 
 def _is_by_itself(setup: Setup) -> bool:

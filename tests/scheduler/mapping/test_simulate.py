@@ -17,12 +17,15 @@ from commlayer.profiles import catalog as profiles
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping import catalog, clusters, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.compute import GpuCompute
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
+from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
+from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.recomputation import MODULES
 from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -53,6 +56,21 @@ def estimator(model: str, gpus: int = 64, software: Software = MEGATRON, cluster
     )  # of 60 layers nothing else is to be learned, and it takes longer
     job = Job(model=shape, gpus=gpus, global_batch=256, sequence=4096)
     return Estimator(job, cluster, software, efficiency=0.8)
+
+
+def test_what_is_remembered_of_one_mapping_is_so_of_those_that_share_it() -> None:
+    """Launches, and the levels in which tokens go, are worked out once for many mappings."""
+    job = Job(model=catalog.load("deepseek-v3"), gpus=128, global_batch=256, sequence=4096)
+    space = Space(
+        zero=(0, 1, 2, 3), tp=(1, 2, 4), cp=(1, 2), recompute=("none", "full"), attention=("tensor", "ulysses")
+    )
+    for software in (COMMLAYER, replace(COMMLAYER, overlaps_shared=True, hides_dispatch=False)):
+        inputs = job, EOS, software, Pricer(EOS, software.strategies), GpuCompute(EOS.gpu, 0.8)
+        shared = LayerBuilder(*inputs)
+        for setup in list(all_setups(job, EOS, space))[::1499]:
+            alone = LayerBuilder(*inputs)
+            assert shared.launches(setup, True) == alone.launches(setup, True), setup
+            assert shared.dispatch_note(setup) == alone.dispatch_note(setup), setup
 
 
 @st.composite
