@@ -397,7 +397,7 @@ class Request:
             return
         by_calls = software.kernels is None or (most_etp or 1) > 1
         fabric = hardware.FABRICS.get(self.cluster.fabric)
-        if not by_calls and not (fabric and fabric.proxy_us):
+        if not by_calls and not (fabric and fabric.by_host):
             return
         limit = 1 if by_calls else int(self.cluster.domain)
         if most_ep is None or most_ep > limit:

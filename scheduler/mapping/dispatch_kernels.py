@@ -6,6 +6,7 @@ fitted to a training throughput. :mod:`commlayer.scheduler.mapping.token_routes`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from commlayer.scheduler.mapping.hardware import Architecture
@@ -27,6 +28,19 @@ ROW_BYTES = 14336
 """The bytes of the rows that the published tables are of: DeepSeek-V3's 7,168 elements in BF16."""
 
 
+_CHUNKS = ((8, 6, 6), (16, 20, 12), (64, 8, 8), (math.inf, 12, 8))
+"""The rows that a sender's kernel puts on the network at once: for groups of at most so many ranks, of those on their way to
+experts and of those that come home (deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, get_dispatch_config and
+get_combine_config, which Megatron-Core leaves as they are)."""
+_LARGEST_CHUNK = 32
+"""The largest chunk that DeepEP's test tries (tests/legacy/test_internode.py)."""
+
+
+def _of_chunk(*crossing_gbps: float) -> float:
+    """The mean time of the test's largest chunk, µs, at the rates that its calls reach across a card."""
+    return sum(_LARGEST_CHUNK * ROW_BYTES / (rate * 1e3) for rate in crossing_gbps) / len(crossing_gbps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchKernels:
     """One library: the parts of the links' peaks that its large calls reach, with rows of :data:`ROW_BYTES`.
@@ -37,6 +51,8 @@ class DispatchKernels:
         held_inside, held_across: multiprocessors that a call holds, in a node and between nodes.
         network_row_bytes, inside_row_bytes: what a row costs beyond its own bytes, as bytes.
         prepare_us: of a forward dispatch before its rows go.
+        posted_us, posted_blackwell_us: of each chunk of rows that a thread of the host posts, where it has to
+            (:class:`~commlayer.scheduler.mapping.hardware.NetworkKind`), on Hopper and on Blackwell.
         permutes: the calls put rows into the order of experts and back, and into blocks of as many as products in FP8 want
             (Megatron-Core, transformer/moe: fused_a2a.py, dispatch_with_permute; moe_utils.py, skip_routed_expert_padding);
             rates are of whole calls with such a copy.
@@ -50,6 +66,8 @@ class DispatchKernels:
     network_row_bytes: float = 0.0
     inside_row_bytes: float = 0.0
     prepare_us: float = 0.0
+    posted_us: float
+    posted_blackwell_us: float
     permutes: bool = False
     inside_blackwell: float | None = None
     source: str
@@ -58,6 +76,11 @@ class DispatchKernels:
         """The part of NVLink's peak that calls reach among GPUs of a generation."""
         found = self.inside_blackwell if architecture == "blackwell" else None
         return self.inside if found is None else found
+
+    def post_us(self, rows: float, num_ranks: int, architecture: Architecture, *, to_experts: bool) -> float:
+        """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs."""
+        chunk = next(rows for most, *rows in _CHUNKS if num_ranks <= most)[not to_experts]
+        return rows / chunk * (self.posted_blackwell_us if architecture == "blackwell" else self.posted_us)
 
     def sent_bytes(self, row_bytes: float, *, crosses: bool) -> float:
         """The bytes that a row takes the time of, where one of :data:`ROW_BYTES` takes that of its own."""
@@ -89,6 +112,16 @@ DEEPEP = DispatchKernels(
     inside_row_bytes=740,
     # The same: layout 39 µs, and 35 µs in which the host waits for how many rows will come.
     prepare_us=74,
+    # On EFA, with NVSHMEM by libfabric, whose thread on the host posts: awslabs/awsome-distributed-ai, ep-backend-comparison
+    # (commit 95b939c), rows of 14,336 bytes: p5.48xlarge, dispatch and combine, 4 nodes 43.7 and 46.1 GB/s, 8 nodes 39.6 and
+    # 39.2; p6-b300, 2 nodes 126.6 and 106.4, 4 nodes 97.1 and 95.4, 8 nodes 84.2 and 73.1, 16 nodes 74.7, of which 1/2, 3/4, 7/8
+    # and 15/16 cross. Each chunk is followed by a signal that has to wait until it has arrived (DeepEP#574: one queue pair,
+    # whose fence "is costly and quiets" it). That this alone is what these calls take, at the largest chunk, is assumed: it
+    # makes smaller chunks, which trainers have, as slow as they can be.
+    posted_us=_of_chunk(43.7 * 3 / 4, 46.1 * 3 / 4, 39.6 * 7 / 8, 39.2 * 7 / 8),
+    posted_blackwell_us=_of_chunk(
+        126.6 / 2, 106.4 / 2, 97.1 * 3 / 4, 95.4 * 3 / 4, 84.2 * 7 / 8, 73.1 * 7 / 8, 74.7 * 15 / 16
+    ),
     source="deepseek-ai/DeepEP, docs/legacy.md, performance of normal kernels: H800, 400 Gb/s cards, 4096 tokens, hidden 7168, "
     "top-8 in 4 groups",
 )
@@ -108,6 +141,9 @@ HYBRIDEP = DispatchKernels(
     network_row_bytes=2040,
     inside_row_bytes=1000,
     permutes=True,
+    # It finds no card that it knows on EFA, and ends (NVIDIA-NeMo/Megatron-Bridge#3343): if it ran, it is taken to be as DeepEP.
+    posted_us=DEEPEP.posted_us,
+    posted_blackwell_us=DEEPEP.posted_blackwell_us,
     source="deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md, its tables of H100 and GB200",
 )
 NCCL_MULTIPROCESSORS = 16

@@ -403,14 +403,26 @@ _EFA_RING: Points = (
 )
 EFA = Link(
     ring=_EFA_RING,
-    messages=_scaled(_EFA_RING, 0.744 / 0.94),
+    messages=(
+        # Small calls: half the time of the all_reduce above, which crosses twice, one after the other: assumed.
+        (0.5 * _MIB, 0.124),
+        (2.0 * _MIB, 0.282),
+        # awslabs/awsome-distributed-ai, micro-benchmarks/expert-parallelism/ep-backend-comparison (commit 95b939c, read
+        # 2026-11-28), nccl-tests' alltoall of 64 MiB: bus bandwidth 104.9 GB/s of 16 ranks on two p6-b300 (33.6 MB a card of 100
+        # GB/s, so half of that here), 45.1 and 40.4 of 32 and 64 ranks on four and eight p5.48xlarge (50.3 and 58.7 MB a card),
+        # less a microsecond for each message. At large sizes 53.9 and 51.1, of which 24/31 and 56/63 cross: 0.835 and 0.908.
+        (16.8e6, 0.567),
+        (50.3e6, 0.710),
+        (58.7e6, 0.743),
+        (4.0 * _GIB, 0.871),
+    ),
     gbps=50.0,
     latency_us=69.0,
     hop_us=16.0,
     message_us=1.0,
     measured_hops=1,
-    source="AWS's awsome-distributed-training, nccl-tests of all_reduce on two p5.48xlarge; messages by as much below rings as "
-    "on InfiniBand, and a hop's time by the ratio of latencies (69 to 17 µs): both assumed, as nobody has published all_to_all",
+    source="AWS's awsome-distributed-training, nccl-tests of all_reduce on two p5.48xlarge; all_to_all: its "
+    "ep-backend-comparison, p5.48xlarge and p6-b300; a hop's time by the ratio of latencies (69 to 17 µs): assumed",
 )
 """AWS's Elastic Fabric Adapter under NCCL, by libfabric."""
 
@@ -418,13 +430,13 @@ EFA = Link(
 class NetworkKind(NamedTuple):
     """A kind of network between domains.
 
-    ``link``: what calls reach of it. ``proxy_us``: for each other node, what a library's kernels take longer where a thread of
-    the host posts what they send; 0: their GPUs ring the card themselves. ``words``: for people to read.
+    ``link``: what calls reach of it. ``words``: for people to read. ``by_host``: a thread of the host posts what a library's
+    kernels send, as no GPU can ring such a card itself.
     """
 
     link: Link
     words: str
-    proxy_us: float = 0.0
+    by_host: bool = False
 
 
 FABRICS = {
@@ -432,10 +444,7 @@ FABRICS = {
     "roce": NetworkKind(
         NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"
     ),
-    # UCCL-EP, ep/README.md (commit 021c2c0, read 2026-11-28), p5en and p6-b200: lines through the times of 128 tokens
-    # (low-latency kernels) and of 4096 (normal ones) begin at 98 to 265 µs over 2 nodes, 346 to 491 over 3 and 352 to 558
-    # over 4, of which an InfiniBand card and NVLink have 30: some 160 for each other node.
-    "efa": NetworkKind(EFA, "AWS's Elastic Fabric Adapter", proxy_us=160.0),
+    "efa": NetworkKind(EFA, "AWS's Elastic Fabric Adapter", by_host=True),
 }
 """The known fabrics, by the names that --fabric and a cluster file have."""
 

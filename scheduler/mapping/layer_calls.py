@@ -20,7 +20,6 @@ from commlayer.scheduler.mapping.dispatch_kernels import (
     NCCL_MULTIPROCESSORS,
 )
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
-from commlayer.scheduler.mapping.hardware import FABRICS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software
@@ -133,19 +132,12 @@ class LayerCalls:
         is_theirs = routes is not None and routes.takes(exchange)
         if routes is None or not is_theirs:
             return None
-        us = routes.call_us(exchange, self.cluster)
-        if not self.are_posted(setup):
-            return us
-        # A thread of the host posts every row: assumed to be no faster than for the backend's own call.
-        nodes = group_nodes(self.cluster, setup, exchange)
-        rows = routes.tokens * self.job.model.top_k * routes.bytes_of(exchange)
-        posted_us = self.pricer.us("all_to_all_v", rows, nodes)
-        return max(us, posted_us) + FABRICS[self.cluster.fabric].proxy_us * (routes.num_nodes - 1)
+        return routes.call_us(exchange, self.cluster)
 
     def are_posted(self, setup: Setup) -> bool:
         """Whether the software's kernels send tokens to other nodes through a thread of the host."""
-        routes, fabric = self.routes(setup), FABRICS.get(self.cluster.fabric)
-        return routes is not None and routes.num_nodes > 1 and fabric is not None and fabric.proxy_us > 0
+        routes = self.routes(setup)
+        return routes is not None and routes.are_posted(self.cluster)
 
     def routes(self, setup: Setup) -> TokenRoutes | None:
         """The ways of tokens by the software's kernels; None where they go by calls."""

@@ -15,6 +15,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.dispatch_levels import parts_of_token
+from commlayer.scheduler.mapping.hardware import FABRICS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
@@ -92,7 +93,20 @@ class TokenRoutes:
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs."""
         prepared_us = self.kernels.prepare_us if exchange.name.partition("_")[::2] == ("dispatch", "") else 0.0
-        return self.us(cluster, to_experts=_goes_to_experts(exchange)) + prepared_us
+        to_experts = _goes_to_experts(exchange)
+        us = self.us(cluster, to_experts=to_experts)
+        if self.are_posted(cluster):
+            ranks = self.num_nodes * self.ranks_per_node
+            post_us = self.kernels.post_us(self.network_rows, ranks, cluster.gpu.architecture, to_experts=to_experts)
+            # The barriers around a call go the same way (DeepEP, internode.cu: notify_dispatch has three, cached_notify two).
+            latency_us = cluster.link(Resource.INTER).latency_us
+            us = max(us, post_us + latency_us) + (3 if prepared_us else 2) * latency_us
+        return us + prepared_us
+
+    def are_posted(self, cluster: Cluster) -> bool:
+        """Whether a thread of the host posts what goes to other nodes."""
+        fabric = FABRICS.get(cluster.fabric)
+        return self.num_nodes > 1 and fabric is not None and fabric.by_host
 
     def replaced(self, exchanges: tuple[StepCollective, ...]) -> tuple[StepCollective, ...]:
         """Put these kernels' rows in place of the flat ones to the experts and back; weights travel with them."""

@@ -269,8 +269,24 @@ def test_another_fabric_changes_the_network_alone() -> None:
         measured.on("efa")
 
 
-def test_kernels_are_as_fast_as_calls_where_the_host_posts_for_them() -> None:
-    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA neither is."""
+@pytest.mark.parametrize(
+    ("name", "nodes", "published"),
+    [
+        ("aws-p5", 4, 45.1),
+        ("aws-p5", 8, 40.4),
+        ("aws-p6-b300", 2, 104.9),
+        ("aws-p6-b300", 4, 94.0),
+        ("aws-p6-b300", 8, 74.0),
+    ],
+)
+def test_exchanges_over_efa_have_the_published_rates(name: str, nodes: int, published: float) -> None:
+    """AWS's ep-backend-comparison: nccl-tests' alltoall of 64 MiB, bus bandwidth."""
+    assert busbw(clusters.load(name), "all_to_all", 64 * MIB, (8,) * nodes) == pytest.approx(published, rel=0.2)
+
+
+def test_kernels_are_slower_than_calls_where_the_host_posts_for_them() -> None:
+    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA behind it
+    (uccl-project/uccl#893 has five times, in FP8)."""
     job = Job(model=load_model("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
     setup = Setup(gpus=256, ep=32, pp=8, pipeline_layout="auto", recompute="full")
     ratios = []
@@ -281,7 +297,7 @@ def test_kernels_are_as_fast_as_calls_where_the_host_posts_for_them() -> None:
         ]
         ratios.append(steps[0] / steps[1])
     assert ratios[0] < 0.7
-    assert ratios[1] == pytest.approx(1, abs=0.02)
+    assert ratios[1] > 1.1
 
 
 def test_a_ring_over_nodes_uses_every_card() -> None:
