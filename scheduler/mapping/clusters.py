@@ -19,7 +19,6 @@ from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 
 __all__ = ["fitted", "from_peaks", "load", "names"]
 
-_NVLINK5_GBPS = 900
 _ASSUMED = "peaks as given, efficiencies as declared for H100 clusters (docs/clusters.md)"
 
 
@@ -56,8 +55,8 @@ def from_peaks(
 
 
 class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``, ``fabric``: its names in :data:`hardware.GPUS` and
-    :data:`hardware.FABRICS`."""
+    """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``, ``fabric``, ``scale_up``: its names in
+    :data:`hardware.GPUS`, :data:`hardware.FABRICS` and :data:`hardware.SCALE_UP`."""
 
     name: str
     gpu: str
@@ -66,6 +65,7 @@ class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     intra_gbps: float
     source: str
     fabric: str = "infiniband"
+    scale_up: str = "nvlink"
 
 
 class _Clusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +97,7 @@ def load(name: str) -> Cluster:
         )
     gpu, peaks = hardware.GPUS[declared.gpu], (declared.inter_gbps, declared.intra_gbps)
     cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source).on(declared.fabric)
-    return cluster.replace(intra=hardware.NVLINK5) if declared.intra_gbps == _NVLINK5_GBPS else cluster
+    return cluster.replace(intra=hardware.SCALE_UP[declared.scale_up])
 
 
 def _monta() -> Cluster:

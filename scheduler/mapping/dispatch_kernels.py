@@ -32,6 +32,8 @@ _CHUNKS = ((8, 6, 6), (16, 20, 12), (64, 8, 8), (math.inf, 12, 8))
 """The rows that a sender's kernel puts on the network at once: for groups of at most so many ranks, of those on their way to
 experts and of those that come home (deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, get_dispatch_config and
 get_combine_config, which Megatron-Core leaves as they are)."""
+_TWICE_NVLINK = ("blackwell", "rubin")
+"""GPUs whose rates are taken to be Blackwell's."""
 _LARGEST_CHUNK = 32
 """The largest chunk that DeepEP's test tries (tests/legacy/test_internode.py)."""
 
@@ -74,13 +76,13 @@ class DispatchKernels:
 
     def inside_of(self, architecture: Architecture) -> float:
         """The part of NVLink's peak that calls reach among GPUs of a generation."""
-        found = self.inside_blackwell if architecture == "blackwell" else None
+        found = self.inside_blackwell if architecture in _TWICE_NVLINK else None
         return self.inside if found is None else found
 
     def post_us(self, rows: float, num_ranks: int, architecture: Architecture, *, to_experts: bool) -> float:
         """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs."""
         chunk = next(rows for most, *rows in _CHUNKS if num_ranks <= most)[not to_experts]
-        return rows / chunk * (self.posted_blackwell_us if architecture == "blackwell" else self.posted_us)
+        return rows / chunk * (self.posted_blackwell_us if architecture in _TWICE_NVLINK else self.posted_us)
 
     def sent_bytes(self, row_bytes: float, *, crosses: bool) -> float:
         """The bytes that a row takes the time of, where one of :data:`ROW_BYTES` takes that of its own."""

@@ -113,6 +113,7 @@ class _Times:
     def _sampled(self, kind: str, inter: float, intra: float, beyond_us: float = 0.0) -> list[float]:
         """Where each rank sends ``inter``·S over its card and ``intra``·S over NVLink, beside each other."""
         across, inside = _line(self.cluster, Resource.INTER, kind).us, _line(self.cluster, Resource.INTRA, kind).us
+        intra /= self.cluster.link(Resource.INTRA).used_by(self.shape.most)
         return [max(across(size * inter), inside(size * intra)) + beyond_us for size in SIZES]
 
     def _beyond(self, inter: int, intra: int, cost: str) -> float:

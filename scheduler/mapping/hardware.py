@@ -25,6 +25,8 @@ __all__ = [
     "NETWORK",
     "NVLINK",
     "NVLINK5",
+    "SCALE_UP",
+    "XGMI",
     "Architecture",
     "AttentionTiles",
     "Gpu",
@@ -33,7 +35,7 @@ __all__ = [
     "Points",
 ]
 
-Architecture = Literal["ampere", "hopper", "blackwell"]
+Architecture = Literal["ampere", "hopper", "blackwell", "rubin", "cdna"]
 """The generation, which decides what formats its tensor cores multiply and how operands lie."""
 Points = tuple[tuple[float, float], ...]
 """(bytes, fraction of the peak), by increasing bytes."""
@@ -128,6 +130,8 @@ class Link:
         hop_us: of each hop of a ring or a tree beyond ``measured_hops``.
         message_us: of each message of a rank beyond ``measured_hops``.
         measured_hops: hops and messages of a rank in the group that the points were measured on (8 ranks: 7).
+        mesh: GPUs of which each has a link of its own to each other one, so that a group of fewer has a part of ``gbps``; 0: a
+            switch, through which any two have all of it.
 
     Raises:
         UsageError: fractions that are not in (0, 1], sizes that do not increase, a time that falls with bytes.
@@ -140,15 +144,20 @@ class Link:
     hop_us: float = 0.0
     message_us: float = 0.0
     measured_hops: int = 1
+    mesh: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
         for name in ("ring", "messages"):
             _check_points(name, getattr(self, name))
         _check("gbps", self.gbps, 0, math.inf)
-        for name in ("latency_us", "hop_us", "message_us", "measured_hops"):
+        for name in ("latency_us", "hop_us", "message_us", "measured_hops", "mesh"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: expected at least 0, got {getattr(self, name)!r}")
+
+    def used_by(self, ranks: int) -> float:
+        """The part of the peak that a group of so many ranks can use."""
+        return min(1.0, (ranks - 1) / (self.mesh - 1)) if self.mesh > 1 and ranks > 1 else 1.0
 
 
 def _check(what: str, value: float, least: float, most: float) -> None:
@@ -317,6 +326,30 @@ _GRACE = (
 _GRACE_BF16 = 0.667 * 2250 / 2500 * 1822 / 1745
 _GRACE_FP8 = 0.63 * 2250 / 2500 * 3615.6 / 3432.5
 
+_INSTINCT = (
+    "attention: AITER's kernels on MI355X, causal, heads of 128, 4K and 8K tokens: 1,069 and 1,173 TFLOP/s forward, 877 and "
+    "1,034 backward (HazyResearch/HipKittens, analysis/attn, commit f09e968); memory 0.80 and the host's launches: assumed, as "
+    "an NVIDIA GPU's; multiprocessors: compute units"
+)
+
+
+def _instinct(
+    name: str, bf16: float, memory_gib: float, memory_gbps: float, units: int, source: str, **rates: float
+) -> Gpu:
+    return Gpu(
+        name=name,
+        bf16_tflops=bf16,
+        fp8_tflops=2 * bf16,
+        memory_bytes=memory_gib * _GIB,
+        memory_gbps=memory_gbps,
+        architecture="cdna",
+        multiprocessors=units,
+        memory=0.80,
+        source=f"AMD's data sheet; {source}; {_INSTINCT}; {_PCIE5}",
+        **rates,
+    )
+
+
 GPUS: dict[str, Gpu] = {
     "a100": _ampere("A100 SXM 80GB"),
     "a800": _ampere("A800 SXM 80GB"),
@@ -350,6 +383,52 @@ GPUS: dict[str, Gpu] = {
     # tensor cores are so slow that narrow heads wait for nothing else (flash-attention#1310: as fast as wide ones).
     "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78, narrow=None),
     "h800": _hopper("H800 SXM 80GB", 80, 3350),
+    "mi300x": _instinct(
+        "MI300X",
+        1307.4,
+        191.7,
+        5300,
+        304,
+        "products: ml-engineering's maximum achievable matmul FLOPS has 668 in BF16; FP8's part of the peak is assumed to be the "
+        "same, and attention to be as much slower than an MI355X's as products are",
+        gemm=0.511,
+        gemm_fp8=0.511,
+        attention=0.445 * 0.511 / 0.622,
+        attention_backward=0.38 * 0.511 / 0.622,
+    ),
+    "mi355x": _instinct(
+        "MI355X",
+        2516.6,
+        288,
+        8000,
+        256,
+        "products: ml-engineering's maximum achievable matmul FLOPS has 1,565 in BF16; hipBLASLt has 3,233 in FP8 (HipKittens, "
+        "analysis/fp8_gemm, 8,192 each way)",
+        gemm=0.622,
+        gemm_fp8=0.642,
+        attention=0.445,
+        attention_backward=0.38,
+    ),
+    "vr200": Gpu(
+        name="Rubin",
+        bf16_tflops=4000,
+        fp8_tflops=17500,
+        memory_bytes=288 * _GIB,
+        memory_gbps=22000,
+        architecture="rubin",
+        multiprocessors=224,
+        gemm=_GRACE_BF16,
+        gemm_fp8=_GRACE_FP8,
+        attention=_ULTRA_ATTENTION[0] * 2250 / 4000,
+        attention_backward=_ULTRA_ATTENTION[1] * 2250 / 4000,
+        memory=0.75,
+        exposed_launch_us=_EXPOSED_LAUNCH_US * _GRACE_LAUNCHES,
+        waited_launch_us=_WAITED_LAUNCH_US * _GRACE_LAUNCHES,
+        host_gbps=300.0,
+        source="peaks: NVIDIA's preliminary figures (Vera Rubin NVL72's page, as ml-engineering quotes it on 2026-08-22); 224 "
+        " multiprocessors: NVIDIA's technical blog on the Rubin platform, not verified; everything that calls and products "
+        "reach of them is assumed: products and launches as on GB300, attention no faster than there, twice its link to the host",
+    ),
 }
 """The known GPUs, by the name that a cluster file may use."""
 
@@ -427,16 +506,37 @@ EFA = Link(
 """AWS's Elastic Fabric Adapter under NCCL, by libfabric."""
 
 
+_TCP_GBPS, _TCP_REACHED, _TCP_US = 12.5, 0.6, 46.0
+_TCP_RING: Points = tuple(
+    (size * _MIB, size * _MIB / (_TCP_US * _TCP_GBPS * 1e3 + size * _MIB / _TCP_REACHED))
+    for size in (1.0, 16.0, 1024.0)
+)
+TCP = Link(
+    # NVIDIA/nccl#209: NCCL by sockets does not reliably reach more than 60 % of the wire's speed at 32 Gb/s, also at large sizes;
+    # NVIDIA/nccl-tests#82: a broadcast of 8 bytes, 46 µs. A line of both.
+    ring=_TCP_RING,
+    messages=_scaled(_TCP_RING, 0.744 / 0.94),
+    gbps=_TCP_GBPS,
+    latency_us=_TCP_US,
+    hop_us=_TCP_US,
+    message_us=1.0,
+    source="NVIDIA/nccl#209 and NVIDIA/nccl-tests#82; sizes between by a latency and a bandwidth, messages by as much below "
+    "rings as on InfiniBand, and a hop as long as a small call: assumed",
+)
+"""NCCL over sockets, without RDMA."""
+
+
 class NetworkKind(NamedTuple):
     """A kind of network between domains.
 
     ``link``: what calls reach of it. ``words``: for people to read. ``by_host``: a thread of the host posts what a library's
-    kernels send, as no GPU can ring such a card itself.
+    kernels send, as no GPU can ring such a card itself. ``most``: the part of a card's peak that nothing exceeds.
     """
 
     link: Link
     words: str
     by_host: bool = False
+    most: float = 1.0
 
 
 FABRICS = {
@@ -445,6 +545,7 @@ FABRICS = {
         NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"
     ),
     "efa": NetworkKind(EFA, "AWS's Elastic Fabric Adapter", by_host=True),
+    "tcp": NetworkKind(TCP, "Ethernet without RDMA, by sockets", by_host=True, most=_TCP_REACHED),
 }
 """The known fabrics, by the names that --fabric and a cluster file have."""
 
@@ -491,6 +592,25 @@ NVLINK5 = Link(
     source=f"{NVLINK.source}; its curve as of NVLink 4 up to 0.758, which 8 B200 reach",
 )
 """NVLink 5: B200, and GB200's racks of 72 (NVIDIA's slide has 640 GB/s for all_to_all there too)."""
+
+_XGMI_REACHED = 0.698
+XGMI = Link(
+    # ml-engineering (stas00), network: an all_reduce of 4 GiB on 8 MI300X: bus bandwidth 312.9 GB/s of 448, on two 47.7 of 64.
+    ring=_capped(NVLINK.ring, _XGMI_REACHED),
+    messages=_capped(NVLINK.messages, _XGMI_REACHED * 0.711 / 0.803),
+    gbps=448.0,
+    latency_us=NVLINK.latency_us,
+    hop_us=NVLINK.hop_us,
+    message_us=NVLINK.message_us,
+    measured_hops=7,
+    mesh=8,
+    source="ml-engineering (stas00), network: all_reduce on MI300X at 4 GiB; smaller calls, latencies and all_to_all beside "
+    "rings as on NVLink: assumed, as no table of RCCL's was found",
+)
+"""AMD's Infinity Fabric: each of eight GPUs has a link to each other one."""
+
+SCALE_UP = {"nvlink": NVLINK, "nvlink5": NVLINK5, "xgmi": XGMI}
+"""The links inside a domain, by the names that clusters.json has."""
 
 _MONTA_ALL_TO_ALL: Points = ((4e6, 0.427), (16e6, 0.633), (128e6, 0.741))
 A800_MONTA_NETWORK = Link(

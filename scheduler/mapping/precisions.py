@@ -68,12 +68,17 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe(
             name="fp8-delayed",
-            architectures={"hopper": 2, "blackwell": 1},
+            architectures={"hopper": 2, "blackwell": 1, "rubin": 1, "cdna": 2},
             casts_together=True,
             remakes=False,
             megatron="delayed",
         ),
-        Recipe(name="fp8-current", architectures={"hopper": 2, "blackwell": 1}, reads=2, megatron="tensorwise"),
+        Recipe(
+            name="fp8-current",
+            architectures={"hopper": 2, "blackwell": 1, "rubin": 1, "cdna": 2},
+            reads=2,
+            megatron="tensorwise",
+        ),
         # Blocks of 1×128 (activations) and 128×128 (weights), an FP32 scale each. Rate: Transformer Engine's GEMM profiling
         # page, H200 NVL: 22.9 ms a layer with its casts, where one scale for a tensor takes 16.8 ms without and 20.3 ms with
         # them: less such casts, but for their second read, 20.0 ms are left.
@@ -88,12 +93,24 @@ RECIPES: dict[str, Recipe] = {
             casts_together=True,
         ),
         # Blocks of 32 with a scale of a byte. Rate: the same page, B300, pre-quantized: 7.16 ms a layer against 6.81 ms.
-        Recipe(name="fp8-mxfp8", architectures={"blackwell": 2}, scale_bytes=1 / 32, rate=0.951, megatron="mxfp8"),
+        Recipe(
+            name="fp8-mxfp8",
+            architectures={"blackwell": 2, "rubin": 2},
+            scale_bytes=1 / 32,
+            rate=0.951,
+            megatron="mxfp8",
+        ),
     )
 }
 """The known recipes by name. NVFP4 is not here: how its products and casts compare is published for one dense model only."""
-_DEFAULTS: dict[Architecture, str] = {"hopper": "fp8-delayed", "blackwell": "fp8-mxfp8"}
-"""The recipe that the word fp8 means: Transformer Engine's own default (recipe.get_default_fp8_recipe)."""
+_DEFAULTS: dict[Architecture, str] = {
+    "hopper": "fp8-delayed",
+    "blackwell": "fp8-mxfp8",
+    "rubin": "fp8-mxfp8",
+    "cdna": "fp8-delayed",
+}
+"""The recipe that the word fp8 means: Transformer Engine's own default (recipe.get_default_fp8_recipe). Rubin's is assumed to be
+Blackwell's, and AMD's GPUs to have Hopper's, with its transposed copies."""
 
 
 def recipe_of(precision: str, gpu: Gpu) -> Recipe | None:

@@ -78,8 +78,10 @@ class TokenRoutes:
         Raises PlanError for a measured cluster: its curves are of other calls.
         """
         longest, latency_us = 0.0, 0.0
+        fabric = FABRICS.get(cluster.fabric)
+        network = min(self.kernels.network, fabric.most) if fabric else self.kernels.network
         ways = (
-            (Resource.INTER, self.network_rows, self.kernels.network),
+            (Resource.INTER, self.network_rows, network),
             (Resource.INTRA, self.inside_rows, self.kernels.inside_of(cluster.gpu.architecture)),
         )
         row_bytes = self.out_bytes if to_experts else self.row_bytes

@@ -248,7 +248,10 @@ def test_overrides_change_the_cluster() -> None:
 
 def test_a_rate_of_the_network_asks_which_network_it_is() -> None:
     failed = call("estimate", *JOB, *ONE, "--inter-gbps", "25", status=2)
-    assert "has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa" in failed.stderr
+    assert (
+        "has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa, tcp"
+        in failed.stderr
+    )
     infiniband, efa = (call_json("estimate", *JOB, *ONE, "--fabric", name) for name in ("infiniband", "efa"))
     assert efa["estimate"]["step_us"] > infiniband["estimate"]["step_us"]
 
@@ -284,7 +287,9 @@ def test_no_graph_holds_a_step_in_which_the_host_reads_counts() -> None:
 
 
 def test_another_rate_asks_which_network_has_it() -> None:
-    question = "h100-eos has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa"
+    question = (
+        "h100-eos has InfiniBand: say what network has this rate with --fabric, one of infiniband, roce, efa, tcp"
+    )
     varied = call("what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "1,10", status=2)
     assert f"--vary inter-gbps: {question}" in varied.stderr
 

@@ -24,6 +24,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON, with_dispatcher
+from commlayer.scheduler.mapping.validity import assess, kind_of
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -258,11 +259,43 @@ def test_rings_over_efa_take_the_published_times(megabytes: int, us: float) -> N
     assert flat_us(clusters.load("aws-p5"), "all_reduce", megabytes * MIB, (8, 8)) == pytest.approx(us, rel=0.25)
 
 
+@pytest.mark.parametrize(("ranks", "published"), [(2, 47.7), (8, 312.9)])
+def test_two_gpus_of_a_mesh_have_one_link(ranks: int, published: float) -> None:
+    """ml-engineering: an all_reduce of 4 GiB among MI300X, bus bandwidth."""
+    assert busbw(clusters.load("mi300x"), "all_reduce", 4 << 30, (ranks,)) == pytest.approx(published, rel=0.08)
+
+
+def test_a_message_in_a_mesh_has_one_link_and_a_switch_all() -> None:
+    mesh, switch = (clusters.load(name) for name in ("mi355x", "h100-eos"))
+    assert flat_us(mesh, "send_recv", 1 << 30, (2,)) > (1 << 30) / 76.5e3
+    assert flat_us(switch, "send_recv", 1 << 30, (2,)) < (1 << 30) / 225e3
+
+
+def test_sockets_reach_what_is_published_and_no_dispatcher_more() -> None:
+    ethernet = clusters.load("ethernet-400")
+    # Of two nodes each card carries S/8, where the bus bandwidth counts 15/8 of S.
+    assert busbw(ethernet, "all_reduce", 8 << 30, (8, 8)) == pytest.approx(0.6 * 50 * 15 / 8, rel=0.05)
+    job = Job(model=load_model("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
+    setup = Setup(gpus=256, ep=32, pp=8, pipeline_layout="auto", recompute="full")
+    kernels = with_dispatcher(MEGATRON, "deepep")
+    steps = [
+        Estimator(job, each, kernels).estimate(setup, detail=False).step_us for each in (ethernet, ethernet.on("roce"))
+    ]
+    assert steps[0] > 1.3 * steps[1]
+
+
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "vr200-nvl72"])
+def test_no_interval_of_a_published_run_is_taken_for_another_maker_or_generation(name: str) -> None:
+    job = Job(model=load_model("mixtral-8x7b"), gpus=72, global_batch=576, sequence=4096)
+    kind = kind_of(job, Setup(gpus=72, ep=8), clusters.load(name), MEGATRON, 1e6)
+    assert assess(kind).is_new
+
+
 def test_another_fabric_changes_the_network_alone() -> None:
     on_efa = H100.on("efa")
     assert (on_efa.fabric, on_efa.inter) == ("efa", clusters.load("aws-p5").inter)
     assert (on_efa.intra, on_efa.peaks) == (H100.intra, H100.peaks)
-    with pytest.raises(UsageError, match="fabric: expected infiniband, roce, efa, got 'ethernet'"):
+    with pytest.raises(UsageError, match="fabric: expected infiniband, roce, efa, tcp, got 'ethernet'"):
         H100.on("ethernet")
     measured = Cluster.from_profile(H100.profile_of((8, 8)), H100.gpu)
     with pytest.raises(UsageError, match="was measured: its fabric is in its curves"):
