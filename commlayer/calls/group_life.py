@@ -15,10 +15,12 @@ from commlayer.calls.ring import Track, open_track
 from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 
-__all__ = ["LIFE_KEY", "making_group", "stage"]
+__all__ = ["INNER_NAME", "LIFE_KEY", "making_group", "stage"]
 
 LIFE_KEY = "/life"
 """The end of the key of such a track."""
+INNER_NAME = "inside commlayer"
+"""The name of every Gloo group inside of one of ours, by which torch's recorder notes the calls that go to it."""
 
 _MOST_LISTED = 16
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from commlayer.calls.group_life import INNER_NAME
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
@@ -253,6 +254,7 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
                 content = msgspec.json.decode(data, type=_Content, strict=False)
             else:
                 content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
+            _check_names(content.entries)
             if _is_of_torchcomms(content):
                 _as_of_torch(content.entries)
             entries = _kept(content.entries)
@@ -292,6 +294,17 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
                 f"{where}: expected rank {rank} to be in its group {shortened(name)}, got ranks "
                 f"{', '.join(map(str, ranks[:8]))}: give the dumps of one job, named by their ranks"
             )
+
+
+def _check_names(entries: Sequence[Entry]) -> None:
+    """Raise ValueError for calls that cannot be told apart by the names of their groups, or are not all of a group's calls."""
+    if any(entry.process_group[0] == INNER_NAME for entry in entries):
+        raise ValueError(
+            "it has calls of the Gloo inside of commlayer's groups, which makes only some of their calls: give the "
+            "calls-*.json of commlayer's ranks"
+        )
+    if len({entry.pg_id for entry in entries if not entry.process_group[0]}) > 1:
+        raise ValueError("it has calls of several groups without a name: make groups by torch.distributed")
 
 
 def _is_of_torchcomms(content: _Content) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
+from commlayer.calls.group_life import INNER_NAME
 from commlayer.failures.descriptors import GLOO_DEVICE, of_gloo
 from commlayer.failures.waits import keep
 from commlayer.forked_child import in_forked_child
@@ -42,6 +43,7 @@ def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dis
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._threads, options._timeout = _shared_devices(), 1, timeout
+    options.group_name = INNER_NAME
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
 

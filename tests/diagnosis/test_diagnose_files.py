@@ -28,7 +28,8 @@ from commlayer.cli.main import main
 from commlayer.diagnosis import snapshot
 from commlayer.diagnosis.call_logs import RankLog, Site
 from commlayer.diagnosis.diagnosis_words import in_words, log_words
-from commlayer.diagnosis.findings import diagnose
+from commlayer.diagnosis.explaining import explain
+from commlayer.diagnosis.findings import Cycle, diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
 from commlayer.diagnosis.log_files import folder_of, folder_path, log_name, read_logs, write_log
@@ -303,6 +304,19 @@ def test_torchs_analyzer_names_the_rank_that_is_missing(tmp_path: Path, analyzer
     assert "Not all ranks joining collective" in said
     dump = pickle.loads((tmp_path / "dumps" / "commlayer_rank_0").read_bytes())
     assert dump["entries"][0]["frames"] == [{"name": "step", "filename": "train.py", "line": 10}]
+
+
+def test_dumps_of_our_rings_are_diagnosed_as_the_rings_are(tmp_path: Path) -> None:
+    logs = hanging()
+    write_flight_recorder(tmp_path, logs)
+    (own,), (read,) = diagnose(logs).findings, explain(tmp_path).findings
+    assert isinstance(own, Cycle)
+    assert isinstance(read, Cycle)
+    places = [
+        [(step.call.rank, step.call.kind, step.call.number, step.site, step.missing.rank) for step in cycle.steps]
+        for cycle in (own, read)
+    ]
+    assert places[0] == places[1]
 
 
 def test_calls_that_other_rings_have_lost_are_left_out_of_the_dumps(tmp_path: Path) -> None:

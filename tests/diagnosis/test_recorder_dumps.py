@@ -20,6 +20,7 @@ from dumps_in_memory import START_NS, device_dump, write_dumps
 from jobs_in_memory import Groups, Job, Op, legal_program, run
 from test_graph import FAULTS, blocking
 
+from commlayer.calls.group_life import INNER_NAME
 from commlayer.cli.main import main
 from commlayer.diagnosis import recorder_dumps
 from commlayer.diagnosis.diagnosis_words import in_words
@@ -29,6 +30,7 @@ from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
 from commlayer.diagnosis.recorder_dumps import rank_in_name, read_dumps
 from commlayer.emulation import EmulatedCluster
 from commlayer.profiles.errors import UsageError
+from commlayer.transport.gloo_groups import gloo_in_order
 
 A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
 HANGS = {
@@ -222,6 +224,41 @@ def test_files_that_are_no_dumps_are_refused(tmp_path: Path, name: str, content:
     with pytest.raises(UsageError, match=words) as refused:
         read_dumps([path])
     assert str(path) in str(refused.value)
+
+
+def _entry_of(name: str, pg_id: int) -> dict[str, Any]:
+    return _entry(process_group=(name, ""), pg_id=pg_id)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([("", 0), ("", 2)], "calls of several groups without a name"),
+        ([("0", 0), (INNER_NAME, 1)], "the Gloo inside of commlayer's groups"),
+    ],
+)
+def test_calls_whose_groups_cannot_be_told_apart_are_refused(
+    tmp_path: Path, groups: list[tuple[str, int]], words: str
+) -> None:
+    """They would be taken for calls of one group that differ."""
+    path = tmp_path / "rank_1"
+    path.write_bytes(pickle.dumps({"version": "2.10", "entries": [_entry_of(*group) for group in groups]}))
+    with pytest.raises(UsageError, match=words):
+        read_dumps([path])
+    path.write_bytes(pickle.dumps({"version": "2.10", "entries": [_entry_of("", 3), _entry_of("", 3)]}))
+    assert len(read_dumps([path])) == 1
+
+
+def test_torch_records_the_gloo_inside_of_a_group_under_its_name(tmp_path: Path) -> None:
+    """Its calls are those that run by no plan, so that a rank in another one would look as if it were in none."""
+    torch = pytest.importorskip("torch")
+    c10d = pytest.importorskip("torch._C._distributed_c10d")
+    if not hasattr(c10d, "_dump_fr_trace"):
+        pytest.skip("this torch does not record Gloo's calls")
+    gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9)).allreduce([torch.ones(2)]).wait()
+    (tmp_path / "rank_0").write_bytes(c10d._dump_fr_trace())
+    with pytest.raises(UsageError, match="the Gloo inside of commlayer's groups"):
+        read_dumps([tmp_path / "rank_0"])
 
 
 def test_dumps_of_torchcomms_are_read_as_torchs(tmp_path: Path) -> None:
