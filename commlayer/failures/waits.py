@@ -46,6 +46,7 @@ __all__ = [
     "Watched",
     "bounded",
     "bounded_reduce_scatter",
+    "can_end_waits",
     "end_wait",
     "is_timeout",
     "join_abandoned",
@@ -423,10 +424,14 @@ def end_wait(work: object) -> None:
             abort(address)
 
 
+def can_end_waits() -> bool:
+    """Whether :func:`end_wait` can end waits for messages of Gloo's with this torch."""
+    return bool(_aborts())
+
+
 def _is_out_of_reach(work: object) -> bool:
-    """Whether ``work`` is, or waits for, a message of Gloo's whose wait :func:`end_wait` cannot end
-    with this torch."""
-    return not _aborts() and _is_torchs(getattr(work, "inner", work))
+    """Whether ``work`` is, or waits for, a message of Gloo's whose wait cannot be ended."""
+    return not can_end_waits() and _is_torchs(getattr(work, "inner", work))
 
 
 def _is_torchs(work: object) -> bool:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
-from commlayer.failures.waits import end_wait, keep, wait_for_message
+from commlayer.failures.waits import can_end_waits, end_wait, keep, wait_for_message
 from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region
@@ -78,7 +78,9 @@ class GlooTransport:
         self.channels = channels
         self.shared = {op: _shared(channel) for op, channel in channels.items()}
         self.far: dict[Op, tuple[dist.ProcessGroup, ...]] = {
-            op: (_beneath(channel),) for op, channel in channels.items()
+            op: (channel.group if shared is None else shared.group,)
+            for op, channel in channels.items()
+            for shared in (self.shared[op],)
         }
         """The Gloo groups, and what carries messages inside the node instead."""
         self.others = list[dist.ProcessGroup]()
@@ -90,6 +92,7 @@ class GlooTransport:
         self.waited_for: set[Waitable] = set()
         """The messages that calls of ours wait for: where the board breaks, these waits are ended
         from another thread."""
+        self.can_end_waits = can_end_waits()
         self._is_aborted = False
         board.on_break(self._wake)
 
@@ -168,27 +171,24 @@ class GlooTransport:
         return self.board.blame(wait, failure, self.abort)
 
     def _disagreement(self, wait: FailedStep, mismatch: SizeMismatch) -> DisagreementError:
-        """Nobody is dead, and nobody must be blamed for it: the others are told what was found
-        here."""
+        """The error of calls that differ, in sizes or in more. Nobody is dead, and nobody must be
+        blamed: the others are told what was found here."""
         if isinstance(mismatch, CallMismatch):
-            return self._other_call(wait, mismatch)
+            own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
+            peer = wait.peers[0] if wait.peers else mismatch.peer
+            self.abort(f"calls {own}, but rank {peer} calls {theirs}, so it left the group")
+            return DisagreementError(
+                f"rank {wait.rank} calls {own}, but rank {peer} calls {theirs}: ranks must make the "
+                f"same calls, of the same dtype, operation and root; here: {wait}. "
+                "COMMLAYER_DEBUG=detail compares calls before they move a byte. Nothing more can be "
+                "sent here: restart the job"
+            )
         expected, got = mismatch.expected_bytes, mismatch.got_bytes
         self.abort(f"expected {expected} bytes from rank {wait.peers[0]} and got {got}, so it left the group")
         return DisagreementError(
             f"expected {expected} bytes from rank {wait.peers[0]}, got {got}: ranks must make the same calls, with the same "
             f"sizes; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte and names those that "
             "differ. Nothing more can be sent here: restart the job"
-        )
-
-    def _other_call(self, wait: FailedStep, mismatch: CallMismatch) -> DisagreementError:
-        """The same, of calls that differ in more than sizes."""
-        own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
-        peer = wait.peers[0] if wait.peers else mismatch.peer
-        self.abort(f"calls {own}, but rank {peer} calls {theirs}, so it left the group")
-        return DisagreementError(
-            f"rank {wait.rank} calls {own}, but rank {peer} calls {theirs}: ranks must make the same calls, of the same "
-            f"dtype, operation and root; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte. Nothing "
-            "more can be sent here: restart the job"
         )
 
     def abort(self, why: str | None = None) -> None:
@@ -299,7 +299,8 @@ class GlooCall:
         coder: Coder | None,
         mark: int,
     ) -> None:
-        self._transport, self._plan, self._steps, self._buffers = transport, script.plan, script.steps, buffers
+        self._transport, self._plan = transport, script.plan
+        self._steps, self._buffers = script.steps, buffers
         self._reduce, self._coder, self._mark = reduce, coder, mark
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
@@ -439,7 +440,10 @@ class GlooCall:
         transport.waited_for.add(work)
         try:
             board, timeout = transport.board, timedelta(seconds=left_s)
-            if board.is_broken or not wait_for_message(work, timeout, board):
+            if board.is_broken:
+                raise board.woken()
+            is_here = transport.can_end_waits or work.__class__ is Send  # what wait_for_message asks
+            if not (work.wait(timeout) if is_here else wait_for_message(work, timeout, board)):
                 raise board.woken()
         except RuntimeError as error:
             shared = transport.shared[self._steps[index].op]
@@ -467,11 +471,6 @@ class GlooCall:
 def _shared(channel: Channel) -> SharedMemoryGroup | None:
     group: Any = channel.group  # of torch's, or ours
     return group if isinstance(group, SharedMemoryGroup) else None
-
-
-def _beneath(channel: Channel) -> dist.ProcessGroup:
-    shared = _shared(channel)
-    return channel.group if shared is None else shared.group
 
 
 def _members(near: Sequence[Posting], far: Sequence[_FarPosting]) -> list[int]:
