@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -99,9 +98,8 @@ class _Binder:
             return None
         messenger = step.line.messenger
         if step.gathers:
-            return partial(
-                _gather_all, messenger, [(self._part(gathered), self._part(own)) for own, gathered in step.gathers]
-            )
+            parts = [(self._part(gathered), self._part(own)) for own, gathered in step.gathers]
+            return lambda: [messenger.all_gather(gathered, own) for gathered, own in parts]
         places = step.line.places
         sends, receives = self._addressed(step.sends, places), self._addressed(step.receives, places)
         return partial(_exchange, messenger, sends, receives)
@@ -111,19 +109,20 @@ class _Binder:
 
     def _local(self, moves: Moves) -> list[Work]:
         """The rank's work on its own memory, in the order in which moves say it."""
-        return list(
-            chain(
-                (partial(self._part(copy.target).copy_, self._part(copy.source), True) for copy in moves.copies),
-                (self._summing(reduction) for reduction in moves.reductions),
-                self._recoding(moves),
-            )
-        )
+        part, coder = self._part, self._coder
+        local: list[Work] = [partial(part(copy.target).copy_, part(copy.source), True) for copy in moves.copies]
+        local += [self._summing(reduction) for reduction in moves.reductions]
+        if moves.encodes or moves.decodes:
+            assert coder is not None  # whoever starts a plan with a wire format says how to encode
+            local += [partial(coder.encode, part(each.source), part(each.target)) for each in moves.encodes]
+            local += [partial(coder.decode, part(each.source), part(each.target)) for each in moves.decodes]
+        return local
 
     def _summing(self, reduction: Reduction) -> Work:
         target, sources = reduction.target, reduction.sources
         coded = [source.buffer in (Buffer.ENCODED, Buffer.ARRIVED) for source in sources]
         if True in coded:
-            assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
+            assert self._coder is not None  # as above
             return partial(self._coder.add, self._part(target), [self._part(source) for source in sources], coded)
         assert self._reduce is not None  # whoever starts a plan with sums says how to sum
         dtype = self._reduce.dtype
@@ -131,28 +130,12 @@ class _Binder:
             self._reduce.reduce, self._part(target, dtype), [self._part(source, dtype) for source in sources]
         )
 
-    def _recoding(self, moves: Moves) -> list[Work]:
-        if not (moves.encodes or moves.decodes):
-            return []
-        assert self._coder is not None  # as above
-        encodes = [
-            partial(self._coder.encode, self._part(each.source), self._part(each.target)) for each in moves.encodes
-        ]
-        decodes = [
-            partial(self._coder.decode, self._part(each.source), self._part(each.target)) for each in moves.decodes
-        ]
-        return [*encodes, *decodes]
-
     def _part(self, region: Region, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return self._buffers[region.buffer][region.start, region.stop, dtype]
 
 
 def _exchange(messenger: Messenger, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Sequence[Received]:
     return (messenger.exchange(sends, receives),)
-
-
-def _gather_all(messenger: Messenger, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[Received]:
-    return [messenger.all_gather(gathered, own) for gathered, own in parts]
 
 
 def _run_all(works: Sequence[Work]) -> None:

@@ -207,7 +207,10 @@ def make_nccl(
         if lane:
             apply_lane(options, lane, torch.cuda.nccl.version(), traffic_classes=traffic_classes)
     options._timeout = timeout
-    source = _split_source() if is_split and not is_default else None
+    source = None
+    if is_split and not is_default:
+        default = c10d._get_default_group()
+        source = c10d._get_split_source(default) if default.bound_device_id else None
     if source is not None:
         options.split_from = source
         options.split_color = c10d._process_group_color(list(global_ranks))
@@ -216,7 +219,11 @@ def make_nccl(
     backend = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, len(global_ranks), options)
     made: Any = backend
     start_sequence(made)
-    return Nccl(made, None if is_given else options, _with_all_verbs(made, rank, len(global_ranks)))
+    # A backend lacks the verbs of one tensor (``all_gather_single``) and coalesced ones.
+    process_group: Any = dist.ProcessGroup  # its annotations lack this form
+    around = process_group(rank, len(global_ranks))
+    around._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, made)
+    return Nccl(made, None if is_given else options, around)
 
 
 def like_options(options: Any) -> Any:
@@ -236,20 +243,6 @@ def connect_now(nccl: Nccl, device: torch.device) -> None:
     backend: Any = nccl.backend
     with torch.cuda.device(device):  # of this thread
         backend.eager_connect_single_device(device)
-
-
-def _with_all_verbs(backend: Any, rank: int, size: int) -> Any:
-    """A process group around a backend, which lacks the verbs of one tensor (``all_gather_single``)
-    and coalesced ones."""
-    made: Any = dist.ProcessGroup  # its annotations lack this form
-    group = made(rank, size)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return group
-
-
-def _split_source() -> Any:
-    default = c10d._get_default_group()
-    return c10d._get_split_source(default) if default.bound_device_id else None
 
 
 class InnerMessenger:

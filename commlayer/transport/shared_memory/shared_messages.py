@@ -55,7 +55,7 @@ from commlayer.scheduler.moves import Buffer
 from commlayer.settings import Settings
 from commlayer.transport.call_memory import Buffers, CallMemory
 from commlayer.transport.contract import CallMismatch, SizeMismatch, break_connections
-from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
+from commlayer.transport.shared_memory.meeting import meet
 from commlayer.transport.shared_memory.peers import (
     AHEAD_BYTES,
     INLINE,
@@ -139,17 +139,14 @@ class SharedMemoryGroup:
         if short:  # only now: a rank that does not come leaves the others waiting in there
             raise ClusterError(short)
         if neighbourhood is not None:
-            self._move_in(neighbourhood, here)
+            self._segment = neighbourhood.segment
+            self._slab = Slab(neighbourhood.segment, here.index(rank))
+            self._poll = select.epoll()
+            self._by_fd: dict[int, Peer] = {}
+            for slab, connection in neighbourhood.sockets.items():
+                peer = Peer(here[slab], slab, connection, self._poll)
+                self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
             disown_in_child(self)
-
-    def _move_in(self, neighbourhood: Neighbourhood, here: Sequence[int]) -> None:
-        self._segment = neighbourhood.segment
-        self._slab = Slab(neighbourhood.segment, here.index(self.rank))
-        self._poll = select.epoll()
-        self._by_fd: dict[int, Peer] = {}
-        for slab, connection in neighbourhood.sockets.items():
-            peer = Peer(here[slab], slab, connection, self._poll)
-            self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
 
     @property
     def unread_bytes(self) -> int:
@@ -403,7 +400,10 @@ class SharedMemoryGroup:
         """Take in what has been written; wait until somebody writes, or the time is over (one
         thread for all that wait)."""
         if self._is_polling:
-            self._await_poller(timeout_s)
+            if timeout_s > 0:  # until the thread that polls has taken something in
+                self._num_waiting += 1
+                self._changed.wait(timeout_s)
+                self._num_waiting -= 1
             return
         self._is_polling = True
         self._lock.release()
@@ -430,13 +430,6 @@ class SharedMemoryGroup:
                     peer.arrived.setdefault(tag, deque()).append((mark, size, payload))
         if self._num_waiting:
             self._changed.notify_all()
-
-    def _await_poller(self, timeout_s: float) -> None:
-        """Wait until the thread that polls has taken something in."""
-        if timeout_s > 0:
-            self._num_waiting += 1
-            self._changed.wait(timeout_s)
-            self._num_waiting -= 1
 
     def _deliver_matched(self) -> None:
         """Put where they belong the messages that had come before they were expected."""
