@@ -32,7 +32,7 @@ from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call
 from commlayer.device_time import await_device
 from commlayer.engine.lane_holds import Issued, lanes
-from commlayer.engine.progress import ProgressQueue
+from commlayer.engine.progress import OwnWork, ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
@@ -51,8 +51,11 @@ _PACE = 0.8
 """The part of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
 
 
-class Batch(Work):
-    """Messages under way. ``wait()``: those that come are in their tensors, and those that go may be changed."""
+class Batch(OwnWork):
+    """Messages under way. ``wait()``: those that come are in their tensors, and those that go may be changed.
+
+    It is completed once somebody has waited for it: Gloo's messages say nothing before.
+    """
 
     def __init__(self, messages: Messages, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__()
@@ -62,8 +65,6 @@ class Batch(Work):
         self.call: Call | None = None
         self.instruments: Instruments | None = None
         self._posted = threading.Event()
-        self._done = False
-        self._error: BaseException | None = None
 
     def posted(self, error: BaseException | None = None) -> None:
         """All messages are on their way, or ``error`` stopped them."""
@@ -117,19 +118,6 @@ class Batch(Work):
             self._done = True
             self.works, self.landings = [], []
 
-    def is_completed(self) -> bool:
-        """Whether somebody has waited for it: Gloo's messages say nothing before."""
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def result(self) -> list[torch.Tensor]:
         return self._outputs
 
@@ -154,7 +142,13 @@ class Batches:
             for _, peer in parcels:
                 self._members.require_member(role, peer)
         if any(not x.is_cpu for x, _ in (*sends, *receives)):
-            return self._start_on_device(sends, receives)
+            calls = self._order.on_device((*sends, *receives)[0][0])
+            calls.start_coalescing()
+            for x, peer in receives:
+                calls.own("recv", [x], peer, 0)
+            for x, peer in sends:
+                calls.own("send", [x], peer, 0)
+            return calls.end_coalescing()
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
         names = [f"to {self._members.named(peer)}" for _, peer in sends] + [
@@ -197,7 +191,7 @@ class Batches:
         if self.sender is None:
             self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
         if batch.call is not None and batch.call.begins_after_s is not None:  # its caller goes on meanwhile
-            self.sender.submit(batch.what, None, self._post_later, (batch.call, batch, pieces))
+            self.sender.submit(batch.what, None, self._post_later, (batch.call.begins_after_s, batch, pieces))
             return
         if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
             self._post_all(batch, pieces)
@@ -213,9 +207,8 @@ class Batches:
     def _enter_lane(self, pieces: list[_Pieces]) -> Issued | None:
         return self._order.lane.enter([each for each, _, _ in pieces]) if self._order.lane.is_on else None
 
-    def _post_later(self, call: Call, batch: Batch, pieces: list[_Pieces]) -> None:
-        assert call.begins_after_s is not None
-        await_device(call.begins_after_s)
+    def _post_later(self, begins_after_s: float, batch: Batch, pieces: list[_Pieces]) -> None:
+        await_device(begins_after_s)
         self._post_in_order(batch, pieces, self._enter_lane(pieces))
 
     def _post_in_order(self, batch: Batch, pieces: list[_Pieces], issued: Issued | None) -> None:
@@ -287,13 +280,3 @@ class Batches:
         """The curve of messages between two nodes."""
         planner: Any = self._inner.planned.choices.agreed.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
-
-    def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
-        device = (*sends, *receives)[0][0]
-        calls = self._order.on_device(device)
-        calls.start_coalescing()
-        for x, peer in receives:
-            calls.own("recv", [x], peer, 0)
-        for x, peer in sends:
-            calls.own("send", [x], peer, 0)
-        return calls.end_coalescing()

@@ -21,6 +21,7 @@ from commlayer.backend.tensors import land, landing, plain_row, reals, require_r
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.ring import ANY, Call
 from commlayer.device_time import await_device
+from commlayer.engine.progress import OwnWork
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.transport.call_memory import require_dense
@@ -29,7 +30,7 @@ from commlayer.transport.contract import FIRST_TAG
 __all__ = ["MessageWork", "Messages"]
 
 
-class MessageWork(Work):
+class MessageWork(OwnWork):
     """A send or recv under way. Gloo's own says nothing before it was waited for: so does this."""
 
     def __init__(
@@ -46,8 +47,6 @@ class MessageWork(Work):
         self._messages, self._work, self._what = messages, work, what
         self._tensor, self._moved = tensor, moved
         self._started = time.monotonic()
-        self._error: BaseException | None = None
-        self._done = False
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the message has gone, or is in its tensor. Raises PeerError,
@@ -73,15 +72,6 @@ class MessageWork(Work):
 
     def is_completed(self) -> bool:
         return self._done or bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def result(self) -> list[torch.Tensor]:
         return [self._tensor]

@@ -23,7 +23,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.calls.ring import Call
-from commlayer.engine.progress import ProgressQueue, QueuedWork, too_long
+from commlayer.engine.progress import OwnWork, ProgressQueue, QueuedWork, too_long
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT, wait
@@ -35,7 +35,7 @@ End = Callable[[RuntimeError | None], None]
 """Counts the call, or raises what its failure means."""
 
 
-class IssuedWork(Work):
+class IssuedWork(OwnWork):
     """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever
     thread sees the end."""
 
@@ -47,8 +47,6 @@ class IssuedWork(Work):
         self._queue, self.call, self._outputs, self._inner = queue, call, outputs, inner
         self._end: End | None = end
         self._lock = threading.Lock()
-        self._done = False
-        self._error: BaseException | None = None
         self._queued: QueuedWork | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -120,9 +118,6 @@ class IssuedWork(Work):
             except Exception as error:  # noqa: BLE001
                 return error
         return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def result(self) -> Any:
         """The call's outputs. Raises UsageError before it has ended."""

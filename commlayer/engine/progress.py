@@ -33,7 +33,7 @@ from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
-__all__ = ["DONE", "HostWork", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
+__all__ = ["DONE", "HostWork", "OwnWork", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
 
 QueuedCall = Callable[..., object]
 """A call that the queue runs in its turn, with the arguments that were queued beside it."""
@@ -50,7 +50,26 @@ def too_long(queue: ProgressQueue, label: str, timeout_s: float) -> CollectiveTi
     )
 
 
-class QueuedWork(Work):
+class OwnWork(Work):
+    """A handle of a call whose end is noted here: ``_done``, and the error that waiting raises."""
+
+    _done = False
+    _error: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class QueuedWork(OwnWork):
     """An asynchronous collective. Waiting raises what the call raised."""
 
     def __init__(self, queue: ProgressQueue, label: str, outputs: Outputs) -> None:
@@ -58,8 +77,6 @@ class QueuedWork(Work):
         self._queue, self.label, self._outputs = queue, label, outputs
         self._gate = threading.Lock()  # held until the call has ended: cheaper than an Event
         self._gate.acquire()
-        self._done = False
-        self._error: BaseException | None = None
         self.call: Call | None = None
         self.instruments: Instruments | None = None
         self._ended: torch.futures.Future[None] | None = None
@@ -99,23 +116,11 @@ class QueuedWork(Work):
         else:
             raise too_long(self._queue, self.label, timeout_s)
 
-    def is_completed(self) -> bool:
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
     def result(self) -> Outputs:
         """The call's outputs. Raises UsageError before it has ended."""
         if not self._done:
             raise UsageError(f"{self._queue.who()}, {self.label}: result() before the call has ended: wait() first")
         return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> torch.futures.Future[Outputs]:
         """A future of the outputs. Its callbacks run before the group's next collective.
