@@ -19,8 +19,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from commlayer.backend.group import CommlayerGroup
 
 __all__ = ["autoload"]
@@ -31,14 +29,9 @@ def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
 
     request = GroupRequest.of_torch(opts)
     with joining_group(request) as joined:
-        new_group = joined.load(_creator)
+        with joined.loading():
+            from commlayer.backend.new_groups import new_group
         return new_group(request, joined, pg_options)
-
-
-def _creator() -> Callable[..., CommlayerGroup]:
-    from commlayer.backend.new_groups import new_group
-
-    return new_group
 
 
 def autoload() -> None:

@@ -82,7 +82,10 @@ class CallHooks:
             if self._pre:
                 told = c10d.PreHookArgs()  # type: ignore[attr-defined]  # torch 2.15
                 told.name, told.op_id, told.async_op = name, number, is_async
-                told.root = _root(verb, opts, args)
+                if verb in ("send", "recv"):
+                    told.root = int(args[1]) if len(args) > 1 else -1
+                else:
+                    told.root = int(getattr(opts, "rootRank", -1))
                 told.input_tensors, told.output_tensors = _tensors_of(verb, args)
                 for _, hook in sorted(self._pre.items()):
                     hook(told)
@@ -95,13 +98,6 @@ class CallHooks:
             return work
 
         return hooked
-
-
-def _root(verb: str, opts: Any, args: tuple[Any, ...]) -> int:
-    """The root of a call, or the peer of a message; -1 where there is none."""
-    if verb in ("send", "recv"):
-        return int(args[1]) if len(args) > 1 else -1
-    return int(getattr(opts, "rootRank", -1))
 
 
 def _tensors_of(verb: str, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

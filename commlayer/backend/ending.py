@@ -6,7 +6,7 @@ import contextlib
 import time
 
 from commlayer.backend.batches import Batches
-from commlayer.backend.inner import Destroyed, DeviceCalls, Inherited
+from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import AsksRanks, Instruments
@@ -114,14 +114,11 @@ class Ending:
             if queue is not None:
                 queue.drain()
         for each in self._inner.on_devices.values():
-            self._finish_on(each)
+            try:
+                each.finish(self._inner.timeout.total_seconds())
+            except Exception as error:  # noqa: BLE001, PERF203  a device's, or an instrument's: the group must end
+                warn(f"commlayer: {self._members.who}: at the end of calls on a device: {error}", stacklevel=2)
         track.waited()
-
-    def _finish_on(self, on_device: DeviceCalls) -> None:
-        try:
-            on_device.finish(self._inner.timeout.total_seconds())
-        except Exception as error:  # noqa: BLE001  a device's, or an instrument's: the group must end
-            warn(f"commlayer: {self._members.who}: at the end of calls on a device: {error}", stacklevel=2)
 
     def _break(self) -> bool:
         """Break what is under way. Whether all of it has ended then, on this rank."""

@@ -130,25 +130,21 @@ def all_gather_rows(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, o
 def broadcast(calls: Calls, tensors: Tensors, opts: Any) -> None:
     """The tensors of rank ``opts.rootRank`` become those of all."""
     for tensor in tensors:
-        _broadcast_one(calls, tensor, opts)
-
-
-def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
-    plan, num_bytes = None, tensor.nbytes
-    calls.members.require_root("broadcast from", opts.rootRank)
-    if calls.needs_look:
-        plan = calls.look(tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
-    if plan is None and is_plain(tensor):
-        calls.flat(num_bytes, calls.inner.gloo.broadcast, [tensor], opts)
-        return
-    require_room(tensor)
-    with torch.inference_mode():
-        moved = plain_row(tensor)
-        if plan is not None:
-            calls.run(Movement(plan, moved, moved, root=opts.rootRank), num_bytes, opts.timeout)
-        else:
-            calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
-        land(tensor, moved)
+        plan, num_bytes = None, tensor.nbytes
+        calls.members.require_root("broadcast from", opts.rootRank)
+        if calls.needs_look:
+            plan = calls.look(tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
+        if plan is None and is_plain(tensor):
+            calls.flat(num_bytes, calls.inner.gloo.broadcast, [tensor], opts)
+            continue
+        require_room(tensor)
+        with torch.inference_mode():
+            moved = plain_row(tensor)
+            if plan is not None:
+                calls.run(Movement(plan, moved, moved, root=opts.rootRank), num_bytes, opts.timeout)
+            else:
+                calls.flat(num_bytes, calls.inner.gloo.broadcast, [_carried(moved)], opts)
+            land(tensor, moved)
 
 
 def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:

@@ -103,7 +103,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         track = self.open_track(planned)
         self._order = Order(self._members, inner, track, needs_look=needs_look)
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
-        self.counters = self._counters_of(planned)
+        self.counters = counters = GroupCounters(name, global_ranks[rank], list(global_ranks))
+        counters.reasons, counters.describe = (lambda: planned.choices.reasons), self._members.describe
+        size, num_far = len(global_ranks), len(self._members.far)
+        counters.shares = num_far / size, (size - num_far - 1) / size
+        track.shares, track.rank = counters.shares, counters.rank
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         self._messages = Messages(self._order, self.counters)
         batches, known = Batches(self._order, self._messages, self.counters), KnownPlans(self._calls)
@@ -158,16 +162,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         track.predict = lambda call: promised(group, call) if (group := runs()) is not None else None
         track.is_broken = lambda: (found := board()) is None or found.is_broken
         return track
-
-    def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
-        members = self._members
-        counters = GroupCounters(members.name, members.global_ranks[members.rank], list(members.global_ranks))
-        counters.reasons, counters.describe = (lambda: planned.choices.reasons), members.describe
-        num_far = len(members.far)
-        counters.shares = num_far / members.size, (members.size - num_far - 1) / members.size
-        self._order.track.shares = counters.shares
-        self._order.track.rank = counters.rank
-        return counters
 
     # Synchronisation
 

@@ -9,13 +9,13 @@ and the rest is loaded once the rank has joined.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from commlayer.calls.instruments import AsksRanks
 
 __all__ = ["GroupRequest", "Joined", "call_from_outside", "joining_group", "own_keys"]
-
-_Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,12 @@ class Joined:
     lists: CalledLists | None = None
     inquiry: AsksRanks | None = None
 
-    def load(self, load: Callable[[], _Loaded]) -> _Loaded:
-        """``load()``. Where that fails the other ranks hear of it, in the words of its error, and
-        wait no longer."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Guard the import of what makes the group. Where it fails the other ranks hear of it, in
+        the words of its error, and wait no longer."""
         try:
-            return load()
+            yield
         except BaseException as error:
             if self.is_own:
                 self.detector.fail(f"left with {type(error).__name__}: {error}")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
-from commlayer.agree.signature_words import signature_words
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.running import Calls
 from commlayer.calls.movement import Movement
@@ -124,13 +123,10 @@ class KnownPlans:
     def _run_known(self, movement: Movement, timeout: timedelta | None = None) -> None:
         calls, plan, source = self._calls, movement.plan, movement.source
         collective, size = plan.traffic.collective, source.nbytes
-        order, signatures = self._order, self._inner.signatures
-        if signatures is not None:
-            # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
-            is_even = collective in ("all_reduce", "reduce_scatter")
-            tensor, num_bytes = (source, size) if is_even else (None, 0)
-            limit_s = self._inner.timeout.total_seconds()
-            signatures.compare(order.sequence + 1, signature_words(collective, tensor, num_bytes, plan=plan), limit_s)
+        order = self._order
+        # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
+        is_even = collective in ("all_reduce", "reduce_scatter")
+        order.compare(collective, source if is_even else None, size if is_even else 0, plan=plan)
         if calls.instead is not None:  # the plan was looked up when the call was made
             assert order.call is not None
             order.sequence = order.call.sequence = order.sequence + 1

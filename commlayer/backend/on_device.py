@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, ReduceOp, Work
 
-from commlayer.agree.signature_words import signature_words
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES, is_summed_by_plans
 from commlayer.backend.known_plans import EncodedSum
 from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls, LaunchedWork
@@ -177,10 +176,6 @@ class OnDevice:
         use_lane(self.inner, lane)
         self.plans.use_lane(*cut)
 
-    def use_siblings(self, siblings: int) -> None:
-        """Plan for so many groups that use a node's links at the same time."""
-        self.plans.use_siblings(siblings)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of calls that bring none of their own."""
         self._backend._set_default_timeout(timeout)
@@ -246,17 +241,9 @@ class OnDevice:
     ) -> None:
         """Compare a call with the other ranks', where that is asked for, before anything of it is
         launched."""
-        signatures, order = self.order.inner.signatures, self.order
-        if signatures is None:
-            return
-        from_rank = None if root is None else self.members.global_ranks[root]
-        limit_s = order.inner.timeout.total_seconds()
-
-        def compare() -> None:
-            words = signature_words(collective, tensor, num_bytes, op=op, root=from_rank, plan=plan)
-            signatures.compare(order.sequence + 1, f"{words} on a device", limit_s)
-
-        self.meet(collective, compare)
+        if self.order.inner.signatures is not None:
+            words: dict[str, Any] = {"op": op, "root": root, "plan": plan, "where": " on a device"}
+            self.meet(collective, partial(self.order.compare, collective, tensor, num_bytes, **words))
 
     def meet(self, collective: str, compare: Callable[[], None]) -> None:
         """``compare()`` a call with the other ranks', in the turn of the group's CPU calls, as one

@@ -15,8 +15,9 @@ from time import perf_counter_ns as now
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ReduceOp, Work
 
+from commlayer.agree.signature_words import signature_words
 from commlayer.backend.inner import DeviceCalls, InnerGroups
 from commlayer.backend.members import Members, Noted
 from commlayer.backend.same_number import require_same_number, settle_own_call
@@ -31,6 +32,7 @@ from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
+from commlayer.scheduler.plan import Plan
 
 __all__ = ["Order"]
 
@@ -209,6 +211,30 @@ class Order:
             self.say_refused(label, error)
             raise
 
+    def compare(
+        self,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        *,
+        limit_s: float | None = None,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        plan: Plan | None = None,
+        where: str = "",
+    ) -> None:
+        """Compare the call that comes next with the other ranks', where that is asked for, before a
+        byte of it moves. ``limit_s`` None: within the group's timeout."""
+        signatures = self.inner.signatures
+        if signatures is None:
+            return
+        from_rank = None if root is None else self.members.global_ranks[root]
+        words = signature_words(collective, tensor, num_bytes, op=op, root=from_rank, sizes=sizes, plan=plan)
+        if limit_s is None:
+            limit_s = self.inner.timeout.total_seconds()
+        signatures.compare(self.sequence + 1, words + where, limit_s)
+
     def say_refused(self, label: str, error: UsageError) -> None:
         """Have those who wait to compare their calls read that this rank has refused its own."""
         if self.inner.signatures is not None:
@@ -272,9 +298,8 @@ class Order:
     def _take_siblings(self, siblings: int) -> None:
         self.sequence += 1
         require_same_number(self.members, self.inner, self.sequence, "use_siblings", siblings)
-        self.inner.planned.choices.use_siblings(siblings)
-        for each in self.inner.on_devices.values():
-            each.use_siblings(siblings)
+        for plans in (self.inner.planned, *(each.plans for each in self.inner.on_devices.values())):
+            plans.choices.use_siblings(siblings)
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""

@@ -53,11 +53,18 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     tensor, op = tensors[0], opts.reduceOp.op
     if len(tensors) > 1 or tensor.layout is not _STRIDED:
         # Sparse, or a tensor for each of a rank's devices: Gloo's own.
-        _all_reduce_unusual(calls, tensors, op, opts)
+        num_bytes = sum(x._nnz() * x.element_size() if x.is_sparse else x.nbytes for x in tensors)
+        if calls.needs_look:  # the number of non-zero elements differs between ranks
+            calls.look(None, 0, op=op, timeout=opts.timeout, plannable=False)
+        calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
         return
     if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous() or tensor.is_neg():
         with torch.inference_mode():
-            _all_reduce_carried(calls, tensor, opts)
+            how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
+            require_room(tensor)
+            moved = how.load(plain_row(tensor))
+            all_reduce(calls, [moved.view(-1)], with_op(AllreduceOptions, opts, how.op))
+            land(tensor, how.store(moved).view(-1))
         return
     if calls.encoded_sums is not None and calls.encoded_sums("all_reduce", tensor, tensor, op, opts):
         return
@@ -73,21 +80,6 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
     return x.dtype in GLOO_REDUCES[op] and x.is_contiguous() and not x.is_neg()
-
-
-def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
-    num_bytes = sum(x._nnz() * x.element_size() if x.is_sparse else x.nbytes for x in tensors)
-    if calls.needs_look:  # the number of non-zero elements differs between ranks
-        calls.look(None, 0, op=op, timeout=opts.timeout, plannable=False)
-    calls.flat(num_bytes, calls.inner.gloo.allreduce, tensors, opts)
-
-
-def _all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
-    how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
-    require_room(tensor)
-    moved = how.load(plain_row(tensor))
-    all_reduce(calls, [moved.view(-1)], with_op(AllreduceOptions, opts, how.op))
-    land(tensor, how.store(moved).view(-1))
 
 
 def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
@@ -141,7 +133,12 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
     op = opts.reduceOp.op
     if not (_is_reduced_as_it_is(input, op) and output.is_contiguous() and not output.is_neg()):
         with torch.inference_mode():
-            _reduce_scatter_carried(calls, output, input, opts)
+            how = carrier(opts.reduceOp, input.dtype, calls.members.size)
+            moved = how.load(plain_row(input))
+            part = torch.empty_like(moved.view(calls.members.size, -1)[0]) if moved.numel() else moved
+            reduce_scatter(calls, part.view(-1), moved.view(-1), with_op(ReduceScatterOptions, opts, how.op))
+            shape = (-1, *moved.shape[1:])  # complex numbers are pairs
+            land(output, how.store(part.view(shape) if part.numel() else moved).view(-1))
         return
     num_bytes, original = input.nbytes, input
     output, input = output.data.view(-1), input.detach().view(-1)  # the verb tells autograd, not Gloo
@@ -154,15 +151,6 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
         calls.run(Movement(plan, input, output, op=PLAN_NAMES[op]), num_bytes, opts.timeout)
         if op == AVG:
             _divide(output, size)
-
-
-def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
-    how = carrier(opts.reduceOp, input.dtype, calls.members.size)
-    moved = how.load(plain_row(input))
-    part = torch.empty_like(moved.view(calls.members.size, -1)[0]) if moved.numel() else moved
-    reduce_scatter(calls, part.view(-1), moved.view(-1), with_op(ReduceScatterOptions, opts, how.op))
-    shape = (-1, *moved.shape[1:])  # complex numbers are pairs
-    land(output, how.store(part.view(shape) if part.numel() else moved).view(-1))
 
 
 def reduce_scatter_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
-from commlayer.agree.signature_words import signature_words
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
@@ -141,11 +140,10 @@ class Calls:
                 again = partial(choices.plan, collective, num_bytes, is_float=is_float, is_in_turn=True)
                 plan = self.connected(self.inner.planned, choices, plan, again)
         if self.inner.signatures is not None:
-            from_rank = None if root is None else self.members.global_ranks[root]
             if timeout is None or timeout.total_seconds() < 0:
                 timeout = self.inner.timeout
-            words = signature_words(collective, tensor, num_bytes, op=op, root=from_rank, sizes=sizes, plan=plan)
-            self.inner.signatures.compare(self.order.sequence + 1, words, timeout.total_seconds())
+            limit_s = timeout.total_seconds()
+            self.order.compare(collective, tensor, num_bytes, limit_s=limit_s, op=op, root=root, sizes=sizes, plan=plan)
         if choices is not None and choices.experience.pending is not None:
             limit_s = 0.0 if timeout is None else timeout.total_seconds()
             self.run_pending(self.inner.planned, limit_s if limit_s > 0 else None)
@@ -182,7 +180,10 @@ class Calls:
         try:
             work.wait(SLICE)
         except RuntimeError:
-            self._wait_longer(collective, call.sequence, started, work, opts)
+            try:
+                wait(work, self.inner.planned.board)
+            except RuntimeError as error:
+                self._fail(error, collective, call.sequence, started, opts)
         row = self.counters.flat[collective]  # row.add, without the call
         spent_ns = now() - started
         row.calls += 1
@@ -202,12 +203,6 @@ class Calls:
             for hear in self.instruments.moved:
                 hear(call)
         return DONE
-
-    def _wait_longer(self, collective: str, sequence: int, started: int, work: Work, opts: Any) -> None:
-        try:
-            wait(work, self.inner.planned.board)
-        except RuntimeError as error:
-            self._fail(error, collective, sequence, started, opts)
 
     def _fail(self, error: RuntimeError, collective: str, sequence: int, started: int, opts: Any) -> NoReturn:
         """A wait for a collective broke: tell the other ranks, and raise what it means.

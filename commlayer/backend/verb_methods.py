@@ -110,18 +110,18 @@ class Verb:
     @property
     def task(self) -> Callable[..., None]:
         """``body``, and then what it tells autograd."""
-        return _telling_autograd(self.body, self.changes) if self.changes else self.body
+        body, changes = self.body, self.changes
+        if not changes:
+            return body
 
+        def task(calls: Calls, outputs: Any, *args: Any) -> None:
+            body(calls, outputs, *args)
+            written = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+            if written and not isinstance(written[0], torch.Tensor):
+                written = [each for row in written for each in row]
+            increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
 
-def _telling_autograd(body: Callable[..., None], changes: int) -> Callable[..., None]:
-    def task(calls: Calls, outputs: Any, *args: Any) -> None:
-        body(calls, outputs, *args)
-        written = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        if written and not isinstance(written[0], torch.Tensor):
-            written = [each for row in written for each in row]
-        increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
-
-    return task
+        return task
 
 
 def _noted_lists(outputs: Any, inputs: Any, row: Verb) -> Noted:

@@ -217,8 +217,19 @@ def agree(
     TopologyError for a declared topology of another size.
     """
     settings, failure = read_settings()
-    settings = settings if alone is None else _standing_alone(settings, alone)
-    must_agree = _of_the_machine(settings) | versions()
+    if alone is not None:
+        # A profile and a topology that are named there are of the job's links and ranks, as its
+        # trace is, and may differ from replica to replica; a plan for every call needs no profile.
+        settings = alone.over(settings)
+        profile = "auto" if settings.plan is None and settings.profile != "none" else "none"
+        settings = replace(settings, profile=profile, topology=None, trace=None)
+    # What decides beside the settings which groups are made: ranks that differ in it would wait for
+    # each other.
+    must_agree = {
+        "TORCH_DISTRIBUTED_DEBUG": get_debug_level().name,
+        "whether ranks of a node share memory (COMMLAYER_INTRA)": str(wants_shared_memory(settings)),
+    }
+    must_agree |= versions()
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
     card = _Card(must_agree, None if failure is None else Reason.of(failure))
     peers = Peers(gloo, tuple(global_ranks), rank, torch.device("cpu"))
@@ -238,24 +249,6 @@ def agree(
         settings, topology, ranks, is_whole_job=alone is not None or not dist.is_initialized(), timeout_s=timeout_s
     )
     return World(tuple(global_ranks), topology, settings, planner)
-
-
-def _standing_alone(settings: Settings, options: GroupOptions) -> Settings:
-    """The settings of a group that is no part of the job: a profile and a topology that are named
-    there are of the job's links and ranks, as its trace is, and may differ from replica to replica;
-    and a plan for every call needs no profile."""
-    settings = options.over(settings)
-    is_measured = settings.plan is None and settings.profile != "none"
-    return replace(settings, profile="auto" if is_measured else "none", topology=None, trace=None)
-
-
-def _of_the_machine(settings: Settings) -> dict[str, str]:
-    """The variables that decide beside the settings which groups are made: ranks that differ in it
-    would wait for each other."""
-    return {
-        "TORCH_DISTRIBUTED_DEBUG": get_debug_level().name,
-        "whether ranks of a node share memory (COMMLAYER_INTRA)": str(wants_shared_memory(settings)),
-    }
 
 
 def _check(everyone: Sequence[_Card], global_ranks: Sequence[int]) -> None:
