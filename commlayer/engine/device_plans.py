@@ -307,11 +307,6 @@ class DevicePlans(Executor):
                 self._transport.among.leave()
             self._transport.among = self._place()
 
-    def use_siblings(self, siblings: int) -> None:
-        """Plan for so many groups that use a node's links at the same time. The same on all ranks,
-        between the same calls."""
-        self.choices.use_siblings(siblings)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of the communicators that there are; later ones are made with the
         group's."""

@@ -336,20 +336,13 @@ class Choices:
         """
         size = _SMALLEST_BYTES * self.size
         while self.planner is not None and size <= _LARGEST_BYTES * self.size:
-            if self._gain(self.planner, size) >= _CLEAR_GAIN:
-                return True
+            with contextlib.suppress(PlanError):
+                decision = self.planner.decide(self._traffic("all_to_all_v", size))
+                flat = next(each for each in decision.candidates if each.plan.strategy is Strategy.FLAT)
+                if flat.total_us / decision.predicted_us >= _CLEAR_GAIN:
+                    return True
             size *= 4
         return False
-
-    def _gain(self, planner: Planner, size: int) -> float:
-        """How many times as long flat is predicted to take as the plan that is chosen for an
-        all_to_all_v; 1 for flat."""
-        try:
-            decision = planner.decide(self._traffic("all_to_all_v", size))
-        except PlanError:
-            return 1.0
-        flat = next(timeline for timeline in decision.candidates if timeline.plan.strategy is Strategy.FLAT)
-        return flat.total_us / decision.predicted_us
 
     def _traffic(
         self,

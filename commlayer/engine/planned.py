@@ -342,18 +342,21 @@ class PlannedGroup(Executor):
         ``connections`` asks for several, over new ones too. Made at the first call that asks for
         them, which is collective."""
         if self._runner is None:
-            group = self._sharing_memory(self.connect_own_calls())
+            own = self.connect_own_calls()
+
+            def share() -> dist.ProcessGroup:
+                return sharing_memory(own, self.rank, self.nodes, self.timeout_s, self.settings, self.board)
+
+            with self.board.connecting(self.global_ranks, self.name, "messages", self.timeout_s, self.abort):
+                group = bounded(share, self.board, self.timeout_s, "messages")
             peers = tuple((rank, member) for member, rank in enumerate(self.global_ranks))
             channel = Channel(self.name, group, peers)
             self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
         if connections > 1:
             transport = cast("GlooTransport", self._runner.transport)
             if connections > 1 + len(transport.others):
-                self._widen(transport, connections)
+                transport.widen(self._more(connections, lambda purpose: self.connect(purpose, self.timeout_s)))
         return self._runner
-
-    def _widen(self, transport: GlooTransport, connections: int) -> None:
-        transport.widen(self._more(connections, lambda purpose: self.connect(purpose, self.timeout_s)))
 
     @property
     def num_connections(self) -> int:
@@ -400,16 +403,6 @@ class PlannedGroup(Executor):
         if self.own_calls is None:
             self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
         return self.own_calls
-
-    def _sharing_memory(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """``group``, of the members, with messages inside nodes through shared memory, where the
-        ranks share any. Collective. Raises as :meth:`connect`."""
-
-        def share() -> dist.ProcessGroup:
-            return sharing_memory(group, self.rank, self.nodes, self.timeout_s, self.settings, self.board)
-
-        with self.board.connecting(self.global_ranks, self.name, "messages", self.timeout_s, self.abort):
-            return bounded(share, self.board, self.timeout_s, "messages")
 
     def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
         """A Gloo group of the members for one purpose.

@@ -81,20 +81,17 @@ class RecordedCall:
 
     def _watch(self, resource: Resource) -> None:
         with torch.inference_mode(self._is_inference):  # a mode of threads, in which the call's buffers may be
-            self._watch_steps(resource)
-
-    def _watch_steps(self, resource: Resource) -> None:
-        for index, step in enumerate(self.plan.steps):
-            if step.resource is not resource:
-                continue
-            self._posted[index].wait()
-            try:
-                if self._failure is None and not self._is_left:
-                    self._call.require(index, index)
-            except BaseException as error:  # noqa: BLE001  carried to the driving thread, raised there
-                self._failure = error
-            self._end_ns[index] = time.perf_counter_ns()
-            self._ended[index].set()
+            for index, step in enumerate(self.plan.steps):
+                if step.resource is not resource:
+                    continue
+                self._posted[index].wait()
+                try:
+                    if self._failure is None and not self._is_left:
+                        self._call.require(index, index)
+                except BaseException as error:  # noqa: BLE001  carried to the driving thread, raised there
+                    self._failure = error
+                self._end_ns[index] = time.perf_counter_ns()
+                self._ended[index].set()
 
     @property
     def steps(self) -> Sequence[Moves]:
