@@ -232,7 +232,6 @@ _FILES = JobFiles(
     pattern=re.compile(r"audit-rank-(\d{1,7})\.json"),
     name=audit_name,
     remedy="run the job with COMMLAYER_AUDIT={folder}, and collect the files of all machines",
-    head=_read,
     read=_read,
     world_size=lambda audit: audit.world_size,
 )

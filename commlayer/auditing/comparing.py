@@ -80,31 +80,28 @@ class Allowance:
         where a term is NaN: the results of those depend on the order. Where a term of a sum is NaN
         or infinite, neither result may be finite.
         """
-        magnitude, limit = self.magnitude[start:stop], torch.finfo(self.dtype).max / 2
+        magnitude = self.magnitude[start:stop]
         if self.op in ("min", "max"):
             return (got != expected) & ~magnitude.isnan()
         apart = (got.double() - expected.double()).abs()
-        bound = self._rounding(self._product(start, stop) if self.op == "product" else magnitude)
+        largest = magnitude
+        if self.op == "product":
+            assert self.smallest is not None
+            largest = magnitude * self.smallest[start:stop]
+        # Both results are rounded so many times.
+        info, count = torch.finfo(self.dtype), self.num_terms + _MORE_ROUNDINGS
+        bound = largest * (count * info.eps * _MARGIN) + count * info.tiny * info.eps
         if not self.wire.is_native:
             bound = bound + self._encoding(magnitude)
             if self.is_result_encoded:
                 bound = bound + self._encoding(expected.double().abs() + bound, 1)
-        is_judged = magnitude < limit
+        is_judged = magnitude < info.max / 2
         if self.smallest is not None:
-            is_judged &= self.smallest[start:stop] > 2 * torch.finfo(self.dtype).tiny
+            is_judged &= self.smallest[start:stop] > 2 * info.tiny
         is_wrong = is_judged & ~(apart <= bound)
         if self.op == "sum":
             is_wrong |= ~magnitude.isfinite() & got.isfinite()
         return is_wrong
-
-    def _product(self, start: int, stop: int) -> torch.Tensor:
-        assert self.smallest is not None
-        return self.magnitude[start:stop] * self.smallest[start:stop]
-
-    def _rounding(self, magnitude: torch.Tensor) -> torch.Tensor:
-        """Both results are rounded so many times."""
-        info, count = torch.finfo(self.dtype), self.num_terms + _MORE_ROUNDINGS
-        return magnitude * (count * info.eps * _MARGIN) + count * info.tiny * info.eps
 
     def _encoding(self, magnitude: torch.Tensor, terms: int = 0) -> torch.Tensor:
         """The errors of encoding ``terms`` terms, all if 0, whose absolute values add up to

@@ -70,27 +70,27 @@ def _joined(nodes: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _added_calls(rows: list[AuditedCalls]) -> tuple[AuditedCalls, ...]:
+    """Add up the rows of one collective, plan and size class."""
     rows_by_key: dict[tuple[str, str, int], AuditedCalls] = {}
     for row in rows:
         key = row.collective, row.plan, row.up_to_bytes
         before = rows_by_key.get(key)
-        rows_by_key[key] = row if before is None else _added(before, row)
+        if before is None:
+            rows_by_key[key] = row
+            continue
+        sent, more = before.wire_bytes, row.wire_bytes
+        wire_bytes = None
+        if sent is not None and more is not None:
+            wire_bytes = AuditedWire(inter=sent.inter + more.inter, intra=sent.intra + more.intra)
+        rows_by_key[key] = msgspec.structs.replace(
+            row,
+            calls=before.calls + row.calls,
+            promised_us=before.promised_us + row.promised_us,
+            measured_us=before.measured_us + row.measured_us,
+            logical_bytes=before.logical_bytes + row.logical_bytes,
+            wire_bytes=wire_bytes,
+        )
     return tuple(rows_by_key[key] for key in sorted(rows_by_key))
-
-
-def _added(before: AuditedCalls, row: AuditedCalls) -> AuditedCalls:
-    sent, more = before.wire_bytes, row.wire_bytes
-    wire_bytes = None
-    if sent is not None and more is not None:
-        wire_bytes = AuditedWire(inter=sent.inter + more.inter, intra=sent.intra + more.intra)
-    return msgspec.structs.replace(
-        row,
-        calls=before.calls + row.calls,
-        promised_us=before.promised_us + row.promised_us,
-        measured_us=before.measured_us + row.measured_us,
-        logical_bytes=before.logical_bytes + row.logical_bytes,
-        wire_bytes=wire_bytes,
-    )
 
 
 _migrations: deque[PlacementStats] = deque(maxlen=256)

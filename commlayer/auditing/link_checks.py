@@ -50,9 +50,15 @@ class LinkChecks:
 
     def keep(self, purpose: str, value: float) -> None:
         """Do what an appointment was made for: measure, measure again to confirm what was seen, or
-        try plans."""
+        try the plans of calls to come, for ``value`` µs."""
         if purpose == TRY:
-            self._try_plans(value)
+            # Whatever they are priced at; unless links have changed since they were measured, which
+            # trials would take for wrong prices.
+            self.measure(1.0)
+            choices = self._planned.choices
+            if self.seen is not None and not self.seen.has_changed and choices.experience.suspected is None:
+                self.are_plans_tried = True
+                self._use_choices(choices.doubted(value))
         elif purpose in (MEASURE, CONFIRM):
             self.measure(value, is_second=purpose == CONFIRM)
         else:
@@ -79,12 +85,3 @@ class LinkChecks:
         have taken."""
         num_bytes = min(round(self.measured_bytes * larger), _MOST_BYTES)
         return self._time_links(num_bytes).over(num_bytes / self.measured_bytes)
-
-    def _try_plans(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at; unless links have changed
-        since they were measured, which trials would take for wrong prices."""
-        self.measure(1.0)
-        choices = self._planned.choices
-        if self.seen is not None and not self.seen.has_changed and choices.experience.suspected is None:
-            self.are_plans_tried = True
-            self._use_choices(choices.doubted(budget_us))

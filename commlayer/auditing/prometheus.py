@@ -83,7 +83,12 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
         for group in audit.groups:
             of_group = _group_labels(audit, group)
             for calls in group.calls:
-                labels = (*of_group, *_call_labels(calls))
+                labels = (
+                    *of_group,
+                    ("collective", _COLLECTIVES.get(calls.collective, calls.collective)),
+                    ("message_size", _size_range(calls.up_to_bytes)),
+                    ("algo_proto", calls.plan),
+                )
                 _add_calls(samples, labels, calls)
                 _add_bandwidth(totals, labels, calls, len(group.ranks))
             if audit.rank == group.ranks[0]:
@@ -108,14 +113,6 @@ def _group_labels(audit: RankAudit, group: AuditedGroup) -> _Labels:
         ("nranks", str(len(group.ranks))),
         ("rank", str(audit.rank)),
         ("group", group.group),
-    )
-
-
-def _call_labels(calls: AuditedCalls) -> _Labels:
-    return (
-        ("collective", _COLLECTIVES.get(calls.collective, calls.collective)),
-        ("message_size", _size_range(calls.up_to_bytes)),
-        ("algo_proto", calls.plan),
     )
 
 

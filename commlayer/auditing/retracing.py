@@ -75,10 +75,11 @@ class _Trail:
         first."""
         for nth, write in enumerate(writes):
             region = self._known(place.region)
-            if not _overlaps(region, write.target):
+            target = write.target
+            if not (region.buffer is target.buffer and region.start < target.stop and target.start < region.stop):
                 continue
             found.add(write.hop)
-            start, stop = max(region.start, write.target.start), min(region.stop, write.target.stop)
+            start, stop = max(region.start, target.start), min(region.stop, target.stop)
             for source in write.sources:
                 before = _Place(
                     source.member, source.region if write.is_whole else _part(source.region, write, start, stop)
@@ -100,12 +101,10 @@ class _Trail:
         return region
 
     def _writes(self, member: int, step: int) -> list[_Write]:
-        key = member, step
-        if key not in self._written:
-            self._written[key] = self._listed(member, step)
-        return self._written[key]
-
-    def _listed(self, member: int, step: int) -> list[_Write]:
+        """What a member writes in a step, the last write first."""
+        known = self._written.get((member, step))
+        if known is not None:
+            return known
         moves = self._ranks[member].steps[step]
         writes = []
 
@@ -125,15 +124,11 @@ class _Trail:
             sent = self._sent(message.peer, step, member, message.tag)
             place, hop = _Place(message.peer, sent), Hop(step, "message", message.peer, member)
             writes.append(_Write(self._known(message.region), (place,), hop, False, True))
-        return writes[::-1]
+        return self._written.setdefault((member, step), writes[::-1])
 
     def _sent(self, member: int, step: int, to: int, tag: int) -> Region:
         sends = self._ranks[member].steps[step].sends
         return next(message.region for message in sends if (message.peer, message.tag) == (to, tag))
-
-
-def _overlaps(a: Region, b: Region) -> bool:
-    return a.buffer is b.buffer and a.start < b.stop and b.start < a.stop
 
 
 def _part(source: Region, write: _Write, start: int, stop: int) -> Region:

@@ -140,7 +140,6 @@ _FILES = JobFiles(
     name=log_name,
     remedy="ranks write them when a call times out, or on SIGUSR1, into the folder that COMMLAYER_DIAGNOSE_DIR names; collect "
     "those of all machines",
-    head=_read,
     read=_read,
     world_size=lambda log: 0,
     has_choice=False,

@@ -48,8 +48,8 @@ class JobFiles(Generic[_File]):
             process.
         name: the name of a file, by these numbers.
         remedy: how to get files of this kind; ``{folder}`` is where they are looked for.
-        head: reads whose a file is.
         read: reads all of a file.
+        head: reads whose a file is; None: whoever wants to know that reads all of it.
         world_size: how many ranks a file's job has; 0: it does not say.
         has_choice: whether commands that read them take ``--job``.
     """
@@ -57,9 +57,9 @@ class JobFiles(Generic[_File]):
     pattern: re.Pattern[str]
     name: Callable[..., str]
     remedy: str
-    head: Callable[[Path], OfJob]
     read: Callable[[Path], _File]
     world_size: Callable[[Any], int]
+    head: Callable[[Path], OfJob] | None = None
     has_choice: bool = True
 
     def paths(self, folder: Path) -> list[Path]:
@@ -115,9 +115,11 @@ class JobFiles(Generic[_File]):
 
     def _checked(self, path: Path, job: str) -> _File | None:
         """The file at ``path``; None where it is of a job whose name does not begin so."""
-        if job and not self.head(path).job.startswith(job):
+        if job and self.head is not None and not self.head(path).job.startswith(job):
             return None
         file, match = self.read(path), self.pattern.fullmatch(path.name)
+        if not file.job.startswith(job):
+            return None
         assert match is not None  # of the files that were listed
         name = self.name(file.rank, *_numbers(match)[1:])
         if path.name != name:
@@ -129,7 +131,7 @@ class JobFiles(Generic[_File]):
         jobs: dict[tuple[str, int], list[str]] = {}
         for path in self.paths(folder):
             with contextlib.suppress(UsageError):
-                head = self.head(path)
+                head = (self.head or self.read)(path)
                 if head.job and head.job.startswith(job):
                     jobs.setdefault((head.job, self.world_size(head)), []).append(path.name)
         parts = []

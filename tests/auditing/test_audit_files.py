@@ -109,6 +109,18 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert [path.name for path in sorted(folder.iterdir())] == [audit_name(rank) for rank in range(4)]
 
 
+def test_a_file_of_the_job_that_is_asked_for_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def read(path: Path, most_bytes: int) -> bytes:
+        names.append(path.name)
+        return path.read_bytes()
+
+    monkeypatch.setattr("commlayer.auditing.audit_files.read_file", read)
+    assert len(read_audits(folder, "00ab")) == 4
+    assert sorted(names) == [audit_name(rank) for rank in range(4)]
+
+
 def changed(folder: Path, change: Callable[[Any], None]) -> str:
     """The error that reading gives of rank 1's file after ``change``."""
     path = folder / audit_name(1)
