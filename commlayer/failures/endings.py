@@ -92,20 +92,20 @@ def end_with_program(thing: Ends) -> None:
 def _leave_and_exit(status: int) -> NoReturn:
     """End the process without a clean-up, as Python's own ``os._exit`` does; with status 0 tell the
     other ranks before."""
+
+    def leave() -> None:
+        for thing in list(_watched):
+            thing.end(0.0)
+        leave_all("its program has ended", is_failure=False, is_in_haste=True)
+
     if status == 0 and _watched:
         # On a thread of its own: this one may hold a lock, or have been stopped by a signal's
         # handler in the middle of a call.
-        thread = threading.Thread(target=_leave_in_haste, name="commlayer-leave", daemon=True)
+        thread = threading.Thread(target=leave, name="commlayer-leave", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()
             thread.join(_IN_HASTE_S)
     _exit(status)
-
-
-def _leave_in_haste() -> None:
-    for thing in list(_watched):
-        thing.end(0.0)
-    leave_all("its program has ended", is_failure=False, is_in_haste=True)
 
 
 def bury(dead: list[Any]) -> None:
