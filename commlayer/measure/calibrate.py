@@ -247,11 +247,15 @@ def _earlier(
     The same machines may be busy in one job and not in the next, or have one of two networks: then one of the two holds, and
     nothing is measured again and again.
     """
-    text = _read_earlier(entry) if ranks.rank == 0 else None
-    found = ranks.from_first(_Cached(text), _Cached).json
-    if found is None:
+    text = None
+    if ranks.rank == 0 and entry.path is not None:
+        path = entry.path.with_suffix(EARLIER)
+        with contextlib.suppress(OSError, CommlayerError):  # the other ranks wait
+            text = parse_profile(read_file(path), str(path)).to_json()
+    agreed = ranks.from_first(_Cached(text), _Cached).json
+    if agreed is None:
         return None
-    profile = parse_profile(found, "the cached profile before the last one")
+    profile = parse_profile(agreed, "the cached profile before the last one")
     if _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links):
         return None
     if ranks.rank == 0:
@@ -407,16 +411,6 @@ def _cached(settings: Settings, key: str) -> _Entry:
         return _Entry(None)
 
 
-def _read_earlier(entry: _Entry) -> str | None:
-    """The text of the profile that was in the cache before the last one; None where there is no sound one. Raises nothing."""
-    if entry.path is None:
-        return None
-    path = entry.path.with_suffix(EARLIER)
-    with contextlib.suppress(OSError, CommlayerError):
-        return parse_profile(read_file(path), str(path)).to_json()
-    return None
-
-
 def _keep(profile: Profile, entry: _Entry, *, is_same: bool = False) -> str:
     """Put ``profile`` into the cache, in place of the one that was there, or if no other job has been faster; the words for
     it. Raises nothing.
@@ -433,7 +427,16 @@ def _keep(profile: Profile, entry: _Entry, *, is_same: bool = False) -> str:
             profile.save(path, follow_links=False)
             return f"kept in {path}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _first_kept(profile, path)
+        try:
+            profile.save(path, new_only=True, follow_links=False)
+        except FileExistsError:
+            try:
+                parse_profile(read_file(path), str(path))
+            except ProfileError:
+                profile.save(path, follow_links=False)  # the damaged one, of which we have said so
+            else:
+                return f"and left {path} as another job has kept it meanwhile"
+        return f"kept in {path}"
     except (OSError, ProfileError) as error:
         return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
 
@@ -444,19 +447,6 @@ def _note_check(entry: _Entry) -> None:
     if entry.path is not None:
         with contextlib.suppress(OSError):
             write_file(entry.path.with_suffix(CHECKED), "", follow_links=False)
-
-
-def _first_kept(profile: Profile, path: Path) -> str:
-    try:
-        profile.save(path, new_only=True, follow_links=False)
-    except FileExistsError:
-        try:
-            parse_profile(read_file(path), str(path))
-        except ProfileError:
-            profile.save(path, follow_links=False)  # the damaged one, of which we have said so
-        else:
-            return f"and left {path} as another job has kept it meanwhile"
-    return f"kept in {path}"
 
 
 def _say(ranks: AllRanks, text: str) -> None:

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -78,20 +78,18 @@ def device_links(device: torch.device) -> DeviceLinks:
             )
         version = ".".join(map(str, torch.cuda.nccl.version()))
         name = f"{torch.cuda.get_device_name(device)}, NCCL {version}"
-        return DeviceLinks(device, "nccl", name, partial(_connected_nccl, device))
+
+        def connected(store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str) -> Nccl:
+            made = make_nccl(store, rank, global_ranks, timeout, name, None, is_default=False, is_split=False)
+            connect_now(made, device)
+            return made
+
+        return DeviceLinks(device, "nccl", name, connected)
     make = registered_accelerators().get(device.type)
     if make is None:
         known = ", ".join(["cuda", *registered_accelerators()])
         raise UsageError(f"expected a device whose tensors are moved here ({known}), got {device.type}")
     return DeviceLinks(device, device.type, f"{device.type} device", make)
-
-
-def _connected_nccl(
-    device: torch.device, store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str
-) -> Nccl:
-    made = make_nccl(store, rank, global_ranks, timeout, name, None, is_default=False, is_split=False)
-    connect_now(made, device)
-    return made
 
 
 class DeviceGroup(TimedGroup):

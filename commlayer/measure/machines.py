@@ -61,7 +61,9 @@ def _interface() -> str | None:
 def _described(name: str) -> str:
     kind = _number(_asked(name, _SIOCGIFHWADDR), "H")
     mtu = _number(_asked(name, _SIOCGIFMTU), "i")
-    return f"kind {kind} driver {_driver(name)} speed {_speed(name)} mtu {mtu}"
+    answer = _ethtool(name, _ETHTOOL_GDRVINFO, 256)
+    driver = _UNKNOWN if answer is None else answer[4:36].split(b"\0")[0].decode("ascii", "replace")
+    return f"kind {kind} driver {driver} speed {_speed(name)} mtu {mtu}"
 
 
 def _asked(name: str, request: int, data: bytes = b"") -> bytes | None:
@@ -84,11 +86,6 @@ def _ethtool(name: str, command: int, size: int) -> bytes | None:
     memory = ctypes.create_string_buffer(struct.pack("I", command), size)
     pointer = struct.pack("P", ctypes.addressof(memory))
     return None if _asked(name, _SIOCETHTOOL, pointer) is None else memory.raw
-
-
-def _driver(name: str) -> str:
-    answer = _ethtool(name, _ETHTOOL_GDRVINFO, 256)
-    return _UNKNOWN if answer is None else answer[4:36].split(b"\0")[0].decode("ascii", "replace")
 
 
 def _speed(name: str) -> str:
