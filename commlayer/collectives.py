@@ -162,29 +162,21 @@ class GroupCommunicator:
         tensors on a device ranks else tell each other first. Raises TensorError where ``x`` does not have these rows, or some
         are for a rank that is not among those.
         """
-        return self._run(
-            x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over, everyones),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over, _turned(everyones)),
-        )
+        return self._run(x, *self._exchanging(send_rows, receive_rows, most_rows, over, everyones))
 
     def all_gather(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
         """The rows of all ranks, rank 0's first: [Σ rows, …]. ``x`` is [rows[rank], …]. Its gradient: reduce_scatter.
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return self._run(
-            x, lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
-        )
+        return self._run(x, *self._gathering(rows))
 
     def reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' ``x`` [Σ rows, …]: [rows[rank], …]. Its gradient: all_gather.
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return self._run(
-            x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
-        )
+        return self._run(x, *self._scattering(rows))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
@@ -281,23 +273,15 @@ class GroupCommunicator:
         everyones: Everyones = None,
     ) -> Pending:
         """Start :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
-        return self._start(
-            x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over, everyones),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over, _turned(everyones)),
-        )
+        return self._start(x, *self._exchanging(send_rows, receive_rows, most_rows, over, everyones))
 
     def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """Start :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
-        return self._start(
-            x, lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
-        )
+        return self._start(x, *self._gathering(rows))
 
     def start_reduce_scatter(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """Start :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
-        return self._start(
-            x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
-        )
+        return self._start(x, *self._scattering(rows))
 
     def start_exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]] = (), receives: Sequence[tuple[torch.Tensor, int]] = ()
@@ -399,6 +383,23 @@ class GroupCommunicator:
             "float | None",
             predict(collective, num_bytes, shape, siblings=siblings, wires=wires, element_bytes=rows_of[1].itemsize),
         )
+
+    # How a differentiable verb starts, and how its gradient does
+
+    def _exchanging(
+        self, send_rows: Rows, receive_rows: Rows, most_rows: int | None, over: Span, everyones: Everyones
+    ) -> tuple[Start, Start]:
+        def back(gradient: torch.Tensor) -> Pending:
+            turned = None if everyones is None else tuple(zip(*everyones, strict=True))
+            return self._all_to_all(gradient, receive_rows, send_rows, self._back, most_rows, over, turned)
+
+        return lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over, everyones), back
+
+    def _gathering(self, rows: Rows) -> tuple[Start, Start]:
+        return lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
+
+    def _scattering(self, rows: Rows) -> tuple[Start, Start]:
+        return lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
 
     def _run(self, x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:
         if self.size == 1:
@@ -619,11 +620,6 @@ def _rounded(count: int) -> int:
 
 def _row_bytes(x: torch.Tensor) -> int:
     return row_elements(x) * x.element_size()
-
-
-def _turned(everyones: Everyones) -> Everyones:
-    """The counts of the way back."""
-    return None if everyones is None else tuple(zip(*everyones, strict=True))
 
 
 def _on_lane(group: dist.ProcessGroup, lane: str) -> None:

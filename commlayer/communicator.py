@@ -131,7 +131,15 @@ class Communicator:
         except CommlayerError as error:  # the others must hear of it before it is raised, or they wait for this rank
             failure = error
         self._timeout_s = timeout_s if timeout_s is not None and failure is None else settings.timeout_s
-        agreed = {} if failure else self._must_agree(settings) | {"device": device or "the ep group's"}
+        agreed: dict[str, str] = {}
+        if failure is None:
+            agreed = {
+                "profile": f"{self.profile.name} ({self.profile.fingerprint})",
+                "policy": str(self._planner.policy),
+                "settings": str(replace(settings, profile=None, stats="0", cache=None)),
+                **versions(),
+                "device": device or "the ep group's",
+            }
         reason = None if failure is None else Reason.of(failure)
         members = describe_self(ep_group, tp_group, agreed, self._timeout_s, reason)
         if failure is not None:
@@ -479,14 +487,6 @@ class Communicator:
 
     def _traffic(self, num_bytes: int, replicated: bool) -> Traffic:
         return Traffic(num_bytes, self._ep_size, self._tp_size if replicated else 1, self.grid.link)
-
-    def _must_agree(self, settings: Settings) -> dict[str, str]:
-        return {
-            "profile": f"{self.profile.name} ({self.profile.fingerprint})",
-            "policy": str(self._planner.policy),
-            "settings": str(replace(settings, profile=None, stats="0", cache=None)),
-            **versions(),
-        }
 
     def _unusable(self) -> ClusterError:
         if self.state is State.CLOSED:

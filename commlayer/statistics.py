@@ -155,11 +155,6 @@ def note_placement(noted: PlacementStats) -> None:
     _placements.append(noted)
 
 
-def _placement_line(placed: PlacementStats) -> str:
-    came = came_of_placement(placed)
-    return f"experts, step {placed['step']}: {placed['reason']}{'; ' if came else ''}{came}"
-
-
 def came_of_placement(placed: PlacementStats) -> str:
     """Say what a migration took, and steps behind it, against what was promised; nothing of a
     decision that moved nothing."""
@@ -280,7 +275,10 @@ def print_stats(found: Stats, title: str = "") -> None:
         f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
         for each in found["dispatches"]
     ]
-    lines += [*map(_spill_line, found["spills"]), *map(_placement_line, found["placements"])]
+    lines += map(_spill_line, found["spills"])
+    for placed in found["placements"]:
+        came = came_of_placement(placed)
+        lines.append(f"experts, step {placed['step']}: {placed['reason']}{'; ' if came else ''}{came}")
     lines += [
         f"group {group['group'][:12]}: {counted(count, 'call')} flat: {reason}"
         for group in found["groups"]

@@ -53,7 +53,10 @@ class HostRows:
                 target.copy_(wide)
         else:
             for places, wide in zip(pieces(index, height), tiles, strict=True):
-                out.index_copy_(0, places, _narrow(wide, dtype))
+                is_wanted = dtype is torch.float32
+                out.index_copy_(
+                    0, places, wide if is_wanted else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
+                )
 
     @staticmethod
     def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -104,10 +107,6 @@ def _weighted(encoded: EncodedRows, rows: int, weights: torch.Tensor | None) -> 
         return height, tiles
     factors = pieces(weights.unsqueeze(1), height)
     return height, (wide.mul_(factor) for wide, factor in zip(tiles, factors, strict=True))
-
-
-def _narrow(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return wide if dtype is torch.float32 else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
 
 
 def _tiles(encoded: EncodedRows, rows: int) -> tuple[int, Iterator[torch.Tensor]]:
