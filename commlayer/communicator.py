@@ -181,7 +181,7 @@ class Communicator:
             self._board.detector.numbering,
         )
         track.rank = dist.get_rank()
-        track.is_broken = lambda: (found := board()) is None or found.is_broken
+        track.is_broken = lambda: (known := board()) is None or known.is_broken
         return track
 
     def _signature_check(self, store: Store) -> SignatureCheck:

@@ -51,13 +51,13 @@ def inflated(data: bytes, who: str, most_bytes: int = LIMIT_BYTES) -> bytes:
     """Unpack what ``who`` has packed with zlib, ``most_bytes`` at most. Raises DisagreementError."""
     unpacker = zlib.decompressobj()
     try:
-        found = unpacker.decompress(data, most_bytes + 1)
+        text = unpacker.decompress(data, most_bytes + 1)
     except zlib.error as error:
         raise refusal(who, f"expected packed words, got {len(data)} bytes ({error})") from error
-    if len(found) > most_bytes or not unpacker.eof:
-        got = f"more than {most_bytes}" if len(found) > most_bytes else "a part of them"
+    if len(text) > most_bytes or not unpacker.eof:
+        got = f"more than {most_bytes}" if len(text) > most_bytes else "a part of them"
         raise refusal(who, f"expected packed words of at most {most_bytes} bytes, got {got}")
-    return found
+    return text
 
 
 def read_text(data: bytes) -> str:

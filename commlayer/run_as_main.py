@@ -15,17 +15,17 @@ def run_as_main(arguments: Sequence[str], usage: str) -> None:
 
     Raises SystemExit, with ``usage``, where neither is given.
     """
-    given = list(arguments)
-    is_module = given[:1] == ["-m"]
-    if len(given) < 1 + is_module:
+    words = list(arguments)
+    is_module = words[:1] == ["-m"]
+    if len(words) < 1 + is_module:
         raise SystemExit(usage)
     if is_module:
-        sys.argv = given[1:]
+        sys.argv = words[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
-    sys.argv = given
+    sys.argv = words
     if not getattr(
         sys.flags, "safe_path", False
     ):  # as python PROGRAM.py has it: -m has put the working directory there
-        sys.path[0] = os.path.dirname(os.path.abspath(given[0]))
-    runpy.run_path(given[0], run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")

@@ -97,8 +97,8 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
     ranks.
     """
     settings = Settings.from_environment()
-    mine, purpose = Identity(node_identity()), "to discover the topology"
-    everyones = gather_messages(mine, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
+    own, purpose = Identity(node_identity()), "to discover the topology"
+    everyones = gather_messages(own, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
     identities = [theirs.text for theirs in everyones]
     return declared_topology(settings, len(identities)) or Topology.from_identities(identities)
 
@@ -210,8 +210,8 @@ def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = 
     topology = Topology.from_identities(
         [by_rank[r].identity for r in ranks] if declared is None else _declared_nodes(declared, ranks)
     )
-    place = {r: i for i, r in enumerate(ranks)}
-    return Grid(rows, me.ep_ranks.index(rank), column, _link(rows, topology, place), topology)
+    index_of = {r: i for i, r in enumerate(ranks)}
+    return Grid(rows, me.ep_ranks.index(rank), column, _link(rows, topology, index_of), topology)
 
 
 def _declared_nodes(declared: Topology, ranks: Sequence[int]) -> list[str]:

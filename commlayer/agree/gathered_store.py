@@ -45,9 +45,9 @@ class GatheredStore(Store):
         """Tell all ranks ``value``, and hear theirs. Collective; raises as
         :func:`commlayer.agree.tree.gather_by_tree`."""
         mine = _Entry(key, value.encode() if isinstance(value, str) else bytes(value), self._note)
-        told = gather_by_tree(mine, _Entry, self._peers, self._timeout_s, self._purpose)
-        self._entries |= {entry.key: entry.value for entry in told}
-        self._notes = [entry.note for entry in told]
+        entries = gather_by_tree(mine, _Entry, self._peers, self._timeout_s, self._purpose)
+        self._entries |= {entry.key: entry.value for entry in entries}
+        self._notes = [entry.note for entry in entries]
 
     def check_notes(self) -> None:
         """Raise DisagreementError, on all ranks alike, where they told different notes; it names

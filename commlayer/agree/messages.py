@@ -140,15 +140,15 @@ def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | N
     DisagreementError for words that cannot be read as ``type_``, naming the rank; and
     CollectiveTimeoutError where not all come within ``timeout_s``, PeerError where one is gone.
     """
-    mine = _as_tensor(encode(value))
+    message = _as_tensor(encode(value))
     until = until_after(timeout_s)
     with blaming(peers, timeout_s, purpose):
-        lengths = _all_gather(peers, torch.tensor([mine.numel()], dtype=torch.int64), until)
+        lengths = _all_gather(peers, torch.tensor([message.numel()], dtype=torch.int64), until)
         sizes = [int(length) for length in lengths]
         for rank, size in zip(peers.ranks, sizes, strict=True):
             _check_size(size, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
+        padded[: message.numel()] = message
         words = _all_gather(peers, padded, until)
     return [
         decode(word[:size].numpy().tobytes(), type_, f"rank {rank}")
@@ -178,10 +178,10 @@ def gather_grid(
     ranks = (column.rank,) if row is None else row.ranks
     try:
         here = [value] if row is None else gather_messages(value, type_, row, timeout_s, purpose)
-        mine = _Row(ranks, tuple(map(encode, here)))
+        own_row = _Row(ranks, tuple(map(encode, here)))
     except DisagreementError as error:
-        mine = _Row(ranks, (), str(error))
-    rows = gather_messages(mine, _Row, column, timeout_s, purpose)
+        own_row = _Row(ranks, (), str(error))
+    rows = gather_messages(own_row, _Row, column, timeout_s, purpose)
     for each in rows:
         if each.trouble is not None:
             raise DisagreementError(each.trouble)
@@ -235,8 +235,8 @@ def require_alike(values: Mapping[str, str], group: dist.ProcessGroup, purpose: 
     ``values``. Collective over it; as :func:`gather_messages` with its ``purpose``,
     :func:`check_alike`."""
     peers = Peers.of(group)
-    told = gather_messages(_Values(dict(values)), _Values, peers, None, purpose)
-    check_alike([(rank, each.values) for rank, each in zip(peers.ranks, told, strict=True)])
+    everyones = gather_messages(_Values(dict(values)), _Values, peers, None, purpose)
+    check_alike([(rank, each.values) for rank, each in zip(peers.ranks, everyones, strict=True)])
 
 
 def _shown(value: str | None) -> str:

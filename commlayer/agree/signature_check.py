@@ -101,15 +101,17 @@ class SignatureCheck:
     ) -> None:
         """All ranks agree that they call an all_to_all: check that what each sends is what its peer
         expects."""
-        mine = torch.tensor([*sent, *expected], dtype=torch.int64)
+        own_counts = torch.tensor([*sent, *expected], dtype=torch.int64)
         size = len(self._global_ranks)
-        gathered = self._gather(mine.view(torch.uint8), sequence, "all_to_all", timeout_s).view(torch.int64).tolist()
+        gathered = (
+            self._gather(own_counts.view(torch.uint8), sequence, "all_to_all", timeout_s).view(torch.int64).tolist()
+        )
         for source in range(size):
             for target in range(size):
-                given, wanted = gathered[source][target], gathered[target][size + source]
-                if given != wanted:
+                sends, wanted = gathered[source][target], gathered[target][size + source]
+                if sends != wanted:
                     raise DisagreementError(
-                        f"group {self._group}, all_to_all #{sequence}: rank {self._global_ranks[source]} sends {given} {unit} to "
+                        f"group {self._group}, all_to_all #{sequence}: rank {self._global_ranks[source]} sends {sends} {unit} to "
                         f"rank {self._global_ranks[target]}, which expects {wanted}: the input splits of one rank must be the "
                         "output splits of the other (nothing was moved)"
                     )

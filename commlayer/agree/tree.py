@@ -123,10 +123,10 @@ def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
         yield Outgoing(child.start, answer)
     if bundle.trouble is not None:
         raise DisagreementError(bundle.trouble)
-    told: _Told = [(each, []) for each in bundle.words]
+    values: _Told = [(each, []) for each in bundle.words]
     for first, count, index in bundle.runs:
-        told[index][1].extend(range(first, first + count))
-    return told
+        values[index][1].extend(range(first, first + count))
+    return values
 
 
 def _opened(message: bytes | None, span: range, ranks: Sequence[int], teller: int | None = None) -> _Bundle:
@@ -182,11 +182,11 @@ def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | No
     # Whoever watches has a board, which knows better which rank it was.
     is_watched = isinstance(peers.group, Watched)
     with contextlib.nullcontext() if is_watched else blaming(peers, timeout_s, purpose):
-        told = _run(tree_exchange(peers.place, peers.ranks, encode(value)), peers, wait)
+        runs = _run(tree_exchange(peers.place, peers.ranks, encode(value)), peers, wait)
     values: dict[int, M] = {}
-    for word, places in told:
+    for word, places in runs:
         values |= dict.fromkeys(places, decode(word, type_, f"rank {peers.ranks[places[0]]}"))
-    return [values[place] for place in range(len(peers.ranks))]
+    return [values[index] for index in range(len(peers.ranks))]
 
 
 _Wait = Callable[[dist.Work], None]
@@ -204,9 +204,9 @@ def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _Told:
             else:
                 answer = _receive(peers, step, wait)
     except StopIteration as end:
-        told: _Told = end.value
+        result: _Told = end.value
         _settle(sent, wait)
-        return told
+        return result
     except DisagreementError:
         with contextlib.suppress(RuntimeError):  # whoever cannot speak perhaps does not listen either
             _settle(sent, partial(wait_for, until=until_after(_PARTING_S), board=peers.board))

@@ -129,4 +129,4 @@ def _gather(gloo: Any, places: Sequence[int], timeout_s: float | None, value: in
     gathered = torch.empty(len(places), dtype=torch.int64)
     gloo._allgather_base(gathered, torch.tensor([value], dtype=torch.int64), options).wait()
     values: list[int] = gathered.tolist()
-    return [values[place] for place in places]
+    return [values[index] for index in places]

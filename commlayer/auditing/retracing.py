@@ -65,8 +65,8 @@ class _Trail:
         wanted = {_Place(member, Region(Buffer.OUTPUT, start, stop))}
         for step in reversed(range(len(self._ranks[member].steps))):
             earlier: set[_Place] = set()
-            for place in wanted:
-                self._back(place, step, self._writes(place.member, step), hops, earlier)
+            for target in wanted:
+                self._back(target, step, self._writes(target.member, step), hops, earlier)
             wanted = earlier
         return hops
 

@@ -80,15 +80,15 @@ class CallHooks:
             opts = next((each for each in (*args, *named.values()) if hasattr(each, "asyncOp")), None)
             is_async = bool(getattr(opts, "asyncOp", verb in ("send", "recv")))
             if self._pre:
-                told = c10d.PreHookArgs()  # type: ignore[attr-defined]  # torch 2.15
-                told.name, told.op_id, told.async_op = name, number, is_async
+                before = c10d.PreHookArgs()  # type: ignore[attr-defined]  # torch 2.15
+                before.name, before.op_id, before.async_op = name, number, is_async
                 if verb in ("send", "recv"):
-                    told.root = int(args[1]) if len(args) > 1 else -1
+                    before.root = int(args[1]) if len(args) > 1 else -1
                 else:
-                    told.root = int(getattr(opts, "rootRank", -1))
-                told.input_tensors, told.output_tensors = _tensors_of(verb, args)
+                    before.root = int(getattr(opts, "rootRank", -1))
+                before.input_tensors, before.output_tensors = _tensors_of(verb, args)
                 for _, hook in sorted(self._pre.items()):
-                    hook(told)
+                    hook(before)
             work = call(group(), *args, **named)
             if self._post:
                 after = c10d.PostHookArgs()  # type: ignore[attr-defined]  # torch 2.15

@@ -72,9 +72,9 @@ class CalledLists:
         Where the first list is another one this raises DisagreementError, also on the ranks that wait with the first list.
         Else raises as :func:`commlayer.failures.store_answers.asked_store`.
         """
-        mine = self._told()
+        own_list = self._told()
         try:
-            first = self._ask(lambda: self._store.compare_set("first", "", mine)).decode(errors="replace")
+            first = self._ask(lambda: self._store.compare_set("first", "", own_list)).decode(errors="replace")
         except NotImplementedError:
             # A store of the program's own, the same on all ranks, lacks this verb: lists are not compared, and ranks
             # whose lists differ hear at the timeout who has not come.
@@ -98,29 +98,29 @@ class CalledLists:
             raise DisagreementError(self._words())
 
     def _differ(self) -> None:
-        place = self._store.add("others", 1)
-        self._store.set(f"other/{place}", self._told())
+        number = self._store.add("others", 1)
+        self._store.set(f"other/{number}", self._told())
 
     def _words(self) -> str:
         """Who called with which list, as far as ranks have come."""
-        found: dict[str, set[int]] = {}
+        ranks_of: dict[str, set[int]] = {}
         texts: dict[str, str] = {}
 
         def read() -> None:
             count = min(self._store.add("others", 0), _MOST_NAMED)
-            keys = ["first", *(f"other/{place}" for place in range(1, count + 1))]
+            keys = ["first", *(f"other/{number}" for number in range(1, count + 1))]
             for key in keys:
                 rank, digest, text = _parts(self._store.get(key).decode(errors="replace"))
                 if rank.isdecimal():
-                    found.setdefault(digest, set()).add(int(rank))
+                    ranks_of.setdefault(digest, set()).add(int(rank))
                     texts[digest] = text
-            found.setdefault(self._digest, set()).add(self._rank)
+            ranks_of.setdefault(self._digest, set()).add(self._rank)
             texts[self._digest] = self._shown()
 
         self._ask(read)
         each = "; ".join(
             f"{listed('rank', sorted(ranks))} with {printable(texts[digest][:_LONGEST])}"
-            for digest, ranks in found.items()
+            for digest, ranks in ranks_of.items()
         )
         return f"{self._where()}: ranks called new_group with different lists: {each}: {_REMEDY}"
 

@@ -220,16 +220,16 @@ class Connector:
         size, me = len(request.global_ranks), request.global_ranks[request.rank]
         require(needed_descriptors(size), f"rank {me}, the group {request.name} of {size} ranks")
 
-        told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
+        gathered = None if beside is None else self._over(beside, f"to connect for {tag}", note)
         polled = PolledStore(self.store, timeout_s, lambda: self.board.is_broken)
 
         def make() -> Any:
-            store = PrefixStore(f"{tag}/", told or polled)
+            store = PrefixStore(f"{tag}/", gathered or polled)
             gloo: Any = gloo_in_order(store, request.rank, size, request.timeout)
             never_free_in_child(gloo)
             start_sequence(gloo)
-            if told is not None:
-                told.check_notes()
+            if gathered is not None:
+                gathered.check_notes()
                 self._take_back_address()
             return gloo
 
@@ -237,8 +237,8 @@ class Connector:
             try:
                 return bounded(make, self.board, timeout_s, f"connecting for {tag}")
             except RuntimeError:  # of a wait that was ended: what another rank found is a consequence for this one
-                if told is not None:
-                    told.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
+                if gathered is not None:
+                    gathered.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
                 if polled.is_lost:  # with a rank that need not be in this group
                     self.board.leave(f"lost the job's store: {self.board.detector.host_lost()}", is_consequence=True)
                 raise

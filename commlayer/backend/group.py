@@ -160,7 +160,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             planned.board.detector.numbering,
         )
         track.predict = lambda call: promised(group, call) if (group := runs()) is not None else None
-        track.is_broken = lambda: (found := board()) is None or found.is_broken
+        track.is_broken = lambda: (known := board()) is None or known.is_broken
         return track
 
     # Synchronisation
@@ -384,10 +384,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if opts.rootRank != members.rank:
             return self.gather([], [input], opts)  # type: ignore[no-any-return]
         if output is None or output.dtype is not input.dtype or output.numel() != members.size * input.numel():
-            told = "None" if output is None else f"{output.numel()} of {output.dtype}"
+            got = "None" if output is None else f"{output.numel()} of {output.dtype}"
             raise TensorError(
                 f"{members.who}: gather_single expected an output of {members.size} times {input.numel()} elements of "
-                f"{input.dtype}, got {told}"
+                f"{input.dtype}, got {got}"
             )
         if not output.is_contiguous():
             raise TensorError(

@@ -220,8 +220,8 @@ def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
         return ()
     if not isinstance(wire, str):
         _refuse("wire", "bf16, int8, one of them with a ! behind it, or native", wire)
-    given = parse_wire(wire.strip().lower())
-    formats = tuple(each for each in WireFormat if each in given)
+    wanted = parse_wire(wire.strip().lower())
+    formats = tuple(each for each in WireFormat if each in wanted)
     if any(each in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2) for each in formats):
         raise UsageError(
             f"GroupOptions.wire: FP8 keeps three or four bits, too few for a group's own sums; got {wire!r}: use int8 or bf16 "

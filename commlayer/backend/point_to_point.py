@@ -180,19 +180,19 @@ class Messages:
         if is_timeout(error) or "timeout" in text.lower():
             board = self._inner.planned.board
             board.inquire()
-            found = board.diagnosed()
+            diagnosis = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
-                f"message: {text}" + (f"\n{found.words}" if found.words else "")
+                f"message: {text}" + (f"\n{diagnosis.words}" if diagnosis.words else "")
             )
         culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
         return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        found = reals(tensors)
-        if len(found) != 1:
-            self._refuse(f"{verb} takes one tensor, got {len(found)}")
-        return found[0]
+        real_tensors = reals(tensors)
+        if len(real_tensors) != 1:
+            self._refuse(f"{verb} takes one tensor, got {len(real_tensors)}")
+        return real_tensors[0]
 
     def _refuse(self, why: str) -> NoReturn:
         raise TensorError(f"{self._members.who}: {why}")

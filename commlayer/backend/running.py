@@ -248,7 +248,7 @@ class Calls:
         issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, end)
         if order.under_way.is_watched:
             of = weakref.ref(issued)  # what is under way must not hold the call's tensors
-            order.under_way.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
+            order.under_way.begin(call, order.key, lambda: (call_work := of()) is None or call_work.has_come)
         order.latest = issued
         if order.coalescing is not None:
             order.coalescing.append(issued)

@@ -63,8 +63,8 @@ def wait_at_barrier(
         if inquiry is None:
             raise
         inquiry.timed_out()
-        found = inquiry.diagnosed()
-        raise CollectiveTimeoutError(f"{error}\n{found.words}" if found.words else str(error)) from None
+        diagnosis = inquiry.diagnosed()
+        raise CollectiveTimeoutError(f"{error}\n{diagnosis.words}" if diagnosis.words else str(error)) from None
 
 
 def _wait(

@@ -158,7 +158,7 @@ class Together(Work):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        return next((found for work in self._works if (found := work.exception()) is not None), None)
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def synchronize(self) -> None:
         self.wait()

@@ -124,9 +124,9 @@ class GroupCounters:
 
     def take(self, other: GroupCounters) -> None:
         """Add the numbers of ``other``, a group that is gone."""
-        for kept, rows in ((self.flat, other.flat), (self.planned, other.planned)):
+        for own, rows in ((self.flat, other.flat), (self.planned, other.planned)):
             for key, row in rows.items():
-                kept[key].take(row, other.shares)  # type: ignore[index]  # both tables have keys of one kind
+                own[key].take(row, other.shares)  # type: ignore[index]  # both tables have keys of one kind
         reasons = dict(self.reasons())
         for reason, count in other.read()["unplanned"].items():
             reasons[reason] = reasons.get(reason, 0) + count

@@ -184,8 +184,8 @@ class _Inside(dict[str, bool]):
         is_example = name.startswith(os.path.join(here, "integrations", "examples"))
         is_pythons = name.startswith((library + os.sep, "<frozen")) and "-packages" not in name
         is_pythons = is_pythons or os.path.basename(name) == "typing_extensions.py"  # it wraps what torch deprecates
-        self[name] = found = is_pythons or (name.startswith(tuple(homes)) and not is_example)
-        return found
+        self[name] = is_inside = is_pythons or (name.startswith(tuple(homes)) and not is_example)
+        return is_inside
 
 
 _is_inside = _Inside()

@@ -72,13 +72,13 @@ class CallsUnderWay:
 
     def end(self, call: object, ended_ns: int) -> None:
         """Note that a call has ended; harmless when repeated."""
-        found = self._running.pop(call, None)
-        if found is None:
+        running = self._running.pop(call, None)
+        if running is None:
             return
         last, at_ns = self._ended
-        if last != found[0]:
+        if last != running[0]:
             self._other = at_ns
-        self._ended = found[0], ended_ns
+        self._ended = running[0], ended_ns
 
     def is_beside(self, group: int, began_ns: int) -> bool:
         """Whether a call of ``group`` that began then, and ends now, ran beside one of another group."""

@@ -194,10 +194,10 @@ class DevicePlans(Executor):
             times = StreamTimes(has_steps=issued.steps is not None)
         # Tensors that were made in inference mode are written in it only; others stay as they are.
         with torch._C._InferenceMode(True) if movement.target.is_inference() else _AS_IT_IS:
-            found = self._kept(runner, movement) if movement.kind == "whole" else self._bound(runner, movement)
-            call = StreamCall(self._transport, found.script, found.bound, times)
+            kept_call = self._kept(runner, movement) if movement.kind == "whole" else self._bound(runner, movement)
+            call = StreamCall(self._transport, kept_call.script, kept_call.bound, times)
             call.post_all()
-        return Ran(found.sent, call)
+        return Ran(kept_call.sent, call)
 
     def runner_on(self, device: torch.device) -> Runner:
         """The runner of plans for tensors on ``device``; made at the first call of this, which is
@@ -259,15 +259,15 @@ class DevicePlans(Executor):
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
         """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time,
         else of the host's."""
-        told, device = self._told, self._device
-        with device.on(told):
+        stream, device = self._told, self._device
+        with device.on(stream):
             call.finish()
             if device.device.type == "cuda":
                 future: torch.futures.Future[Any] = torch.futures.Future(devices=[device.device])
                 future.set_result(outputs)  # it records an event on the stream that is current
                 return future
         future = torch.futures.Future()
-        told.call_host(partial(future.set_result, outputs))
+        stream.call_host(partial(future.set_result, outputs))
         return future
 
     def _connected(self, device: torch.device) -> Runner:

@@ -86,8 +86,7 @@ def speak_before_abort(speaker: AbortSpeaker) -> None:
         _before = before
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _handler(number: int) -> None:
+def _on_abort(number: int) -> None:
     _alarm[0](_LONGEST_S)  # before all else: what comes next may wait for a lock of the allocator's or the loader's
     system = _system_library()
     system.signal(int(signal.SIGALRM), _DEFAULT)
@@ -99,6 +98,9 @@ def _handler(number: int) -> None:
     finally:
         _give_back()
         getattr(system, "raise")(number)  # comes when this handler returns, to whatever was there before
+
+
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_abort)
 
 
 @atexit.register

@@ -404,9 +404,9 @@ class _Judge:
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited
         for."""
-        left = [self._knowledge.left[rank] for rank in silent if rank in self._knowledge.left]
-        if left and left[0].is_failure:
-            return self._of_leaver(left[0]), True
-        if left:
-            return blame_of(left[0]), True
+        leavers = [self._knowledge.left[rank] for rank in silent if rank in self._knowledge.left]
+        if leavers and leavers[0].is_failure:
+            return self._of_leaver(leavers[0]), True
+        if leavers:
+            return blame_of(leavers[0]), True
         return Blame(tuple(silent), what, seen_by), False

@@ -369,8 +369,8 @@ class Dialler:
         card = self._cards.get(link.rank, link.card)
         if is_closed:
             self._closed |= {(address, card.port) for address in card.addresses}
-        left = self._knowledge.left
-        if not (self.links.is_closed or self._knowledge.rank in left or link.rank in left):
+        leavers = self._knowledge.left
+        if not (self.links.is_closed or self._knowledge.rank in leavers or link.rank in leavers):
             self._start_asking(link.rank, card)
 
     def _dial(self, peer: int, card: Card) -> bool:

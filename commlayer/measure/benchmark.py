@@ -68,11 +68,11 @@ class BenchOptions:
 
 def world_groups(topology: Topology) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The ep group (same place on every node) and tp group (all ranks of the node) of this rank. Collective."""
-    node, place = topology.node_of(dist.get_rank()), topology.local_rank_of(dist.get_rank())
+    node, local_rank = topology.node_of(dist.get_rank()), topology.local_rank_of(dist.get_rank())
     columns = list(zip(*topology.nodes, strict=True))
     ep_groups = [dist.new_group(list(column)) for column in columns]
     tp_groups = [dist.new_group(list(ranks)) for ranks in topology.nodes]
-    return ep_groups[place], tp_groups[node]
+    return ep_groups[local_rank], tp_groups[node]
 
 
 def nearest_size(size: int, blocks: int) -> int:
@@ -112,10 +112,10 @@ def run_bench(
     torch's are counted in the rows.
     """
     check_sizes(options.sizes, topology.num_nodes)
-    mine = _Environment(
+    environment = _Environment(
         run_environment() | dict(links or {})
     )  # hosts and dates differ between ranks, a result must not
-    agreed = from_first(mine, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
+    agreed = from_first(environment, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
     result = BenchResult(
         topology=topology.shape,
         profile=profile.name,
@@ -264,7 +264,7 @@ def _row(
     decision: Decision,
     profile: Profile,
 ) -> BenchRow:
-    ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=True)] + [*more_ratios]
+    ratios = [own_us / theirs for own_us, theirs in zip(times[name], times[_TORCH], strict=True)] + [*more_ratios]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return BenchRow(
         name=name,

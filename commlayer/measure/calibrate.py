@@ -280,14 +280,14 @@ def _completed(
     began = time.perf_counter()
     options = replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s)
     with phase("curves that the cached profile lacks were being measured"):
-        whole = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
+        completed = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
     if ranks.rank == 0:
-        took_s, where = time.perf_counter() - began, _keep(whole, entry, is_same=True)
+        took_s, where = time.perf_counter() - began, _keep(completed, entry, is_same=True)
         lacked = (
             f"lacked {left_out} curves" if left_out else f"did not know what encoding in {', '.join(formats)} costs"
         )
-        say(f"the cached profile {lacked}: measured it in {took_s:.1f} s, {where}.{_left_out(whole)}")
-    return whole
+        say(f"the cached profile {lacked}: measured it in {took_s:.1f} s, {where}.{_left_out(completed)}")
+    return completed
 
 
 def _left_out(profile: Profile) -> str:

@@ -100,8 +100,8 @@ class GridCall:
 def _pattern(size: int, row: int) -> torch.Tensor:
     """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a
     prime."""
-    place = torch.arange(65_521, dtype=torch.int64)
-    tile = ((place * 7 + (place >> 8) * 31 + row * 101) & 255).to(torch.uint8)
+    index = torch.arange(65_521, dtype=torch.int64)
+    tile = ((index * 7 + (index >> 8) * 31 + row * 101) & 255).to(torch.uint8)
     return tile.repeat(-(-size // tile.numel()))[:size]
 
 

@@ -173,8 +173,8 @@ class DeviceHarness(Harness):
     def group(self, where: str) -> DeviceGroup:
         if where not in self._groups:
             members, nodes = self._places(where)
-            place = members.index(self.ranks.rank)
-            self._groups[where] = DeviceGroup(nodes, place, self.device, self._inner(where))
+            member = members.index(self.ranks.rank)
+            self._groups[where] = DeviceGroup(nodes, member, self.device, self._inner(where))
         return self._groups[where]
 
     def connect_grid(self, grid: Grid) -> Runner:

@@ -67,12 +67,12 @@ def _swapped(
     """
     width = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
-    place = members.index(planned.rank)
-    index = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < width else None
+    local_rank = members.index(planned.rank)
+    index = next((index for index, pair in enumerate(pairs) if node in pair), None) if local_rank < width else None
     times, waited = [0.0] * len(pairs), [0.0] * len(pairs)
     host.largest(times, _WHAT)  # all start together
     if index is not None:
-        peer = planned.nodes[sum(pairs[index]) - node][place]
+        peer = planned.nodes[sum(pairs[index]) - node][local_rank]
         waited_us = _waited_us()
         times[index] = _swap_us(planned, host, peer, max(1, num_bytes // width))
         waited[index] = max(0.0, _waited_us() - waited_us)

@@ -117,10 +117,10 @@ class Prober:
         topology = self._topology
         topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
         nodes = [tuple(self.ranks.named[member] for member in members) for members in topology.nodes]
-        node, place = topology.node_of(self.ranks.rank), topology.local_rank_of(self.ranks.rank)
+        node, local_rank = topology.node_of(self.ranks.rank), topology.local_rank_of(self.ranks.rank)
         if topology.num_nodes == 1:
-            return Grid(tuple((member,) for member in nodes[0]), place, 0, Resource.INTRA, topology)
-        return Grid(tuple(nodes), node, place, Resource.INTER, topology)
+            return Grid(tuple((member,) for member in nodes[0]), local_rank, 0, Resource.INTRA, topology)
+        return Grid(tuple(nodes), node, local_rank, Resource.INTER, topology)
 
     @cached_property
     def grid_runner(self) -> Runner:
@@ -247,11 +247,11 @@ class Prober:
 
 def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
     """This rank's group of each name that is measured on a cluster."""
-    place = topology.local_rank_of(rank)
-    rail = [members[place] for members in topology.nodes if place < len(members)]
+    local_rank = topology.local_rank_of(rank)
+    rail = [members[local_rank] for members in topology.nodes if local_rank < len(members)]
     return {
         "world": range(topology.world_size),
         "node": topology.nodes[topology.node_of(rank)],
         "rail": rail if len(rail) == topology.num_nodes else (),
-        "pair": topology.nodes[topology.node_of(rank)][place // 2 * 2 :][:2],
+        "pair": topology.nodes[topology.node_of(rank)][local_rank // 2 * 2 :][:2],
     }

@@ -203,10 +203,10 @@ def complete_profile(
         sweeps = _possible(prober, _lacking(profile, options, topology))
         curves = _swept(prober, sweeps, options, topology, clock)
     measured = as_kept(profile.replace(curves=curves))
-    left = _unfinished(len(sweeps) - len(curves))
-    environment = {name: value for name, value in profile.environment.items() if name != UNFINISHED} | left
-    whole = profile.replace(curves=[*profile.curves, *measured.curves], environment=environment)
-    return _of_first(whole, ranks)
+    unfinished = _unfinished(len(sweeps) - len(curves))
+    environment = {name: value for name, value in profile.environment.items() if name != UNFINISHED} | unfinished
+    completed = profile.replace(curves=[*profile.curves, *measured.curves], environment=environment)
+    return _of_first(completed, ranks)
 
 
 def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
@@ -323,14 +323,14 @@ def _swept(
             )
             for probe, sizes, repeats in sweeps
         ]
-    kept: dict[Wanted, TimedCall] = {}
+    calls_at_hand: dict[Wanted, TimedCall] = {}
 
     def ready(call: Wanted) -> tuple[Probe, TimedCall]:
-        place, size = call
-        probe = sweeps[place].probe
-        made = kept.get(call) or prober.call(probe, size)
-        if size in sweeps[place].sizes[:-1]:  # the largest would take memory until the end
-            kept[call] = made
+        index, size = call
+        probe = sweeps[index].probe
+        made = calls_at_hand.get(call) or prober.call(probe, size)
+        if size in sweeps[index].sizes[:-1]:  # the largest would take memory until the end
+            calls_at_hand[call] = made
         return probe, made
 
     def run(calls: Sequence[Wanted], until_us: float) -> tuple[Sequence[float], float]:
@@ -340,10 +340,10 @@ def _swept(
 
     nodes = [len(members) for members in topology.nodes]
     ladders = [Ladder(each.sizes, each.probe.key[1], link_load(each.probe, nodes)) for each in sweeps]
-    found = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us, clock.deadline_us))
+    surveyed = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us, clock.deadline_us))
     curves = []
     for place, each in enumerate(sweeps):
-        if rungs := found.curve(place):
+        if rungs := surveyed.curve(place):
             sizes, times_us, samples = zip(*rungs, strict=True)
             curves.append(Curve.from_samples(*each.probe.key, sizes, times_us, samples=samples))
     return curves

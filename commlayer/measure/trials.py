@@ -81,19 +81,19 @@ def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callabl
     Raises PeerError and CollectiveTimeoutError as a call does; ClusterError where no plan takes
     fewer.
     """
-    found: Plan | None = plan
-    while found is not None and choices.experience.is_contested and found.connections > planned.num_connections:
-        connections = found.connections
+    chosen: Plan | None = plan
+    while chosen is not None and choices.experience.is_contested and chosen.connections > planned.num_connections:
+        connections = chosen.connections
         why = _refused(planned, connections)
         if not why:
-            return found
+            return chosen
         if not choices.experience.leave_out_connections(connections):
             raise ClusterError(f"group {planned.name}: {why}: name fewer connections, or none")
         if planned.most_connections >= connections:  # not in another contest of this group
             planned.most_connections = connections - 1
             warn(f"commlayer: group {planned.name}: {why}. Plans over fewer contend without them", stacklevel=2)
-        found = anew()
-    return found
+        chosen = anew()
+    return chosen
 
 
 def _refused(planned: PlannedGroup, connections: int) -> str:

@@ -74,13 +74,13 @@ class _Script(Protocol):
 def bind(script: _Script, buffers: Buffers, reduce: Reducer | None, coder: Coder | None) -> BoundScript:
     """Find out what each step of ``script`` does to ``buffers``. Talks to nobody."""
     binder = _Binder(buffers, reduce, coder)
-    kept = []
+    memory = []
     for resource, touched in script.touched:
         memories = {
             id(each): each.tensor for buffer, each in buffers.items() if buffer in touched
         }  # in place: one of both
-        kept.append((resource, tuple(memories.values())))
-    return BoundScript(tuple(binder.step(step) for step in script.steps), tuple(kept))
+        memory.append((resource, tuple(memories.values())))
+    return BoundScript(tuple(binder.step(step) for step in script.steps), tuple(memory))
 
 
 class _Binder:

@@ -43,8 +43,8 @@ def verb_of(group: Any, name: str) -> Any:
 
     Raises AttributeError where the group has neither.
     """
-    found = getattr(group, name, None)
-    return getattr(group, _OLDER_NAMES.get(name, name)) if found is None else found
+    verb = getattr(group, name, None)
+    return getattr(group, _OLDER_NAMES.get(name, name)) if verb is None else verb
 
 
 def start_sequence(backend: Any) -> None:

@@ -38,8 +38,8 @@ class Variable(NamedTuple):
 
     def is_notable(self, value: str) -> bool:
         """Whether ``value`` is one that ``doctor`` warns of, or that is refused."""
-        given = value.strip().lower()
-        return given not in self.but if self.but else self.when is None or given in self.when
+        setting = value.strip().lower()
+        return setting not in self.but if self.but else self.when is None or setting in self.when
 
 
 VARIABLES: dict[str, Variable] = {
@@ -213,18 +213,18 @@ def refuse_variables(environment: Mapping[str, str]) -> None:
 
 def variable_findings(environment: Mapping[str, str]) -> list[tuple[Verdict, str, str, str]]:
     """List (mark, name, value, effect) of each variable that is set; one line saying so where none is."""
-    found: list[tuple[Verdict, str, str, str]] = []
+    findings: list[tuple[Verdict, str, str, str]] = []
     for name, value in sorted(environment.items()):
         variable = VARIABLES.get(name)
         if variable is None:
             if name.startswith(_FAMILIES):
-                found.append(("ok", name, value, "read by torch; no bearing on plans is known"))
+                findings.append(("ok", name, value, "read by torch; no bearing on plans is known"))
             continue
         if variable.is_notable(value):
             mark: Verdict = "bad" if variable.choice == "refused" else "warn"
             words = variable.otherwise or variable.does
-            found.append((mark, name, value, words if variable.choice == "used" else f"{variable.choice}: {words}"))
+            findings.append((mark, name, value, words if variable.choice == "used" else f"{variable.choice}: {words}"))
         else:
             is_told = variable.choice == "used" and (not variable.when or variable.otherwise)
-            found.append(("ok", name, value, variable.does if is_told else "as by default"))
-    return found or [("ok", "none set", f"of {len(VARIABLES)} that matter", "")]
+            findings.append(("ok", name, value, variable.does if is_told else "as by default"))
+    return findings or [("ok", "none set", f"of {len(VARIABLES)} that matter", "")]

@@ -117,8 +117,8 @@ class StreamLane:
         goes before it."""
         if not self._lanes.is_anybody(range(self._level)):
             return ()
-        kept = self._kept.get(id(plan)) or self._kept.add(id(plan), (plan, self._longest_us(plan)))
-        return kept[1]
+        longest = self._kept.get(id(plan)) or self._kept.add(id(plan), (plan, self._longest_us(plan)))
+        return longest[1]
 
     def hold(self, stream: Stream, most_us: float, *, crosses: bool) -> None:
         """Hold a stream that comes to an edge. ``crosses``: it goes between nodes, and so waits

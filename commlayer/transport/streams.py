@@ -402,12 +402,12 @@ def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
     sent: dict[int, list[Region]] = {}
     for message in moves.sends:
         sent.setdefault(message.tag, []).append(message.region)
-    mine = {tag: regions[0] for tag, regions in sent.items() if regions == regions[:1] * (size - 1)}
+    own_slices = {tag: regions[0] for tag, regions in sent.items() if regions == regions[:1] * (size - 1)}
     for message in moves.receives:
         by_tag.setdefault(message.tag, {})[message.peer] = message.region
     spans = []
     for tag, others in by_tag.items():
-        own = mine.get(tag)
+        own = own_slices.get(tag)
         absent = set(range(size)) - others.keys()
         if own is None or len(absent) != 1:
             return ()

@@ -57,8 +57,8 @@ class Governor:
 
     def _judge(self, wire_format: WireFormat, measure: Measure, budget: float) -> None:
         error, norm = measure(wire_format)
-        mine = math.sqrt(error / norm) if norm > 0 else 0.0
-        worst = torch.tensor([mine if math.isfinite(mine) else math.inf], dtype=torch.float64)
+        own_error = math.sqrt(error / norm) if norm > 0 else 0.0
+        worst = torch.tensor([own_error if math.isfinite(own_error) else math.inf], dtype=torch.float64)
         settle_maximum(worst, self._group, f"to agree on the error of {wire_format} of {self._name}")
         self.errors[wire_format] = float(worst)
         if self.errors[wire_format] <= budget:

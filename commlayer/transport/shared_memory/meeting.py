@@ -99,9 +99,9 @@ class _Meeting:
     def _tell(self, word: bytes) -> list[bytes]:
         """Every rank's word, of equal lengths, by rank of the group. Raises RuntimeError (Gloo's)
         where a rank is gone."""
-        mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        words = [torch.empty_like(mine) for _ in range(sum(map(len, self.nodes)))]
-        work = self.group.allgather([words], [mine])
+        own_word = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        words = [torch.empty_like(own_word) for _ in range(sum(map(len, self.nodes)))]
+        work = self.group.allgather([words], [own_word])
         if self.board is None:
             work.wait(self.timeout)
         else:  # nobody is to be in there any more when the program ends
@@ -132,10 +132,10 @@ def meet(
     if all(len(node) == 1 for node in nodes):
         return None, (False,) * len(nodes)
     with ExitStack() as stack:
-        found, shares = _meet(meeting, stack, is_able=is_able)
-        if found is not None:
+        neighbourhood, shares = _meet(meeting, stack, is_able=is_able)
+        if neighbourhood is not None:
             stack.pop_all()  # what was opened is kept
-    return found, shares
+    return neighbourhood, shares
 
 
 def _meet(meeting: _Meeting, stack: ExitStack, *, is_able: bool) -> tuple[Neighbourhood | None, tuple[bool, ...]]:

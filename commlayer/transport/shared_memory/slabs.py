@@ -49,12 +49,12 @@ class FirstFit:
 
     def allocate(self, size: int) -> int:
         """The start of ``size`` free bytes; there always are some."""
-        for place, (start, stop) in enumerate(self._holes):
+        for index, (start, stop) in enumerate(self._holes):
             if stop - start >= size:
                 if stop - start == size:
-                    del self._holes[place]
+                    del self._holes[index]
                 else:
-                    self._holes[place] = start + size, stop
+                    self._holes[index] = start + size, stop
                 return start
         start = self.top
         self.top += size
@@ -63,16 +63,16 @@ class FirstFit:
     def release(self, start: int, size: int) -> None:
         """Give back what ``allocate`` gave."""
         stop = start + size
-        place = bisect_left(self._holes, (start, stop))
-        if place < len(self._holes) and self._holes[place][0] == stop:
-            stop = self._holes.pop(place)[1]
-        if place > 0 and self._holes[place - 1][1] == start:
-            place -= 1
-            start = self._holes.pop(place)[0]
+        index = bisect_left(self._holes, (start, stop))
+        if index < len(self._holes) and self._holes[index][0] == stop:
+            stop = self._holes.pop(index)[1]
+        if index > 0 and self._holes[index - 1][1] == start:
+            index -= 1
+            start = self._holes.pop(index)[0]
         if stop == self.top:
             self.top = start
         else:
-            self._holes.insert(place, (start, stop))
+            self._holes.insert(index, (start, stop))
 
 
 class Segment:
@@ -146,9 +146,9 @@ def _mapped(fd: int, length: int, offset: int) -> Any:
 @cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.argtypes, libc.mmap.restype = [place, size, number, number, number, ctypes.c_long], place
-    libc.munmap.argtypes, libc.munmap.restype = [place, size], number
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = [pointer, size, number, number, number, ctypes.c_long], pointer
+    libc.munmap.argtypes, libc.munmap.restype = [pointer, size], number
     return libc
 
 

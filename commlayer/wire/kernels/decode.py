@@ -22,12 +22,12 @@ def _row_values(payload, scales, row, column, inside, width, limit, kind: tl.con
         value = (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         if scaling == 0:
-            place = row + column * 0  # the interpreter has no comparison of a scalar with a tensor
+            index = row + column * 0  # the interpreter has no comparison of a scalar with a tensor
         elif scaling == 1:
-            place = row * tl.cdiv(width, 128) + column // 128
+            index = row * tl.cdiv(width, 128) + column // 128
         else:
-            place = (row // 128) * width + column
-        value = to_value(code, tl.load(scales + place, mask=inside, other=1), limit, kind)
+            index = (row // 128) * width + column
+        value = to_value(code, tl.load(scales + index, mask=inside, other=1), limit, kind)
     return value
 
 

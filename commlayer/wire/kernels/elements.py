@@ -46,9 +46,9 @@ def to_code(x, inverse, kind: tl.constexpr):
 def _to_integer(x, inverse):
     # Added to a number whose last bit is worth one, the FPU rounds, also what is negative.
     code = (x * inverse + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    found = magnitude(x)
-    code = tl.where(found == 0x7F800000, tl.where(x > 0, 127, -127), code)
-    return tl.where(found > 0x7F800000, -128, code).to(tl.int8).to(tl.uint8, bitcast=True)
+    size_bits = magnitude(x)
+    code = tl.where(size_bits == 0x7F800000, tl.where(x > 0, 127, -127), code)
+    return tl.where(size_bits > 0x7F800000, -128, code).to(tl.int8).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -68,9 +68,9 @@ def _to_fp8(x, inverse, kind: tl.constexpr):
     small = (size.to(tl.float32, bitcast=True) + ruler).to(tl.int32, bitcast=True)
     subnormal = small - ((127 + 24 - bias - mantissa_bits) << 23)
     code = tl.where(size < ((128 - bias) << 23), subnormal, normal)
-    found = magnitude(x)
-    code = tl.where(found == 0x7F800000, 0x7E if kind == 4 else 0x7C, code)
-    code = tl.where(found > 0x7F800000, 0x7F, code)
+    size_bits = magnitude(x)
+    code = tl.where(size_bits == 0x7F800000, 0x7E if kind == 4 else 0x7C, code)
+    code = tl.where(size_bits > 0x7F800000, 0x7F, code)
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
