@@ -96,9 +96,8 @@ def create_group(
             detector.fail(why, is_consequence=isinstance(error, BLAMING))
         raise
     if joined.is_own:
-        group.own_detector(detector)
-        if joined.inquiry is not None:
-            group.own_inquiry(joined.inquiry)
+        ending = group.parts.ending  # which ends with the group what the group was the first to have
+        ending.detector, ending.inquiry = detector, joined.inquiry
     if request.is_default:
         set_job_detector(detector)
     end_with_program(group)
@@ -148,7 +147,7 @@ def _make(
 
 def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_of_job: bool) -> None:
     """Give a group its instruments."""
-    request, (order, calls, inner) = connect.request, group.parts
+    request, (order, calls, inner, _, _) = connect.request, group.parts
     if request.stands_alone:
         me, world_size = _rank_in_job(), len(request.global_ranks)
     else:

@@ -16,8 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,8 @@ from commlayer.backend.batches import Batches
 from commlayer.backend.call_hooks import CallHooks, require_hooks
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
-from commlayer.backend.inner import DeviceCalls, InnerGroups
-from commlayer.backend.known_plans import EncodedSum, KnownPlans
+from commlayer.backend.inner import InnerGroups
+from commlayer.backend.known_plans import KnownPlans
 from commlayer.backend.members import Members
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
@@ -39,16 +38,15 @@ from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.calls.counters import GroupCounters
-from commlayer.calls.instruments import AsksRanks, Instruments
+from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.engine.executor import Executor
 from commlayer.engine.lane_holds import predicted_timeline
 from commlayer.engine.planned import PlannedGroup
-from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.profile import Profile
 
-__all__ = ["CommlayerGroup"]
+__all__ = ["CommlayerGroup", "GroupParts"]
 
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it
 
@@ -65,6 +63,17 @@ def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], .
         return None if flat_us is None else ((), flat_us)
     timeline = predicted_timeline(call.plan, engine.choices.planner)
     return None if timeline is None else (timeline.spans, timeline.total_us)
+
+
+class GroupParts(NamedTuple):
+    """The parts of a group: the order of its calls, what runs them, its inner groups, its calls of
+    known plans, and its end."""
+
+    order: Order
+    calls: Calls
+    inner: InnerGroups
+    known: KnownPlans
+    ending: Ending
 
 
 class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
@@ -125,19 +134,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return self._order.instruments
 
     @property
-    def parts(self) -> tuple[Order, Calls, InnerGroups]:
-        """The parts that run its calls, for whoever makes it."""
-        return self._order, self._calls, self._inner
-
-    def encode_sums(self, encoded: EncodedSum) -> None:
-        """Run the group's own sums of CPU tensors in a wire format, where ``encoded`` chooses
-        one."""
-        self._calls.encoded_sums = partial(self._known.sum_now, encoded)
-
-    def put_on_device(self, device_type: str, calls: DeviceCalls) -> None:
-        """Have ``calls`` move tensors of a type of device."""
-        self._order.instruments.beside.append(calls.instruments)
-        self._inner.on_devices[device_type] = calls
+    def parts(self) -> GroupParts:
+        """Its parts, for whoever makes it."""
+        return GroupParts(self._order, self._calls, self._inner, self._known, self._ending)
 
     def open_track(self, engine: Executor, device_type: str = "") -> Track:
         """The group's calls in the ring, those of CPU tensors or those on a device, whose plans
@@ -443,14 +442,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         return group
 
     # End
-
-    def own_detector(self, detector: FailureDetector) -> None:
-        """This group was the first of its ranks, and ends their failure detector with itself."""
-        self._ending.detector = detector
-
-    def own_inquiry(self, inquiry: AsksRanks) -> None:
-        """The same for what asks the ranks for their calls."""
-        self._ending.inquiry = inquiry
 
     def shutdown(self) -> None:
         """End what is queued and let go of threads and connections. What is called afterwards

@@ -85,7 +85,7 @@ def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job
     encoded: EncodedSum | None = None
     if options.sum_formats and len(request.global_ranks) > 1:
         encoded = partial(encoded_sum, options.sum_formats)
-        group.encode_sums(encoded)
+        group.parts.calls.encoded_sums = partial(group.parts.known.sum_now, encoded)
     devices = _Devices(connector, options, job, encoded)
     if is_usable():
         # The ranks of one that stands alone have other numbers in the job, or are not in it.
@@ -122,7 +122,7 @@ class _Devices:
 
     def put(self, group: CommlayerGroup, device_type: str, inner: Nccl, connect: _Connect) -> None:
         """Have ``group`` move tensors of a type of device by ``inner``, and by plans."""
-        order, _, groups = group.parts
+        order, groups = group.parts.order, group.parts.inner
         members, planned, me = order.members, groups.planned, weakref.ref(group)
         choices = self._choices(device_type)
         choices.reasons = planned.choices.reasons  # one list for the statistics
@@ -155,7 +155,8 @@ class _Devices:
         track = group.open_track(plans, device_type)
         track.shares, track.rank = group.counters.shares, group.counters.rank
         on_device = OnDevice(inner, plans, order, track, group.counters, tell, LAUNCHES, self.encoded)
-        group.put_on_device(device_type, on_device)
+        order.instruments.beside.append(on_device.instruments)
+        groups.on_devices[device_type] = on_device
 
     def _choices(self, device_type: str) -> Choices:
         """The choices of plans for tensors on a device."""
