@@ -275,7 +275,13 @@ def print_stats(found: Stats, title: str = "") -> None:
         f"{counted(each['calls'], 'call')}, {counted(each['tokens'], 'token')}"
         for each in found["dispatches"]
     ]
-    lines += map(_spill_line, found["spills"])
+    for spill in found["spills"]:
+        lent, guests = format_bytes(spill["lent_bytes"]), format_bytes(spill["guest_bytes"])
+        lines.append(
+            f"{spill['dispatcher']} over {len(spill['ranks'])} ranks: experts spilled in {spill['spilled']} of "
+            f"{counted(spill['calls'], 'uneven call')}, {counted(spill['rows'], 'row')}; this rank lent weights of "
+            f"{lent}, and was lent {guests}. {spill['reason']}"
+        )
     for placed in found["placements"]:
         came = came_of_placement(placed)
         lines.append(f"experts, step {placed['step']}: {placed['reason']}{'; ' if came else ''}{came}")
@@ -285,14 +291,3 @@ def print_stats(found: Stats, title: str = "") -> None:
         for reason, count in group["unplanned"].items()
     ]
     say_table(title or f"commlayer, rank {found['rank']}", columns, rows, lines)
-
-
-def _spill_line(spill: SpillStats) -> str:
-    from commlayer.units import format_bytes
-
-    lent, guests = format_bytes(spill["lent_bytes"]), format_bytes(spill["guest_bytes"])
-    return (
-        f"{spill['dispatcher']} over {len(spill['ranks'])} ranks: experts spilled in {spill['spilled']} of "
-        f"{counted(spill['calls'], 'uneven call')}, {counted(spill['rows'], 'row')}; this rank lent weights of {lent}, "
-        f"and was lent {guests}. {spill['reason']}"
-    )

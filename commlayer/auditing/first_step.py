@@ -74,20 +74,18 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         _tell("first", {key: flat for key, flat in _first.moved.items() if flat.collective != _AT_START})
     elif _first.optimizer() in (optimizer, None):
         _is_over = True
-        since = {key: _since(flat, _first.moved.get(key)) for key, flat in _stayed_flat().items()}
+        since = _stayed_flat()
+        for key, before in _first.moved.items():
+            if key in since:
+                now = since[key]
+                logical_bytes = now.logical_bytes - before.logical_bytes
+                since[key] = now._replace(calls=now.calls - before.calls, logical_bytes=logical_bytes)
         _tell("second", since, only=_AT_START)
 
 
 def _stayed_flat() -> dict[tuple[Ledger, str], StayedFlat]:
     """List what stayed flat between nodes by now, by its ledger and collective."""
     return {(ledger, flat.collective): flat for ledger in open_ledgers() for flat in ledger.stayed_flat()}
-
-
-def _since(now: StayedFlat, before: StayedFlat | None) -> StayedFlat:
-    """Return what came after ``before``."""
-    if before is None:
-        return now
-    return now._replace(calls=now.calls - before.calls, logical_bytes=now.logical_bytes - before.logical_bytes)
 
 
 def _tell(step: str, moved: dict[tuple[Ledger, str], StayedFlat], only: str | None = None) -> None:

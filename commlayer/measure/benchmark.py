@@ -168,20 +168,17 @@ def _measure_size(
         _row(name, times, pair if name == chosen else [], wrong[name], plans.get(name), decision, communicator.profile)
         for name in ways
     ]
+    wire_limit_us: float | None = None
+    blocks = len(communicator.grid.ep_ranks)
+    if inter_gbps is not None and blocks > 1:  # of one node nothing crosses a wire
+        bytes_per_us = inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # of a node
+        wire_limit_us = size * (blocks - 1) / blocks / bytes_per_us
     return BenchPoint(
         logical_bytes=size,
-        wire_limit_us=_wire_limit_us(size, communicator, inter_gbps),
+        wire_limit_us=wire_limit_us,
         reason=decision.reason(),
         rows=tuple(rows),
     )
-
-
-def _wire_limit_us(size: int, communicator: Communicator, inter_gbps: float | None) -> float | None:
-    blocks = len(communicator.grid.ep_ranks)
-    if inter_gbps is None or blocks == 1:  # of one node nothing crosses a wire
-        return None
-    rate = inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
-    return size * (blocks - 1) / blocks / rate
 
 
 def _tokens(size: int, communicator: Communicator) -> torch.Tensor:
