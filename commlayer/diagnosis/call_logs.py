@@ -3,6 +3,7 @@ files and told to others."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import msgspec
@@ -190,12 +191,22 @@ def as_foreign(log: RankLog) -> RankLog:
             raise ValueError(f"expected splits for {size} members, got others in {shortened(call.kind)} #{call.number}")
         if call.state not in _STATES:
             raise ValueError(f"expected a state of {', '.join(_STATES)}, got {shortened(call.state)!r}")
-    return msgspec.convert(_shown(msgspec.to_builtins(log)), RankLog)
+    shown: RankLog = _shown(log)
+    return shown
 
 
 def _shown(value: Any) -> Any:
+    """Return a part of a log with its texts fit to be shown; the part itself where they are."""
     if isinstance(value, str):
         return printable(shortened(value, _MOST_TEXT), keep="")
+    if isinstance(value, msgspec.Struct):
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        shown = {name: _shown(each) for name, each in fields if each and not isinstance(each, int)}
+        changed = {name: each for name, each in shown.items() if each is not getattr(value, name)}
+        return msgspec.structs.replace(value, **changed) if changed else value
     if isinstance(value, dict):
-        return {_shown(key): _shown(each) for key, each in value.items()}
-    return [_shown(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_shown(key): _shown(each) for key, each in value.items()} if value else value
+    if isinstance(value, tuple) and not isinstance(value[0], int):  # ranks and splits are many, and no texts
+        parts = tuple(map(_shown, value))
+        return value if all(map(operator.is_, parts, value)) else parts
+    return value

@@ -382,7 +382,8 @@ def _records(dump: Dump, groups: _Groups) -> list[_Record]:
 def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
     """Return the log of the rank of ``dump``. ``reading``: which calls have begun on a device, see :func:`_begun`."""
     records = _records(dump, groups)
-    order = {group: place for place, group in enumerate(dict.fromkeys(record.group for record in records))}
+    own = list({record.group.key: record.group for record in records}.values())
+    order = {group.key: place for place, group in enumerate(own)}
     is_on_host = all(record.entry.is_on_host for record in records)
     begun = records if is_on_host else _begun(records, reading)
     # A device's rank has a thread for each call that the device is in; without any, one for a host that no call holds.
@@ -390,7 +391,7 @@ def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
     calls, waits = [], []
     for record in records:
         thread = _thread(record.entry) if is_on_host else in_flight.get(id(record), NO_THREAD)
-        call = _call(record, order[record.group], thread, is_on_host=is_on_host)
+        call = _call(record, order[record.group.key], thread, is_on_host=is_on_host)
         calls.append(call)
         if id(record) in in_flight:
             waits.append(WaitLog.of(call, thread))
@@ -403,7 +404,7 @@ def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
             reason="timeout" if any(_is_overdue(record.entry, now_ns) for record in records) else "asked",
             now_ns=now_ns,
             groups=(
-                *(_group_log(group, [each for each in begun if each.group is group]) for group in order),
+                *(_group_log(group, [each for each in begun if each.group is group]) for group in own),
                 *_lost_groups(dump, groups),
             ),
             calls=tuple(calls),

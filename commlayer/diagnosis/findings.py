@@ -240,7 +240,7 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     graph = Graph(sorted(logs, key=lambda log: log.rank))
     mismatches = [*_mismatches(graph), *_message_mismatches(graph)]
     cycles = _cycles(graph)
-    ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
+    ranks = sorted(set(graph.views).union(*(log.ranks for log in logs)))
     is_timeout = any(log.reason == "timeout" for log in logs)
     is_over = is_timeout or any(log.reason in ("program", "abort") for log in logs)  # nobody is still on the way
     return Diagnosis(
@@ -335,10 +335,16 @@ def _shared(graph: Graph) -> Iterable[Shared]:
 
 
 def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
+    from_any = {
+        (rank, key, tag)
+        for rank, view in graph.views.items()
+        for key, kind, peer, tag, _ in view.messages
+        if (kind, peer) == ("recv", ANY)
+    }
     for rank, view in graph.views.items():
         for (key, kind, peer, tag, number), send in sorted(view.messages.items()):
             other = graph.views.get(peer)
-            if kind != "send" or other is None or (key, "recv", ANY, tag) in {each[:4] for each in other.messages}:
+            if kind != "send" or other is None or (peer, key, tag) in from_any:
                 continue  # of receives from any rank nobody knows which one takes this message
             recv = other.messages.get((key, "recv", rank, tag, number))
             words = "" if recv is None else message_difference(send, recv)

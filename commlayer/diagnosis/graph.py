@@ -37,8 +37,9 @@ class Node(NamedTuple):
     """Something that has to happen.
 
     ``done``: that call of ``rank`` ends; ``made``: ``rank`` makes it (of a message: number
-    ``number`` of ``kind``, with ``peer`` and ``tag``); ``free``: thread ``number`` of ``rank``
-    comes back from what it waits for.
+    ``number`` of ``kind``, with ``peer`` and ``tag``); ``met``: all members make it, so that a
+    large group is looked through once, and not for each member that waits; ``free``: thread
+    ``number`` of ``rank`` comes back from what it waits for.
     """
 
     what: str
@@ -207,6 +208,7 @@ class Graph:
                 self.names.setdefault(group.key, str(group))
         self.blocked = [each for view in self.views.values() for each in view.blocked.values()]
         self.blocked.sort(key=lambda each: (each.rank, each.since_ns))
+        self._needs: dict[Node, list[Need]] = {}
 
     def _has_ended(self, rank: int) -> bool:
         view = self.views.get(rank)
@@ -216,6 +218,12 @@ class Graph:
 
     def needs(self, node: Node) -> list[Need]:
         """All of them, or ``node`` does not happen."""
+        found = self._needs.get(node)
+        if found is None:
+            found = self._needs[node] = self._needs_of_met(node) if node.what == "met" else self._needs_of(node)
+        return found
+
+    def _needs_of(self, node: Node) -> list[Need]:
         view = self.views.get(node.rank)
         if view is None:  # nothing is known of it: taken to be on its way
             return [Need((), node.rank)] if node.rank in self.gone and node.what == "made" else []
@@ -226,6 +234,15 @@ class Graph:
             return self._needs_of_message(view, node)
         return self._needs_of_call(view, node)
 
+    def _needs_of_met(self, node: Node) -> list[Need]:
+        """The members that have not begun the call."""
+        views = ((rank, self.views.get(rank)) for rank in self.members.get(node.group, ()))
+        return [
+            Need((Node("made", rank, node.group, node.number),), rank)
+            for rank, view in views
+            if view is None or node.number > min(view.issued(node.group), view.done(node.group) + 1)
+        ]
+
     def _needs_of_call(self, view: View, node: Node) -> list[Need]:
         if node.what == "made":
             if view.issued(node.group) < node.number:
@@ -234,9 +251,7 @@ class Graph:
             return self._before(view, node)
         if view.done(node.group) >= node.number:
             return []
-        others = (rank for rank in self.members.get(node.group, ()) if rank != node.rank)
-        made = [Need((Node("made", rank, node.group, node.number),), rank) for rank in others]
-        return self._before(view, node) + made
+        return [*self._before(view, node), Need((Node("met", ANY, node.group, node.number),))]
 
     def _before(self, view: View, node: Node) -> list[Need]:
         if node.number <= view.done(node.group) + 1:
@@ -270,32 +285,30 @@ class Graph:
     def stuck(self) -> set[Node]:
         """All nodes behind blocked threads that cannot happen any more, whatever free threads
         do."""
-        needs: dict[Node, list[Need]] = {}
+        users: dict[Node, list[tuple[Node, Need]]] = {}
+        seen: set[Node] = set()
         ahead = [each.awaits for each in self.blocked]
         while ahead:
             node = ahead.pop()
-            if node not in needs:
-                needs[node] = self.needs(node)
-                ahead += [other for need in needs[node] for other in need.nodes]
-        users: dict[Node, set[Node]] = {}
-        for node, clauses in needs.items():
-            for need in clauses:
-                for other in need.nodes:
-                    users.setdefault(other, set()).add(node)
-        self.clauses = needs
-        happens: set[Node] = set()
-        ready = [node for node, clauses in needs.items() if not clauses]
-        while ready:
-            node = ready.pop()
-            if node in happens:
+            if node in seen:
                 continue
-            happens.add(node)
-            ready += [
-                user
-                for user in users.get(node, ())
-                if user not in happens and all(any(each in happens for each in need.nodes) for need in needs[user])
-            ]
-        return set(needs) - happens
+            seen.add(node)
+            for need in self.needs(node):
+                ahead += need.nodes
+                for other in need.nodes:
+                    users.setdefault(other, []).append((node, need))
+        unmet = {node: set(self.needs(node)) for node in seen}
+        ready = [node for node in seen if not unmet[node]]
+        while ready:
+            for user, need in users.get(ready.pop(), ()):
+                if need in unmet[user]:
+                    unmet[user].remove(need)
+                    if not unmet[user]:
+                        ready.append(user)
+        self.clauses = {
+            node: [need for need in self.needs(node) if need in unmet[node]] for node in seen if unmet[node]
+        }
+        return set(self.clauses)
 
     @cached_property
     def stuck_threads(self) -> list[Blocked]:
@@ -307,15 +320,13 @@ class Graph:
         stuck threads that would have to make them; None: the rank is gone."""
         reasons: list[tuple[Node, Blocked | None]] = []
         seen: set[Node] = set()
-        ahead = [blocked.awaits]
+        ahead = deque([blocked.awaits])
         while ahead:
-            node = ahead.pop(0)
+            node = ahead.popleft()
             if node in seen:
                 continue
             seen.add(node)
             for need in self.clauses.get(node, []):
-                if any(each not in self.stuck for each in need.nodes):
-                    continue
                 if not need.nodes:
                     reasons.append((node, None))
                 for each in need.nodes:

@@ -87,9 +87,10 @@ def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | Non
     """The splits of each pair of ranks: what one sends to the other against what that one
     expects."""
     member_of = {rank: index for index, rank in enumerate(members)}
+    with_splits = [(receiver, received) for receiver, received in calls.items() if received.of is not None]
     wrong: list[tuple[int, int, int, int]] = []
     for sender, sent in calls.items():
-        for receiver, received in calls.items():
+        for receiver, received in with_splits:
             going, coming = _going(sent, member_of[receiver]), _coming(received, member_of[sender])
             if going is not None and coming is not None and going != coming:
                 wrong.append((sender, receiver, going, coming))

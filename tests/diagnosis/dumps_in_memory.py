@@ -27,12 +27,14 @@ def device_dump(job: Job, rank: int, *, ahead: int, has_timing: bool, most: int 
     here = job.ranks[rank]
     numbers: dict[str, int] = {}
     entries = []
+    places = {key: place for place, key in enumerate(job.groups)}
     enqueued = here.program[: here.at + ahead + here.is_in_call]
     for index, op in enumerate(enqueued):
         line = f"{op.group} messages" if op.kind in ("send", "recv") else op.group
         numbers[line] = numbers.get(line, 0) + 1
         has_begun = index < here.at + here.is_in_call
         entries.append(_entry(job, rank, op, numbers[line], index, index < here.at, has_begun and has_timing))
+        entries[-1]["pg_id"] = places[op.group]  # looked up, as large jobs have thousands of groups
     groups = {key: ranks for key, ranks in job.groups.items() if rank in ranks}
     return {
         "version": "2.10",
@@ -46,10 +48,10 @@ def device_dump(job: Job, rank: int, *, ahead: int, has_timing: bool, most: int 
 
 
 def _entry(job: Job, rank: int, op: Op, number: int, index: int, has_ended: bool, has_begun: bool) -> dict[str, Any]:
-    members = sorted(job.groups[op.group])
     is_message = op.kind in ("send", "recv")
     name = _NAMES.get(op.kind, op.kind)
     if is_message:
+        members = sorted(job.groups[op.group])
         arrow = "->" if op.kind == "send" else "<-"
         name = f"{op.kind} {members.index(rank)}{arrow}{members.index(op.peer)}"
     dtype, width = _DTYPES[op.dtype]
@@ -57,7 +59,6 @@ def _entry(job: Job, rank: int, op: Op, number: int, index: int, has_ended: bool
     created_ns = START_NS + 1000 * index
     return {
         "record_id": index,
-        "pg_id": list(job.groups).index(op.group),
         "process_group": (op.group, f"the {op.group}"),
         "collective_seq_id": 0 if is_message else number,
         "p2p_seq_id": number if is_message else 0,

@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_log
 from commlayer.diagnosis.call_logs import RankLog, Site, ThreadLog
 from commlayer.diagnosis.diagnosis_words import in_words, one_line
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
+from commlayer.diagnosis.graph import Graph
 
 
 def diagnosed(job: Job, reason: str = "timeout", absent: tuple[int, ...] = ()) -> Diagnosis:
@@ -64,6 +65,21 @@ def test_wrong_order_over_two_groups_is_a_circle_of_two() -> None:
     assert "ranks 0 and 1 wait for each other, in a circle of 2" in text
     assert "rank 0 waits in all_reduce #1 (float32, 64 B, SUM) of group dp, at train.py:10 in step" in text
     assert "for rank 1, which has not come to all_reduce #1 of group dp" in text
+
+
+def test_a_large_group_is_looked_through_once_for_all_who_wait_in_it() -> None:
+    """Of a thousand ranks that wait for each other in pairs there are a million."""
+    call = Op("all_reduce", "world", 1, 10)
+    num_ranks, num_late = 128, 4
+    job = Job(
+        {"world": tuple(range(num_ranks))}, {rank: [call] if rank >= num_late else [] for rank in range(num_ranks)}
+    )
+    for rank in job.ranks:
+        job.step(rank)
+    graph = Graph([job.log(rank) for rank in job.ranks])
+    assert {node.rank for _, node in graph.late()} == set(range(num_late))
+    assert len(graph.late()) == num_late * (num_ranks - num_late)
+    assert sum(map(len, graph._needs.values())) <= num_ranks + num_late
 
 
 def test_wrong_order_over_three_groups_is_a_circle_of_three() -> None:
