@@ -47,7 +47,7 @@ from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["collective_kind", "diagnose_dumps"]
+__all__ = ["collective_kind", "diagnose_dumps", "without_contradictions"]
 
 _LONG_WAIT_S = 60.0
 _CLOCKS_APART_NS = 5_000_000_000
@@ -113,6 +113,20 @@ def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -
     )
     diagnosis = _doubted(diagnosis, doubts, old)
     return logs, with_cause(diagnosis, logs, circles_are="unknown" if has_messages else "likely")
+
+
+def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
+    """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what is wrong with the rest."""
+    groups = _Groups(dumps)
+    sound = []
+    for dump in dumps:
+        try:
+            _records(dump, groups)
+        except UsageError as error:  # noqa: PERF203
+            damaged.append(f"{error}; it is left out")
+        else:
+            sound.append(dump)
+    return sound if len(sound) == len(dumps) else without_contradictions(sound, damaged)
 
 
 def _is_on_device(dumps: Sequence[Dump]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
-from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.dump_readings import diagnose_dumps, without_contradictions
 from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import parse_log
@@ -80,16 +80,14 @@ class Evidence:
         )
 
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
-        """Read the dumps, in several processes where they are many. Raises UsageError for two of
-        one rank."""
-        self.dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps)
+        """Read the dumps, in several processes where they are many. ``damaged`` takes what is wrong
+        with those that are left out, also because they contradict others."""
+        dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps)
+        self.dumps = without_contradictions(dumps, damaged)
         self.dump_paths = []
 
     def judged(self) -> Judged:
-        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does.
-
-        Raises UsageError for dumps that contradict each other.
-        """
+        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does."""
         first: Judged = {}
         for judge, is_there in (
             (self._by_logs, self.logs),

@@ -45,8 +45,8 @@ def explain(paths: str | PathLike[str] | Iterable[str | PathLike[str]], damaged:
         damaged: takes the errors of files that are not sound, where there are others that are.
 
     Raises:
-        UsageError: nothing to read, two dumps of one rank, or, unless ``damaged`` takes them, files that
-            are damaged.
+        UsageError: nothing to read, or, unless ``damaged`` takes them, files that are damaged or
+            contradict others.
     """
     places = [Path(path) for path in ([paths] if isinstance(paths, (str, PathLike)) else paths)]
     errors: list[str] = []

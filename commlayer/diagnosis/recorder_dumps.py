@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import io
-import itertools
 import os
 import pickle
 import re
@@ -171,13 +170,13 @@ def read_dumps(
     """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
 
     Args:
-        damaged: takes the errors of files that are not sound.
+        damaged: takes the errors of files that are not sound, or contradict others of their rank: the rest is used.
         advance: called with the name of each file that was read.
         others: dumps of the same job that were in archives.
 
     Raises:
-        UsageError: two dumps of one rank; and, unless ``damaged`` takes them, files that are damaged, have no rank in their
-            names, or are of a version before 2.0: with all of them named.
+        UsageError: unless ``damaged`` takes them, files that are damaged, have no rank in their names, are of a version before
+            2.0, or are of one rank: with all of them named.
     """
     dumps, errors = list(others), list[str]()
     for path, result in zip(paths, _results(paths), strict=True):
@@ -186,19 +185,59 @@ def read_dumps(
             errors.append(result)
         else:
             dumps.append(result)
+    dumps = list(_one_of_each_rank(dumps, errors))
     if errors and damaged is None:
         raise UsageError("\n".join(errors))
     if damaged is not None:
         damaged += errors
-    dumps.sort(key=lambda dump: dump.rank)
-    for one, other in itertools.pairwise(dumps):
-        if one.rank == other.rank:
-            raise UsageError(
-                f"{other.path}: expected one dump of each rank, got a second one of rank {one.rank} beside {one.path}: "
-                "give the dumps of one moment"
-            )
     newest_ns = max((entry.time_created_ns for dump in dumps for entry in dump.entries), default=0)
     return [dump if dump.written_ns else replace(dump, written_ns=newest_ns, has_time=False) for dump in dumps]
+
+
+def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump]:
+    """Yield one dump of each rank, by rank: the newest, where it continues the others. ``errors`` takes those left out."""
+    by_rank: dict[int, list[Dump]] = {}
+    for dump in dumps:
+        by_rank.setdefault(dump.rank, []).append(dump)
+    for rank, (*older, newest) in sorted(
+        (rank, sorted(each, key=lambda dump: dump.entries[-1].record_id if dump.entries else -1))
+        for rank, each in by_rank.items()
+    ):
+        if all(_continues(newest, each) for each in older):
+            yield newest
+            errors += [
+                f"{shortened(str(each.path))}: expected one dump of each rank, got a newer one of rank {rank}, "
+                f"{shortened(str(newest.path))}: the older one is left out"
+                for each in older
+            ]
+        else:
+            names = " and ".join(shortened(str(each.path)) for each in (*older, newest))
+            errors.append(
+                f"{names}: expected one dump of each rank, got several of rank {rank} that are not of one run: they are "
+                "left out; give the dumps of one moment"
+            )
+
+
+def _continues(newer: Dump, older: Dump) -> bool:
+    """Tell whether two dumps of a rank are of one run: the newer one has the calls of the older one, or only later calls."""
+    calls = {entry.record_id: _made(entry) for entry in newer.entries}
+    first_ns = min((entry.time_created_ns for entry in newer.entries), default=0)
+    return (
+        bool(calls)
+        and all(
+            calls[entry.record_id] == _made(entry) if entry.record_id in calls else entry.record_id < max(calls)
+            for entry in older.entries
+        )
+        and (
+            any(entry.record_id in calls for entry in older.entries)
+            or all(entry.time_created_ns <= first_ns for entry in older.entries)
+        )
+    )
+
+
+def _made(entry: Entry) -> tuple[object, ...]:
+    """The part of a call that stays as it is once it is made."""
+    return entry.process_group, entry.profiling_name, entry.collective_seq_id, entry.time_created_ns
 
 
 def _results(paths: Sequence[Path]) -> Iterator[Dump | str]:

@@ -461,3 +461,50 @@ def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
     result = diagnose(tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 2
     assert "got several of rank 0" in result.output
+
+
+# Dumps that contradict others
+
+
+def test_the_newer_of_two_dumps_of_a_rank_is_used(tmp_path: Path) -> None:
+    circle(tmp_path)
+    (path,) = tmp_path.glob("*rank_1*")
+    dump = json.loads(path.read_bytes()) if path.suffix else pickle.loads(path.read_bytes())
+    (tmp_path / "older").mkdir()
+    dump["entries"] = dump["entries"][:1]
+    (tmp_path / "older" / "trace_rank_1").write_bytes(pickle.dumps(dump))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "ranks 0 and 1 wait for each other" in result.output
+    assert (
+        f"{tmp_path / 'older' / 'trace_rank_1'}: expected one dump of each rank, got a newer one of rank 1"
+        in result.output
+    )
+
+
+def test_two_dumps_of_a_rank_that_are_not_of_one_run_are_left_out(tmp_path: Path) -> None:
+    circle(tmp_path)
+    (path,) = tmp_path.glob("*rank_1*")
+    dump = json.loads(path.read_bytes()) if path.suffix else pickle.loads(path.read_bytes())
+    for entry in dump["entries"]:
+        entry["time_created_ns"] += 10**12
+    (tmp_path / "restarted_rank_1").write_bytes(pickle.dumps(dump))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "got several of rank 1 that are not of one run: they are left out" in result.output
+    assert path.name in result.output
+    assert "restarted_rank_1" in result.output
+    assert "rank 1 has left no dump" in result.output, "the dump of rank 0 is used"
+
+
+def test_a_dump_that_contradicts_the_groups_of_others_is_left_out(tmp_path: Path) -> None:
+    circle(tmp_path)
+    (path,) = tmp_path.glob("*rank_1*")
+    dump = json.loads(path.read_bytes()) if path.suffix else pickle.loads(path.read_bytes())
+    dump["pg_config"] = {}
+    (tmp_path / "foreign_rank_7").write_bytes(pickle.dumps(dump))
+    result = diagnose(tmp_path)
+    assert result.exit_code == 2
+    assert "foreign_rank_7: expected rank 7 to be in its group" in result.output
+    assert "it is left out" in result.output
+    assert "ranks 0 and 1 wait for each other" in result.output
