@@ -68,7 +68,7 @@ def test_wrong_order_over_two_groups_is_a_circle_of_two() -> None:
 
 
 def test_a_large_group_is_looked_through_once_for_all_who_wait_in_it() -> None:
-    """Of a thousand ranks that wait for each other in pairs there are a million."""
+    """The needs of a group grow with its ranks, and not with their pairs."""
     call = Op("all_reduce", "world", 1, 10)
     num_ranks, num_late = 128, 4
     job = Job(
