@@ -334,7 +334,17 @@ _INSTINCT = (
 
 
 def _instinct(
-    name: str, bf16: float, memory_gib: float, memory_gbps: float, units: int, source: str, **rates: float
+    name: str,
+    bf16: float,
+    memory_gib: float,
+    memory_gbps: float,
+    units: int,
+    source: str,
+    *,
+    gemm: float,
+    gemm_fp8: float,
+    attention: float,
+    attention_backward: float,
 ) -> Gpu:
     return Gpu(
         name=name,
@@ -346,7 +356,10 @@ def _instinct(
         multiprocessors=units,
         memory=0.80,
         source=f"AMD's data sheet; {source}; {_INSTINCT}; {_PCIE5}",
-        **rates,
+        gemm=gemm,
+        gemm_fp8=gemm_fp8,
+        attention=attention,
+        attention_backward=attention_backward,
     )
 
 
