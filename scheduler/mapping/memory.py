@@ -191,13 +191,10 @@ def state_bytes_per_parameter(
     )
 
 
-def estimate(
-    job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Software = MEGATRON, gpu: Gpu | None = None
-) -> Memory:
+def estimate(job: Job, setup: Setup, *, software: Software = MEGATRON, gpu: Gpu | None = None) -> Memory:
     """Bytes of the fullest GPU in a step of ``job`` by ``setup``.
 
     Args:
-        gradient_bytes: of an element in the sums of gradients.
         software: whether tp splits embedding, head and FFNs; whether ZeRO shards what all tp ranks
             have over these too; whether context parallelism gathers keys and values or passes them
             on; and whether what was gathered is kept for the backward pass, or gathered again; in
@@ -207,10 +204,10 @@ def estimate(
 
     Raises:
         UsageError: degrees that do not divide the model
-            (:func:`~commlayer.scheduler.mapping.parameters.check`), or ``gradient_bytes`` other
+            (:func:`~commlayer.scheduler.mapping.parameters.check`), or ``software.gradient_bytes`` other
             than 2 or 4. GroupError: the batch does not split over dp and micro-batches.
     """
-    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    counting = _Counting(job, setup, software, gpu)
     every = parameters.held(job.model, setup, software)
     if is_dual(setup.schedule) and setup.pipeline_layout != EVEN_LAYOUT:
         # of ranks with as many layers the first is not the fullest where its chunk with more micro-batches has fewer layers
@@ -232,7 +229,6 @@ def rooms(
     job: Job,
     setup: Setup,
     limit: float,
-    gradient_bytes: int = 4,
     *,
     software: Software = MEGATRON,
     gpu: Gpu | None = None,
@@ -240,7 +236,7 @@ def rooms(
     """The room of each pipeline rank in ``limit`` bytes, where the layout of ``setup`` is spelt
     out; by layers that have experts, where the rank has any. Other arguments and errors as
     :func:`estimate`."""
-    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    counting = _Counting(job, setup, software, gpu)
     stages = parameters.held(job.model, setup, software)
     ranks = _of_ranks(job.model, setup, stages)
     return [Room(limit - counting.of(held).total, *counting.layer_bytes(held)) for held in ranks]
@@ -260,7 +256,6 @@ def have_room(
     job: Job,
     setup: Setup,
     limit: float,
-    gradient_bytes: int = 4,
     *,
     software: Software = MEGATRON,
     gpu: Gpu | None = None,
@@ -268,7 +263,7 @@ def have_room(
     """Whether ``limit`` bytes of each GPU may have room for the model's layers, however they are
     laid on a pipeline's ranks: for those of either kind, if there were no others. Other arguments
     and errors as :func:`estimate`."""
-    counting = _Counting(job, setup, gradient_bytes, software, gpu)
+    counting = _Counting(job, setup, software, gpu)
     kinds = layer_kinds(job.model)
     return all(sum(counting.most_layers(is_moe, limit)) >= kinds.count(is_moe) for is_moe in set(kinds))
 
@@ -276,7 +271,8 @@ def have_room(
 class _Counting:
     """The bytes of a GPU of any stage. Raises as :func:`estimate`."""
 
-    def __init__(self, job: Job, setup: Setup, gradient_bytes: int, software: Software, gpu: Gpu | None) -> None:
+    def __init__(self, job: Job, setup: Setup, software: Software, gpu: Gpu | None) -> None:
+        gradient_bytes = software.gradient_bytes
         if gradient_bytes not in (2, 4):
             raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
         self.setup, self.gradient_bytes = setup, gradient_bytes

@@ -585,7 +585,7 @@ def smallest_fit(
     for gpus in _sizes(cluster.domain, most_gpus):
         asked = replace(job, gpus=gpus)
         sizes = (
-            (memory.estimate(asked, setup, software.gradient_bytes, software=software, gpu=cluster.gpu), setup)
+            (memory.estimate(asked, setup, software=software, gpu=cluster.gpu), setup)
             for setup in setups(asked, cluster, lean)
         )
         least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)

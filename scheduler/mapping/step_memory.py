@@ -41,7 +41,7 @@ class StepMemory:
 
         def counted() -> Memory:
             job, gpu = self.parts.job_of(laid), self.cluster.gpu
-            return memory.estimate(job, laid, self.software.gradient_bytes, software=self.software, gpu=gpu)
+            return memory.estimate(job, laid, software=self.software, gpu=gpu)
 
         return self.parts.once(("memory", laid), counted)
 
@@ -93,7 +93,6 @@ class StepMemory:
             self.parts.job_of(setup),
             setup,
             limit,
-            self.software.gradient_bytes,
             software=self.software,
             gpu=self.cluster.gpu,
         )
@@ -123,9 +122,7 @@ class StepMemory:
         own = owners(setup.schedule, setup.pp, setup.vpp)
         for _ in range(_MOST_ROUNDS):
             job = self.parts.job_of(start)
-            rooms = memory.rooms(
-                job, start, limit, self.software.gradient_bytes, software=self.software, gpu=self.cluster.gpu
-            )
+            rooms = memory.rooms(job, start, limit, software=self.software, gpu=self.cluster.gpu)
             counts = [chunk.layers for chunk in parse_layout(start.pipeline_layout)]
             most, fewer = [], []
             for rank, chunks in enumerate(own):

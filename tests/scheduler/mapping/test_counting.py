@@ -38,6 +38,7 @@ from commlayer.scheduler.mapping.step_collectives import (
 )
 
 _software = st.sampled_from((MEGATRON, COMMLAYER))
+SHORT_SUMS = dataclasses.replace(MEGATRON, gradient_bytes=2)
 _powers = st.sampled_from((1, 2, 4))
 
 
@@ -373,11 +374,11 @@ def test_a_step_is_three_forward_passes_and_mfu_relates_it_to_the_peak() -> None
 def test_without_zero_a_parameter_takes_sixteen_bytes(model: ModelShape, tp: int, ep: int) -> None:
     """MoNTA's table 3, baseline: 16 P1 / (p t) and 16 P2 / (p t e), with BF16 gradients."""
     setup = _setup(tp=tp, ep=ep, dp=ep, zero=0)
-    found = memory.estimate(_job(model), setup, 2)
+    found = memory.estimate(_job(model), setup, software=SHORT_SUMS)
     assert sum(_states(found)) == pytest.approx(16 * sum(parameters.per_gpu(model, setup)))
     assert found.optimizer == pytest.approx(6 * found.weights)
     assert found.gradients == pytest.approx(found.weights)
-    assert memory.estimate(_job(model), setup, 4).gradients == pytest.approx(2 * found.gradients)
+    assert memory.estimate(_job(model), setup).gradients == pytest.approx(2 * found.gradients)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -399,7 +400,9 @@ def test_limits_of_zero() -> None:
     model = catalog.load("mixtral-8x7b")
 
     def at(gpus: int, zero: int, **degrees: Any) -> Memory:
-        return memory.estimate(_job(model, gpus, global_batch=4096), Setup(gpus=gpus, zero=zero, **degrees), 2)
+        return memory.estimate(
+            _job(model, gpus, global_batch=4096), Setup(gpus=gpus, zero=zero, **degrees), software=SHORT_SUMS
+        )
 
     baseline = at(1, 0)
     assert all(at(1, zero) == baseline for zero in (1, 2, 3))  # alone there is nothing to shard over
@@ -414,9 +417,9 @@ def test_limits_of_zero() -> None:
 
 @given(_models(), _powers, _powers, st.sampled_from((2, 4)), st.sampled_from((MEGATRON, COMMLAYER)))
 def test_memory_falls_with_zero(model: ModelShape, tp: int, ep: int, gradient_bytes: int, software: Any) -> None:
+    software = dataclasses.replace(software, gradient_bytes=gradient_bytes)
     found = [
-        memory.estimate(_job(model), _setup(tp=tp, ep=ep, dp=8, zero=zero), gradient_bytes, software=software)
-        for zero in range(4)
+        memory.estimate(_job(model), _setup(tp=tp, ep=ep, dp=8, zero=zero), software=software) for zero in range(4)
     ]
     totals = [each.total for each in found]
     assert all(more >= less * (1 - 1e-12) for more, less in pairwise(totals))
@@ -599,7 +602,7 @@ def test_software_that_keeps_gathered_sequences_and_whole_ends_takes_more(model:
 def test_refuses_gradients_of_other_sizes_and_batches_that_do_not_split() -> None:
     model = catalog.load("mixtral-8x7b")
     with pytest.raises(UsageError, match=r"gradient_bytes: expected 2 \(BF16\) or 4 \(FP32\), got 3"):
-        memory.estimate(_job(model), Setup(gpus=1), 3)
+        memory.estimate(_job(model), Setup(gpus=1), software=dataclasses.replace(MEGATRON, gradient_bytes=3))
     with pytest.raises(GroupError, match="global_batch=64 is no multiple of dp=3"):
         memory.estimate(_job(model), Setup(gpus=3))
 
@@ -651,7 +654,7 @@ def test_montas_table_of_weights(model: ModelShape, tp: int, ep: int) -> None:
         setup = _setup(tp=tp, etp=tp, ep=ep, dp=data, zero=zero, folded=False)
         dense, expert = parameters.per_gpu(model, setup)
         expected = dense * (kept + sharded / data) + expert * (kept + sharded * ep / data)
-        assert sum(_states(memory.estimate(_job(model), setup, 2))) == pytest.approx(expected)
+        assert sum(_states(memory.estimate(_job(model), setup, software=SHORT_SUMS))) == pytest.approx(expected)
 
 
 # MegaScale's volumes
@@ -881,7 +884,7 @@ def test_an_optimizer_may_keep_less_than_fp32() -> None:
 
     def with_state(**formats: Any) -> Memory:
         software = with_optimizer(MEGATRON, **formats)
-        return memory.estimate(job, setup, software.gradient_bytes, software=software)
+        return memory.estimate(job, setup, software=software)
 
     # DeepSeek-V3, section 3.3.3: both moments in BF16
     assert with_state(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16").optimizer == pytest.approx(

@@ -483,7 +483,7 @@ class Counted(Fake):
     """With the memory that is really needed."""
 
     def memory(self, setup: Setup) -> Memory:
-        return memory.estimate(self.job, setup, self.software.gradient_bytes, software=self.software)
+        return memory.estimate(self.job, setup, software=self.software)
 
 
 def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
