@@ -21,7 +21,6 @@ Rejected: judging each group by itself, as torch's analyzer does: a circle over 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,51 +39,20 @@ from commlayer.diagnosis.call_logs import (
     as_foreign,
 )
 from commlayer.diagnosis.causes import with_cause
+from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes, entry_dtype
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
-from commlayer.profiles.counted import counted, listed
+from commlayer.profiles.counted import listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["collective_kind", "diagnose_dumps", "without_contradictions"]
+__all__ = ["diagnose_dumps", "without_contradictions"]
 
 _LONG_WAIT_S = 60.0
 _CLOCKS_APART_NS = 5_000_000_000
 """Clocks of machines may differ by so much."""
 _MOST_LOST = 8
-_KINDS = (
-    ("barrier", "barrier"),
-    ("all_reduce", "all_reduce"),
-    ("allreduce", "all_reduce"),
-    ("all_gather", "all_gather"),
-    ("allgather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("all_to_all", "all_to_all"),
-    ("alltoall", "all_to_all"),
-    ("broadcast", "broadcast"),
-    ("reduce", "reduce"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-)
-"""Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
-_DTYPES = {
-    "Float": ("float32", 4),
-    "Double": ("float64", 8),
-    "Half": ("float16", 2),
-    "BFloat16": ("bfloat16", 2),
-    "Long": ("int64", 8),
-    "Int": ("int32", 4),
-    "Short": ("int16", 2),
-    "Char": ("int8", 1),
-    "Byte": ("uint8", 1),
-    "Bool": ("bool", 1),
-    "Float8_e4m3fn": ("float8_e4m3fn", 1),
-    "Float8_e5m2": ("float8_e5m2", 1),
-    "ComplexFloat": ("complex64", 8),
-    "ComplexDouble": ("complex128", 16),
-}
-"""Names of dtypes in dumps, and the dtype's name and bytes."""
 
 
 def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -> tuple[list[RankLog], Diagnosis]:
@@ -96,7 +64,7 @@ def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -
     Raises:
         UsageError: dumps that contradict each other.
     """
-    groups = _Groups(dumps)
+    groups = DumpGroups(dumps)
     logs, diagnosis = _read(dumps, groups)
     old = _too_old(logs, diagnosis)
     if old:
@@ -117,7 +85,7 @@ def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -
 
 def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
     """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what is wrong with the rest."""
-    groups = _Groups(dumps)
+    groups = DumpGroups(dumps)
     sound = []
     for dump in dumps:
         try:
@@ -133,7 +101,7 @@ def _is_on_device(dumps: Sequence[Dump]) -> bool:
     return any(not entry.is_on_host for dump in dumps for entry in dump.entries)
 
 
-def _read(dumps: Sequence[Dump], groups: _Groups) -> tuple[list[RankLog], Diagnosis]:
+def _read(dumps: Sequence[Dump], groups: DumpGroups) -> tuple[list[RankLog], Diagnosis]:
     """The logs of dumps, in the reading that explains the hang, and what is wrong by it."""
     knows_beginnings = not _is_on_device(dumps) or all(dump.knows_beginnings for dump in dumps if dump.entries)
     logs = [_log(dump, groups, "recorded" if knows_beginnings else "enqueued") for dump in dumps]
@@ -170,7 +138,7 @@ def _too_old(logs: Sequence[RankLog], diagnosis: Diagnosis) -> dict[int, str]:
     return old
 
 
-def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: _Groups, *, is_on_device: bool) -> Iterator[str]:
+def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, *, is_on_device: bool) -> Iterator[str]:
     """The sentences on what was taken for granted in the reading of dumps."""
     if groups.inferred:
         yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
@@ -259,102 +227,6 @@ def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]], old: Mappi
     return msgspec.structs.replace(diagnosis, waits=tuple(waits))
 
 
-# Groups
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A group: ``name`` and ``description`` as recorded; ``ranks``: global, in the group's order; ``key``: no other group's."""
-
-    name: str
-    description: str
-    ranks: tuple[int, ...]
-    key: str
-
-
-class _Groups:
-    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
-    when each collective was first made, by the group's name and its number."""
-
-    def __init__(self, dumps: Sequence[Dump]) -> None:
-        self.listed: dict[str, set[tuple[int, ...]]] = {}
-        users: dict[str, set[int]] = {}
-        self.descriptions: dict[str, str] = {}
-        for dump in dumps:
-            for name, members in dump.group_ranks.items():
-                self.listed.setdefault(name, set()).add(members)
-            for name, description in {entry.process_group for entry in dump.entries}:
-                users.setdefault(name, set()).add(dump.rank)
-                if description and description != "undefined":
-                    self.descriptions[name] = description
-        self.inferred = sorted(set(users) - set(self.listed))
-        listed_ranks = (rank for each in self.listed.values() for members in each for rank in members)
-        ranks = {dump.rank for dump in dumps}.union(listed_ranks)
-        sizes = _least_sizes(dumps) if self.inferred else {}
-        if self.inferred and ranks:  # ranks count from 0, so that those that are missing between are known
-            ranks |= set(range(max(ranks)))
-        silent = ranks - {dump.rank for dump in dumps}
-        for name in self.inferred:
-            is_world = self.descriptions.get(name) == "default_pg"
-            size = max(sizes.get(name, 0), len(ranks) if is_world else 0)
-            ranks |= set(range(size)) if is_world else set()
-            lacking = size - len(users[name])
-            if not is_world and lacking > 0:
-                silent = silent or set(range(max(ranks) + 1, max(ranks) + 1 + lacking))
-                ranks |= silent
-                users[name] |= silent if len(silent) == lacking else set()
-        self.ranks = tuple(sorted(ranks))
-        self.made_at = _made_at(dumps)
-        self.users = {name: tuple(sorted(each)) for name, each in users.items()}
-
-    @property
-    def inferred_words(self) -> str:
-        """The groups whose members no dump lists, by what they are called."""
-        names = [shortened(self.descriptions.get(name, name)) for name in self.inferred]
-        return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
-
-    def group(self, dump: Dump, name: str) -> _Group:
-        """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
-        description = self.descriptions.get(name, "")
-        ranks = dump.group_ranks.get(name)
-        if ranks is None and name in self.listed:
-            with_rank = [each for each in self.listed[name] if dump.rank in each]
-            ranks = with_rank[0] if len(with_rank) == 1 else ()
-        elif ranks is None:
-            ranks = self.ranks if description == "default_pg" else self.users[name]
-        if dump.rank not in ranks:
-            raise UsageError(
-                f"{dump.path}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
-                f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
-            )
-        return _Group(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
-
-
-def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:
-    """When each collective was first made by anybody, by its group's name and its number."""
-    made_at: dict[str, dict[int, int]] = {}
-    for dump in dumps:
-        for entry in dump.entries:
-            times = made_at.setdefault(entry.process_group[0], {})
-            number, created_ns = entry.collective_seq_id, entry.time_created_ns
-            times[number] = min(times.get(number, created_ns), created_ns)
-    return made_at
-
-
-def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
-    """How many ranks groups have at least, by name: those in which a call is overdue, or data was gathered."""
-    sizes: dict[str, int] = {}
-    for dump in dumps:
-        for entry in dump.entries:
-            size = 1 if entry.has_ended else 2
-            sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
-            if collective_kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
-                size = max(size, received // sent)
-            name = entry.process_group[0]
-            sizes[name] = max(sizes.get(name, 0), size)
-    return sizes
-
-
 # Logs
 
 
@@ -363,7 +235,7 @@ class _Record:
     """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for collectives."""
 
     entry: Entry
-    group: _Group
+    group: DumpGroup
     peer: int
 
     @property
@@ -376,7 +248,7 @@ class _Record:
         return self.group.key, self.entry.message.kind if self.entry.message else "", self.peer
 
 
-def _records(dump: Dump, groups: _Groups) -> list[_Record]:
+def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
     of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
     records = []
     for entry in dump.entries:
@@ -393,7 +265,7 @@ def _records(dump: Dump, groups: _Groups) -> list[_Record]:
     return records
 
 
-def _log(dump: Dump, groups: _Groups, reading: str) -> RankLog:
+def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
     """Return the log of the rank of ``dump``. ``reading``: which calls have begun on a device, see :func:`_begun`."""
     records = _records(dump, groups)
     own = list({record.group.key: record.group for record in records}.values())
@@ -463,21 +335,17 @@ def _thread(entry: Entry) -> int:
 
 def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> CallLog:
     entry = record.entry
-    dtypes = [*entry.input_dtypes, *entry.output_dtypes]
-    dtype, width = _DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
-    name = entry.profiling_name.partition(":")[2]
-    # Ranks need not have these alike, or their sizes are not those of the call.
-    has_sizes = (width or not entry.input_sizes) and "_v" not in name and "coalesced" not in name
+    sent, received = entry_bytes(entry)
     frame = entry.frames[0] if entry.frames else None
     return CallLog(
         group=place,
         number=record.number,
-        kind=entry.message.kind if entry.message else collective_kind(name),
+        kind=entry.message.kind if entry.message else collective_kind(entry.profiling_name.partition(":")[2]),
         site=Site("", 0, "") if frame is None else Site(frame.filename, frame.line, frame.name),
         state="done" if entry.has_ended else "started" if entry.has_begun else "issued",
-        dtype=dtype,
-        sent=width * sum(map(math.prod, entry.input_sizes)) if has_sizes else -1,
-        received=width * sum(map(math.prod, entry.output_sizes)) if has_sizes else -1,
+        dtype=entry_dtype(entry)[0],
+        sent=sent,
+        received=received,
         peer=record.peer,
         thread=thread,
         is_async=not is_on_host,
@@ -485,12 +353,7 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     )
 
 
-def collective_kind(name: str) -> str:
-    """Return our kind of a collective that torch calls ``name``; where there is none, torch's name."""
-    return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
-
-
-def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
+def _group_log(group: DumpGroup, begun: Sequence[_Record]) -> GroupLog:
     collectives = [record for record in begun if record.entry.message is None]
     messages = Counter((record.entry.message.kind, record.peer) for record in begun if record.entry.message)
     issued = max((record.number for record in collectives), default=0)
@@ -506,7 +369,7 @@ def _group_log(group: _Group, begun: Sequence[_Record]) -> GroupLog:
     )
 
 
-def _lost_groups(dump: Dump, groups: _Groups) -> Iterator[GroupLog]:
+def _lost_groups(dump: Dump, groups: DumpGroups) -> Iterator[GroupLog]:
     """The groups of which the ring of ``dump`` has lost all calls that it had: those that anybody had
     made before the oldest call in it."""
     recorded = {entry.process_group[0] for entry in dump.entries}

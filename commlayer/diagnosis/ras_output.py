@@ -23,7 +23,7 @@ import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, WaitLog, as_foreign
 from commlayer.diagnosis.diagnosis_words import ranks_words
-from commlayer.diagnosis.dump_readings import collective_kind
+from commlayer.diagnosis.dump_groups import collective_kind
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
-from commlayer.diagnosis.dump_readings import collective_kind
+from commlayer.diagnosis.dump_groups import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
 from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed

@@ -1,0 +1,166 @@
+"""The groups of a job and the calls of them, from dumps of torch's Flight Recorder: who is in a group,
+which collective a call was, how many bytes it moved.
+
+A dump may leave out the ranks of its groups, as Gloo's does; the dumps of the other ranks tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commlayer.diagnosis.recorder_dumps import Dump, Entry
+from commlayer.profiles.counted import counted
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
+
+__all__ = ["DumpGroup", "DumpGroups", "collective_kind", "entry_bytes", "entry_dtype"]
+
+_KINDS = (
+    ("barrier", "barrier"),
+    ("all_reduce", "all_reduce"),
+    ("allreduce", "all_reduce"),
+    ("all_gather", "all_gather"),
+    ("allgather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("all_to_all", "all_to_all"),
+    ("alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+)
+"""Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
+_DTYPES = {
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "Half": ("float16", 2),
+    "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8),
+    "Int": ("int32", 4),
+    "Short": ("int16", 2),
+    "Char": ("int8", 1),
+    "Byte": ("uint8", 1),
+    "Bool": ("bool", 1),
+    "Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "Float8_e5m2": ("float8_e5m2", 1),
+    "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+}
+"""Names of dtypes in dumps, and the dtype's name and bytes."""
+
+
+@dataclass(frozen=True)
+class DumpGroup:
+    """A group: ``name`` and ``description`` as recorded; ``ranks``: global, in the group's order; ``key``: no other group's."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    key: str
+
+
+class DumpGroups:
+    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
+    when each collective was first made, by the group's name and its number."""
+
+    def __init__(self, dumps: Sequence[Dump]) -> None:
+        self.listed: dict[str, set[tuple[int, ...]]] = {}
+        users: dict[str, set[int]] = {}
+        self.descriptions: dict[str, str] = {}
+        for dump in dumps:
+            for name, members in dump.group_ranks.items():
+                self.listed.setdefault(name, set()).add(members)
+            for name, description in {entry.process_group for entry in dump.entries}:
+                users.setdefault(name, set()).add(dump.rank)
+                if description and description != "undefined":
+                    self.descriptions[name] = description
+        self.inferred = sorted(set(users) - set(self.listed))
+        listed_ranks = (rank for each in self.listed.values() for members in each for rank in members)
+        ranks = {dump.rank for dump in dumps}.union(listed_ranks)
+        sizes = _least_sizes(dumps) if self.inferred else {}
+        if self.inferred and ranks:  # ranks count from 0, so that those that are missing between are known
+            ranks |= set(range(max(ranks)))
+        silent = ranks - {dump.rank for dump in dumps}
+        for name in self.inferred:
+            is_world = self.descriptions.get(name) == "default_pg"
+            size = max(sizes.get(name, 0), len(ranks) if is_world else 0)
+            ranks |= set(range(size)) if is_world else set()
+            lacking = size - len(users[name])
+            if not is_world and lacking > 0:
+                silent = silent or set(range(max(ranks) + 1, max(ranks) + 1 + lacking))
+                ranks |= silent
+                users[name] |= silent if len(silent) == lacking else set()
+        self.ranks = tuple(sorted(ranks))
+        self.made_at = _made_at(dumps)
+        self.users = {name: tuple(sorted(each)) for name, each in users.items()}
+
+    @property
+    def inferred_words(self) -> str:
+        """The groups whose members no dump lists, by what they are called."""
+        names = [shortened(self.descriptions.get(name, name)) for name in self.inferred]
+        return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+
+    def group(self, dump: Dump, name: str) -> DumpGroup:
+        """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
+        description = self.descriptions.get(name, "")
+        ranks = dump.group_ranks.get(name)
+        if ranks is None and name in self.listed:
+            with_rank = [each for each in self.listed[name] if dump.rank in each]
+            ranks = with_rank[0] if len(with_rank) == 1 else ()
+        elif ranks is None:
+            ranks = self.ranks if description == "default_pg" else self.users[name]
+        if dump.rank not in ranks:
+            raise UsageError(
+                f"{dump.path}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
+                f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
+            )
+        return DumpGroup(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+
+
+def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:
+    """When each collective was first made by anybody, by its group's name and its number."""
+    made_at: dict[str, dict[int, int]] = {}
+    for dump in dumps:
+        for entry in dump.entries:
+            times = made_at.setdefault(entry.process_group[0], {})
+            number, created_ns = entry.collective_seq_id, entry.time_created_ns
+            times[number] = min(times.get(number, created_ns), created_ns)
+    return made_at
+
+
+def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
+    """How many ranks groups have at least, by name: those in which a call is overdue, or data was gathered."""
+    sizes: dict[str, int] = {}
+    for dump in dumps:
+        for entry in dump.entries:
+            size = 1 if entry.has_ended else 2
+            sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
+            if collective_kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
+                size = max(size, received // sent)
+            name = entry.process_group[0]
+            sizes[name] = max(sizes.get(name, 0), size)
+    return sizes
+
+
+def collective_kind(name: str) -> str:
+    """Return our kind of a collective that torch calls ``name``; where there is none, torch's name."""
+    return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
+
+
+def entry_dtype(entry: Entry) -> tuple[str, int]:
+    """Return the name of an entry's dtype and the bytes of an element; "" without tensors, 0 for bytes that are not known."""
+    dtypes = [*entry.input_dtypes, *entry.output_dtypes]
+    return _DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
+
+
+def entry_bytes(entry: Entry) -> tuple[int, int]:
+    """Return the bytes that go into a call and that come out of it, −1 where they are not known.
+
+    They are not where the recorded sizes are not those of the call, or where ranks need not have them alike.
+    """
+    name, (_, width) = entry.profiling_name.partition(":")[2], entry_dtype(entry)
+    if (entry.input_sizes and not width) or "_v" in name or "coalesced" in name:
+        return -1, -1
+    return width * sum(map(math.prod, entry.input_sizes)), width * sum(map(math.prod, entry.output_sizes))
