@@ -1,5 +1,5 @@
-"""``commlayer trace``: the traces of a job's ranks as one, and what held the job up: lanes, late
-ranks, wrong predictions."""
+"""``commlayer trace``: the traces of a job's ranks as one, or their dumps of torch's Flight Recorder, and
+what held the job up: lanes, groups, late ranks, wrong predictions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.failure import refuse_damaged
-from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, json_option
+from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, PROFILE, json_option
 from commlayer.cli.output_files import draw, tell
-from commlayer.cli.progress_bars import progress
-from commlayer.cli.replicas import of_replicas
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.profiles.counted import counted, listed
-from commlayer.traces.analyse import LaneTimes, Selected, Window, group_times, lane_times, lateness, plans, select
+from commlayer.cli.traced_jobs import TracedJob, missing_ranks, read_jobs
+from commlayer.profiles import catalog
+from commlayer.profiles.counted import counted
+from commlayer.profiles.topology import Topology
+from commlayer.traces.analyse import LaneTimes, Selected, Window, group_times, lane_times, lateness, plans
 from commlayer.traces.chrome_of_job import merged_events
-from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
+from commlayer.traces.rank_files import write_trace
+from commlayer.traces.workload import GroupWork, plan_command, workload
 from commlayer.units import format_bytes, format_us
 
 __all__ = ["trace"]
@@ -28,17 +30,28 @@ _MOST_ROWS = 16
 
 
 @click.command(cls=Command)
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
-@click.option("--output", "-o", type=OUTPUT_FILE, help="Where the merged trace goes.  [DIR/merged.json]")
-@click.option("--job", help="Which one, where DIR holds the files of several; the beginning of its name is enough.")
+@click.argument("paths", type=click.Path(path_type=Path, exists=True), metavar="PATH...", nargs=-1, required=True)
+@click.option(
+    "--output",
+    "-o",
+    type=OUTPUT_FILE,
+    help="Where the merged trace goes.  [of traces PATH/merged.json, of dumps nowhere]",
+)
+@click.option("--job", help="Which one, where PATH holds the files of several; the beginning of its name is enough.")
 @click.option("--step", type=PLACE, help="Only calls that the program issued in this training step.")
 @click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
 @click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every rank and group, not {_MOST_ROWS} of each.")
 @click.option("--picture", type=PICTURE, help="Draw ranks and lanes over time (.svg, .png, .pdf).")
+@click.option(
+    "--plan",
+    "profile_name",
+    type=PROFILE,
+    help="Say also what groups called as commands of commlayer plan, on this cluster with the ranks in its order.",
+)
 @json_option
 def trace(
-    folder: Path,
+    paths: tuple[Path, ...],
     output: Path | None,
     job: str | None,
     step: int | None,
@@ -46,53 +59,67 @@ def trace(
     until_us: float | None,
     show_all: bool,
     picture: Path | None,
+    profile_name: str | None,
     as_json: bool,
 ) -> None:
     """Merge the traces that a job's ranks have written, and say where its time went.
 
-    DIR is what COMMLAYER_TRACE named when the job ran, with the files of all machines in it. Where several replicas wrote into
+    PATH is what COMMLAYER_TRACE named when the job ran, with the files of all machines in it. Where several replicas wrote into
     it, each has a folder of its own there, and is reported by itself. Writes one trace of all ranks,
     on one clock, for ui.perfetto.dev; prints time and bytes of each lane, which ranks come late, and what was predicted.
+
+    Or PATHs are dumps of torch's Flight Recorder, of any backend: files, archives (tar, zip, gz) or folders, as for commlayer
+    diagnose. They tell what groups called, how long that took where it is recorded, and which ranks come late.
 
     \b
       COMMLAYER_TRACE=trace torchrun … train.py
       commlayer trace trace
       commlayer trace trace --step 3 --picture step3.svg
+      commlayer trace /tmp/nccl_trace_rank_* --plan cluster.json
     """
     options = {"--output": output, "--job": job, "--picture": picture}
-    places = of_replicas(folder, "rank-*.json", tuple(name for name, value in options.items() if value))
-    window = Window(step, since_us, until_us)
+    refused = tuple(name for name, value in options.items() if value)
     damaged: list[str] = []
-    selected = {name: select(_read(place, job, damaged), window) for name, place in places}
-    notes = {name: _notes(ranks) for name, ranks in selected.items()}
-    for name, place in places:
-        _write_merged(output or place / "merged.json", selected[name])
+    profile = catalog.load_profile(profile_name) if profile_name is not None else None
+    jobs = read_jobs(paths, job, Window(step, since_us, until_us), refused, damaged)
+    work = [workload(each.ranks, Topology.parse(profile.topology)) if profile is not None else [] for each in jobs]
+    for each in jobs:
+        target = output or (each.folder / "merged.json" if each.folder is not None else None)
+        if target is not None:
+            _write_merged(target, each.ranks)
     if picture is not None:
         from commlayer.drawing.trace_figure import lanes_figure
 
-        (ranks,) = selected.values()
-        draw(picture, lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
-    for name, lines in notes.items():
-        for line in lines:
-            echo(f"note: {name + ': ' if name else ''}{line}", err=True)
-    if as_json:
-        content = {name: _as_dict(ranks, notes[name]) for name, ranks in selected.items()}
-        print_json({"replicas": content} if len(content) > 1 else next(iter(content.values())))
-    else:
-        for name, ranks in selected.items():
-            if name:
-                echo(f"replica {name}")
-            _show(ranks, show_all)
+        (only,) = jobs
+        draw(picture, lanes_figure(only.ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
+    _print(jobs, work, profile_name, show_all=show_all, as_json=as_json)
     refuse_damaged(damaged)
 
 
-def _read(folder: Path, job: str | None, damaged: list[str]) -> list[RankTrace]:
-    with progress("reading", len(rank_paths(folder))) as advance:
-        traces: list[RankTrace] = []
-        for each in read_folder(folder, job, damaged):
-            traces.append(each)
-            advance(f"rank {each.rank}")
-    return traces
+def _print(
+    jobs: Sequence[TracedJob],
+    work: Sequence[Sequence[GroupWork]],
+    profile: str | None,
+    *,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Print the notes, and the tables or the JSON of every job with its workload."""
+    for job in jobs:
+        for line in job.notes:
+            echo(f"note: {job.replica + ': ' if job.replica else ''}{line}", err=True)
+    if as_json:
+        contents = {
+            job.replica: _as_dict(job) | _work_dict(each, profile) for job, each in zip(jobs, work, strict=True)
+        }
+        print_json({"replicas": contents} if len(contents) > 1 else next(iter(contents.values())))
+        return
+    for job, each in zip(jobs, work, strict=True):
+        if job.replica:
+            echo(f"replica {job.replica}")
+        _show(job, show_all)
+        if profile is not None:
+            _show_work(each, profile)
 
 
 def _write_merged(path: Path, ranks: Sequence[Selected]) -> None:
@@ -108,53 +135,27 @@ def _about(ranks: Sequence[Selected]) -> dict[str, Any]:
     return {"job": first.job, "world_size": first.world_size, "versions": first.versions, "clock_error_us": errors}
 
 
-def _missing(ranks: Sequence[Selected]) -> list[int]:
-    there = {rank.trace.rank for rank in ranks}
-    return [rank for rank in range(ranks[0].trace.world_size) if rank not in there]
-
-
-def _notes(ranks: Sequence[Selected]) -> list[str]:
-    """The cautions that a reader must know of these traces before believing them."""
-    notes = []
-    if missing := _missing(ranks):
-        notes.append(
-            f"no file of {listed('rank', missing)} of {ranks[0].trace.world_size}: killed "
-            "before the end, or not copied from another machine"
-        )
-    if full := [rank.trace for rank in ranks if rank.trace.num_dropped]:
-        most = max(full, key=lambda each: each.num_dropped)
-        notes.append(
-            f"{len(full)} of {counted(len(ranks), 'trace')} had no room left before the end (rank {most.rank} lacks "
-            f"{counted(most.num_dropped, 'entry', 'entries')}): compare the beginning only, with --until"
-        )
-    if len(ranks) > 1 and (unknown := [rank.trace.rank for rank in ranks if rank.trace.error_ns < 0]):
-        notes.append(f"clocks of {listed('rank', unknown)} were not compared: their times say nothing about others")
-    if not any(rank.calls for rank in ranks):
-        notes.append("no call was recorded here")
-    if unfinished := sum(not call.end_ns for rank in ranks for call in rank.calls):
-        notes.append(f"{counted(unfinished, 'call')} never ended: in the trace, and in no time below")
-    return notes
-
-
 def _error_us(ranks: Sequence[Selected]) -> float:
     return max(rank.trace.error_ns for rank in ranks) / 1e3
 
 
-def _as_dict(ranks: Sequence[Selected], notes: Sequence[str]) -> dict[str, Any]:
-    """For ``--json``: times in µs."""
+def _as_dict(job: TracedJob) -> dict[str, Any]:
+    """The content of ``--json``: times in µs."""
+    ranks = job.ranks
     first = ranks[0].trace
+    has_lanes = not job.is_of_dumps
     return {
         "job": first.job,
         "world_size": first.world_size,
         "ranks": [rank.trace.rank for rank in ranks],
-        "missing": _missing(ranks),
-        "hosts": sorted({rank.trace.host for rank in ranks}),
+        "missing": missing_ranks(ranks),
+        "hosts": sorted({rank.trace.host for rank in ranks} - {""}),
         "versions": first.versions,
-        "clock_error_us": rounded(_error_us(ranks)),
+        "clock_error_us": rounded(_error_us(ranks)) if _error_us(ranks) >= 0 else None,
         "span_us": rounded(max(rank.span_ns for rank in ranks) / 1e3),
-        "notes": list(notes),
-        "lanes": [_lane(times) for times in lane_times(ranks)],
-        "together": next((_lane(times) for times in lane_times(ranks, together=True)), None),
+        "notes": job.notes,
+        "lanes": [_lane(times) for times in lane_times(ranks)] if has_lanes else [],
+        "together": next((_lane(times) for times in lane_times(ranks, together=True)), None) if has_lanes else None,
         "groups": [
             {
                 "group": each.group,
@@ -217,15 +218,38 @@ def _lane(times: LaneTimes) -> dict[str, Any]:
     }
 
 
-def _show(ranks: Sequence[Selected], show_all: bool) -> None:
+def _work_dict(work: Sequence[GroupWork], profile: str | None) -> dict[str, Any]:
+    """The workload for ``--json``; nothing without a profile."""
+    if profile is None:
+        return {}
+    rows = [
+        {
+            "group": each.group,
+            "collective": each.collective,
+            "nodes": list(each.nodes),
+            "siblings": each.siblings,
+            "calls": each.num_calls,
+            "median_bytes": each.median_bytes,
+            "imbalance": _known(each.imbalance, 6),
+            "command": plan_command(each, profile),
+        }
+        for each in work
+    ]
+    return {"workload": rows}
+
+
+def _show(job: TracedJob, show_all: bool) -> None:
+    ranks = job.ranks
     hosts = len({rank.trace.host for rank in ranks})
-    calls = sum(len(rank.calls) for rank in ranks)
-    span_us = max(rank.span_ns for rank in ranks) / 1e3
-    echo(
-        f"job {ranks[0].trace.job}: {len(ranks)} of {counted(ranks[0].trace.world_size, 'rank')} on "
-        f"{counted(hosts, 'host')}, {counted(calls, 'call')} in {format_us(span_us)}; clocks {_within(ranks)}\n"
-    )
-    _show_lanes(ranks)
+    calls = counted(sum(len(rank.calls) for rank in ranks), "call")
+    whose = f"{len(ranks)} of {counted(ranks[0].trace.world_size, 'rank')}"
+    span = format_us(max(rank.span_ns for rank in ranks) / 1e3)
+    if job.is_of_dumps:
+        echo(f"dumps of {whose}, {calls} in {span}\n")
+    else:
+        name = ranks[0].trace.job
+        echo(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {_within(ranks)}\n")
+        _show_lanes(ranks)
     _show_groups(ranks, show_all)
     _show_lateness(ranks, show_all)
     _show_plans(ranks)
@@ -308,7 +332,7 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     rows = [
         [
             str(each.rank),
-            each.host,
+            each.host or "?",
             str(each.num_calls),
             f"{each.median_us / 1e3:.3f}" if each.num_calls else "–",
             f"{each.worst_us / 1e3:.3f}" if each.num_calls else "–",
@@ -324,6 +348,28 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     worst = late[0]
     if worst.num_last:
         echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}")
+    echo()
+
+
+def _show_work(work: Sequence[GroupWork], profile: str) -> None:
+    if not work:
+        echo(f"--plan {profile}: no size is recorded of a collective that is planned")
+        return
+    rows = [
+        [
+            each.group,
+            each.collective,
+            each.shape,
+            str(each.num_calls),
+            format_bytes(each.median_bytes),
+            _cell(each.imbalance),
+        ]
+        for each in work
+    ]
+    columns = ["~group", "collective", "nodes", ">calls", ">bytes, median", ">busiest / mean"]
+    print_table(columns, rows, title=f"Workload: what groups called, their ranks in the order of {profile}")
+    for each in work:
+        echo(f"  {plan_command(each, profile)}")
     echo()
 
 

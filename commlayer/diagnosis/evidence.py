@@ -52,7 +52,8 @@ Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 @dataclass
 class Evidence:
     """All that was found in files, by kind. ``dump_paths``: dumps that have not been read yet;
-    ``unknown``: names of files of no kind."""
+    ``unknown``: names of files of no kind; ``keeps_all``: all calls of dumps are kept, also those that
+    ended long ago."""
 
     logs: list[RankLog] = field(default_factory=list)
     dump_paths: list[Path] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Evidence:
     places: list[ProgramPlace] = field(default_factory=list)
     num_stacks: int = 0
     unknown: list[str] = field(default_factory=list)
+    keeps_all: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -82,7 +84,7 @@ class Evidence:
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
         """Read the dumps, in several processes where they are many. ``damaged`` takes what is wrong
         with those that are left out, also because they contradict others."""
-        dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps)
+        dumps = read_dumps(self.dump_paths, damaged, advance, self.dumps, keeps_all=self.keeps_all)
         self.dumps = without_contradictions(dumps, damaged)
         self.dump_paths = []
 
@@ -185,14 +187,18 @@ def _adds(first: Judged, results: Judged) -> bool:
 
 
 def gather_evidence(
-    paths: Sequence[Path], damaged: list[str], advance: Callable[[str], None] = lambda _: None
+    paths: Sequence[Path],
+    damaged: list[str],
+    advance: Callable[[str], None] = lambda _: None,
+    *,
+    keeps_all: bool = False,
 ) -> Evidence:
     """Look into all files among ``paths``, in folders and archives too.
 
     ``damaged`` takes what is wrong with files that cannot be read; ``advance`` is called with the
-    name of each file.
+    name of each file. ``keeps_all``: see :class:`Evidence`.
     """
-    evidence = Evidence()
+    evidence = Evidence(keeps_all=keeps_all)
     for file in each_file(paths, damaged, advance):
         try:
             _take(evidence, file)
@@ -208,7 +214,7 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
         if file.path is not None:
             evidence.dump_paths.append(file.path)
         else:
-            evidence.dumps.append(read_dump(name, file.content(), file.written_ns))
+            evidence.dumps.append(read_dump(name, file.content(), file.written_ns, keeps_all=evidence.keeps_all))
     elif name.name.startswith("calls-") and head[:1] == b"{":
         evidence.logs.append(parse_log(file.content(), name))
     elif is_ras_json(head):

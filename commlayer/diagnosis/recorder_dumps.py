@@ -1,8 +1,8 @@
 """Dumps of torch's Flight Recorder, of any backend: found among files, and read as data.
 
 They are JSON, or a pickle that may name nothing to import or to call, of versions from 2.0 on. A
-large job's dumps are read by several processes, each of which keeps of a dump what a diagnosis
-needs: the calls that have not ended, and the last ones of each group that have.
+large job's dumps are read by several processes, each of which keeps of a dump what is needed: for a
+diagnosis the calls that have not ended, and the last ones of each group that have; for times all calls.
 
 Rejected: torch's own reader, which needs torch, and unpickles by importing and calling what the file names.
 """
@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,8 @@ __all__ = [
 
 _MOST_BYTES = 1 << 28
 _MOST_ENDED = 16
-"""The number of calls that are kept of each group beside those that have not ended: by them calls that differ are compared."""
+"""The number of calls of each group that a diagnosis keeps beside those that have not ended, to compare
+calls that differ."""
 _LEAST_PARALLEL = 16
 """The number of dumps from which on several processes read them."""
 _WRAPPERS = ("typing_extensions.py", "contextlib.py", "functools.py", "warnings.py")
@@ -80,7 +82,8 @@ class Entry(msgspec.Struct):
     """A call, by the fields of torch's recorder that are used here; a dump has more.
 
     ``process_group``: the group's name and description; ``profiling_name``: backend and collective, as ``nccl:all_reduce``;
-    ``op_id``: the number of operations of the group by then, with its messages.
+    ``op_id``: the number of operations of the group by then, with its messages; ``time_discovered_completed_ns``: when torch's
+    watchdog, which looks ten times a second, saw that the call had ended; ``duration_ms``: between events of the device.
     """
 
     process_group: tuple[str, str]
@@ -99,6 +102,8 @@ class Entry(msgspec.Struct):
     output_dtypes: list[str] = []
     time_created_ns: _Count = 0
     time_discovered_started_ns: _Count | None = None
+    time_discovered_completed_ns: _Count | None = None
+    duration_ms: float | None = None
     timeout_ms: _Count = 0
     frames: Annotated[list[CallFrame], msgspec.Meta(max_length=1024)] = []
     thread_id: str = "0"
@@ -166,6 +171,8 @@ def read_dumps(
     damaged: list[str] | None = None,
     advance: Callable[[str], None] = lambda _: None,
     others: Sequence[Dump] = (),
+    *,
+    keeps_all: bool = False,
 ) -> list[Dump]:
     """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
 
@@ -173,13 +180,14 @@ def read_dumps(
         damaged: takes the errors of files that are not sound, or contradict others of their rank: the rest is used.
         advance: called with the name of each file that was read.
         others: dumps of the same job that were in archives.
+        keeps_all: keep also the calls that ended long ago, without their places in the program.
 
     Raises:
         UsageError: unless ``damaged`` takes them, files that are damaged, have no rank in their names, are of a version before
             2.0, or are of one rank: with all of them named.
     """
     dumps, errors = list(others), list[str]()
-    for path, result in zip(paths, _results(paths), strict=True):
+    for path, result in zip(paths, _results(paths, keeps_all), strict=True):
         advance(path.name)
         if isinstance(result, str):
             errors.append(result)
@@ -240,15 +248,16 @@ def _made(entry: Entry) -> tuple[object, ...]:
     return entry.process_group, entry.profiling_name, entry.collective_seq_id, entry.time_created_ns
 
 
-def _results(paths: Sequence[Path]) -> Iterator[Dump | str]:
+def _results(paths: Sequence[Path], keeps_all: bool) -> Iterator[Dump | str]:
     """Yield the dump in each file, or what is wrong with it."""
+    read = partial(_read_or_error, keeps_all=keeps_all)
     if len(paths) < _LEAST_PARALLEL:
-        yield from map(_read_or_error, paths)
+        yield from map(read, paths)
         return
     num_read = 0
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(paths))) as pool:
         try:
-            for result in pool.map(_read_or_error, paths, chunksize=4):
+            for result in pool.map(read, paths, chunksize=4):
                 num_read += 1
                 yield result
         except BrokenProcessPool:
@@ -269,18 +278,21 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to objects outside of the file, and a dump is plain data")
 
 
-def _read_or_error(path: Path) -> Dump | str:
+def _read_or_error(path: Path, *, keeps_all: bool) -> Dump | str:
     """The dump in a file, or what is wrong with it."""
     try:
-        return read_dump(path, read_file(path, _MOST_BYTES), path.stat().st_mtime_ns)
+        return read_dump(path, read_file(path, _MOST_BYTES), path.stat().st_mtime_ns, keeps_all=keeps_all)
     except OSError as error:
         return f"{shortened(str(path))}: cannot read the dump of a rank: {error.strerror or error}"
     except UsageError as error:
         return str(error)
 
 
-def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
-    """Read the dump that ``path``, which may be in an archive, has in it. Raises UsageError, which names it."""
+def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = False) -> Dump:
+    """Read the dump that ``path``, which may be in an archive, has in it. ``keeps_all``: as of :func:`read_dumps`.
+
+    Raises UsageError, which names it.
+    """
     where = shortened(str(path))
     rank = rank_in_name(path.name, or_last_number=True)
     if rank is None:
@@ -296,7 +308,7 @@ def read_dump(path: Path, data: bytes, written_ns: int) -> Dump:
             _check_names(content.entries)
             if _is_of_torchcomms(content):
                 _as_of_torch(content.entries)
-            entries = _kept(content.entries)
+            entries = _kept(content.entries, keeps_all=keeps_all)
     except Exception as error:  # what a damaged pickle raises is not listed anywhere
         raise UsageError(
             f"{where}: expected a dump of torch's Flight Recorder, got a damaged or foreign file: "
@@ -396,7 +408,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in re.findall(r"\d{1,9}", text[: 1 << 20]))
 
 
-def _kept(entries: Sequence[Entry]) -> list[Entry]:
+def _kept(entries: Sequence[Entry], *, keeps_all: bool) -> list[Entry]:
     """Choose the entries to keep, each with the place that it was called from, messages with their numbers.
 
     Messages of the two ends are paired by counting them. Where the ring has lost some, those that have not ended are
@@ -417,13 +429,13 @@ def _kept(entries: Sequence[Entry]) -> list[Entry]:
         elif message is not None or entry.is_p2p or entry.collective_seq_id <= 0:
             continue
         kept[place] = entry
-        if is_over and message is None:
+        if is_over and message is None and not keeps_all:
             last = ended.setdefault(entry.process_group, deque())
             last.append(place)
             if len(last) > _MOST_ENDED:
                 del kept[last.popleft()]
     for entry in kept.values():
-        entry.frames = _innermost(entry.frames)
+        entry.frames = [] if keeps_all else _innermost(entry.frames)
     return list(kept.values())
 
 

@@ -64,7 +64,7 @@ def lanes_figure(ranks: Sequence[Selected], title: str = "") -> Figure:
     bands = [_bars(rank, lanes) for rank in shown]
     spans = [span for bars in bands for bar in bars for span in bar.spans]
     if not spans:
-        raise UsageError("expected traces with calls, got none: there is nothing to draw")
+        raise UsageError("expected traces with calls whose ends are known, got none: there is nothing to draw")
     begin_ns, end_ns = min(start for start, _ in spans), max(end for _, end in spans)
     unit_ns, unit = (1e6, "ms") if end_ns - begin_ns >= 1e6 else (1e3, "µs")
     height = len(lanes) + 1 + _GAP

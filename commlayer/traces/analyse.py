@@ -25,6 +25,7 @@ __all__ = [
     "group_times",
     "lane_times",
     "lateness",
+    "matched_calls",
     "plans",
     "select",
 ]
@@ -203,7 +204,7 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
     """
     by_rank = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
-    for shared in _matched(ranks).values():
+    for shared in matched_calls(ranks).values():
         came = {rank: clock(call.start_ns) for rank, (call, clock) in shared.items() if call.start_ns}
         if len(came) < 2:
             continue
@@ -223,8 +224,8 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
     return sorted(by_rank.values(), key=lambda each: (-each.num_last, -each.median_us, each.rank))
 
 
-def _matched(ranks: Iterable[Selected]) -> dict[_Key, _Shared]:
-    """The records of one call on its ranks. A group that was made anew under its old name counts
+def matched_calls(ranks: Iterable[Selected]) -> dict[_Key, _Shared]:
+    """Return the records of each call on its ranks. A group that was made anew under its old name counts
     from the beginning: then the nth record of a number belongs to the nth of the others."""
     matched: dict[_Key, _Shared] = {}
     for rank in ranks:
@@ -260,7 +261,7 @@ def group_times(ranks: Sequence[Selected]) -> list[GroupTimes]:
     """Sum up the collectives of groups of more than one rank; those that take longest in all first,
     as far as times are known."""
     calls: defaultdict[tuple[str, int, str], list[tuple[int, float | None]]] = defaultdict(list)
-    for (group, members, *_), shared in _matched(ranks).items():
+    for (group, members, *_), shared in matched_calls(ranks).items():
         if len(members) > 1:
             records = [call for call, _ in shared.values()]
             num_bytes = max(call.logical_bytes for call in records)
@@ -307,7 +308,7 @@ def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
     alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     held: Counter[tuple[str, str]] = Counter()
-    for shared in _matched(ranks).values():
+    for shared in matched_calls(ranks).values():
         compared = [(call, clock) for call, clock in shared.values() if call.predicted_us > 0 and call.end_ns > 0]
         if any(call.held_ns > 0 for call, _ in shared.values()):  # the others waited for those who held theirs
             held.update((call.collective, call.plan) for call, _ in compared)
@@ -341,7 +342,7 @@ def _together_us(shared: _Shared) -> float | None:
     makes longer. None where a rank's record is not there or has no end, and where none tells when
     the call ran."""
     records = [call for call, _ in shared.values()]
-    if len(records) < len(records[0].ranks) or not all(call.start_ns and call.end_ns for call in records):
+    if len(records) < len(records[0].ranks) or not all(call.start_ns and call.end_ns > 0 for call in records):
         return None
     if all(_is_launch(call) for call in records):
         return None

@@ -26,7 +26,8 @@ class CallRecord:
     ranks, by which their records are matched. ``plan``: its name, such as ``pipelined×4``.
     ``logical_bytes``: what the caller moved. ``inter_bytes``, ``intra_bytes``: what this rank sent
     over each link class; −1: only the inner backend knows. ``enqueue_ns``: issued by the program;
-    ``start_ns``: its queue came to it; ``end_ns``; the last two 0 as long as that has not happened.
+    ``start_ns``: its queue came to it; ``end_ns``; the last two 0 as long as that has not happened;
+    ``end_ns`` −1: it ended, and nobody recorded when.
     ``held_ns``: held at chunk edges for higher lanes, in all. ``waited``: (start_ns, end_ns) for
     which a thread of the program was blocked by it; of a synchronous call all of it. ``steps``:
     none for a call of the inner backend's own. ``predicted``: (start_us, end_us) of each step from

@@ -87,11 +87,17 @@ def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str
     for lane in sorted({call.lane for call in calls}, key=lane_place):
         started = [call for call in calls if call.lane == lane and call.start_ns]
         name = f"lane {lane}" if lane else "no lane"
-        yield name, [((call.start_ns, call.end_ns or trace.closed_ns), partial(_call, call)) for call in started]
+        yield name, [((call.start_ns, _shown_end_ns(call, trace)), partial(_call, call)) for call in started]
     used = {step.resource for call in calls for step in call.steps}
     for resource in sorted(used, key=_resource_place):
         yield f"{resource.upper()} predicted", _predicted(calls, resource)
         yield resource.upper(), _steps(calls, resource)
+
+
+def _shown_end_ns(call: CallRecord, trace: RankTrace) -> int:
+    """The end of a call's slice: a call that has not ended reaches to the end of the trace, and one whose
+    end nobody recorded is a moment."""
+    return call.start_ns if call.end_ns < 0 else call.end_ns or trace.closed_ns
 
 
 def _program(trace: RankTrace, calls: Sequence[CallRecord]) -> _Slices:

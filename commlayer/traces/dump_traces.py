@@ -1,0 +1,273 @@
+"""Traces made from dumps of torch's Flight Recorder, for the analysis that our own traces have.
+
+A dump says when the host made a call, by the host's wall clock, and that it has ended. How long it took
+is recorded on a device whose events have times (``duration_ms``), from where the rank came to the call.
+All ranks of most collectives end together: nobody has the result before the last rank has come. So the
+rank whose call took least came last, and the others came earlier by what theirs took longer; that needs
+no clock. A call is laid as late as the recorder permits: it ended before it was seen to have ended, and
+before the group's next call began.
+
+Rejected: the difference of the times at which beginning and end were discovered, for torch looks for
+both at once; and the next call of a thread as the end of the one before it, which may be asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes
+from commlayer.diagnosis.recorder_dumps import Dump, Entry
+from commlayer.profiles.counted import counted, listed
+from commlayer.profiles.printable import shortened
+from commlayer.traces.call_records import CallRecord
+from commlayer.traces.clock import ClockReading, Stamps, clock_offset_ns
+from commlayer.traces.rank_files import RankTrace
+from commlayer.units import format_us
+
+__all__ = ["DumpTraces", "traces_of_dumps"]
+
+_ENDS_TOGETHER = ("all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
+"""The collectives that no rank leaves before every rank has come."""
+_OUTPUT_IS_WHOLE = ("all_gather", "gather")
+_INPUT_IS_WHOLE = ("reduce_scatter", "scatter")
+_MOST_BYTES = 1 << 60
+_MOST_MS = 1e9
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class DumpTraces:
+    """The traces of a job's ranks, and ``notes``: the cautions that a reader must know of them."""
+
+    ranks: list[RankTrace]
+    notes: list[str]
+
+
+@dataclass(slots=True)
+class _RankCall:
+    """An entry of one rank, and the record that it becomes. ``nth``: among those of its number."""
+
+    entry: Entry
+    record: CallRecord
+    nth: int
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int, int]:
+        """The same on all ranks of the call."""
+        return self.record.group, self.record.ranks, self.record.sequence, self.nth
+
+    @property
+    def duration_ns(self) -> int:
+        """The time that it took on the device, 0 where that is not recorded."""
+        ms = self.entry.duration_ms
+        return round(ms * 1e6) if ms is not None and 0 < ms < _MOST_MS else 0
+
+
+_Calls = dict[tuple[str, tuple[int, ...], int, int], dict[int, _RankCall]]
+"""The ranks' entries of each call, in the order of the numbers of each group."""
+
+
+def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
+    """Turn dumps, read with all their calls, into traces. Messages are left out.
+
+    Raises:
+        UsageError: dumps that contradict each other.
+    """
+    groups = DumpGroups(dumps)
+    by_rank = {dump.rank: list(_rank_calls(dump, groups)) for dump in dumps}
+    calls: _Calls = {}
+    for each in sorted((each for calls_ in by_rank.values() for each in calls_), key=lambda each: each.key):
+        calls.setdefault(each.key, {})[each.record.rank] = each
+    bounds = _clock_bounds(dumps, calls)
+    offsets = {rank: _offset_ns(bound) for rank, bound in bounds.items()}
+    _lay_out(calls, offsets)
+    opened_ns = min((each.record.enqueue_ns for of_rank in by_rank.values() for each in of_rank), default=0)
+    traces = [
+        RankTrace(
+            job="",
+            rank=dump.rank,
+            world_size=max(groups.ranks) + 1,
+            host="",
+            pid=0,
+            versions={},
+            readings=(ClockReading(opened_ns, offsets.get(dump.rank, 0), -1, opened_ns),),
+            opened_ns=opened_ns,
+            closed_ns=max([dump.written_ns, *(each.record.end_ns for each in by_rank[dump.rank])]),
+            num_dropped=0,
+            calls=tuple(each.record for each in by_rank[dump.rank]),
+            marks=(),
+        )
+        for dump in dumps
+    ]
+    return DumpTraces(traces, list(_notes(dumps, groups, calls, bounds)))
+
+
+def _rank_calls(dump: Dump, groups: DumpGroups) -> Iterator[_RankCall]:
+    """The collectives of a dump, oldest first."""
+    of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
+    words = _group_words(of_name)
+    seen: Counter[tuple[str, int]] = Counter()
+    for entry in dump.entries:
+        if entry.message is not None:
+            continue
+        backend, _, name = entry.profiling_name.partition(":")
+        kind = collective_kind(name)
+        group = of_name[entry.process_group[0]]
+        record = CallRecord(
+            lane="",
+            group=words[group.name],
+            ranks=group.ranks,
+            rank=dump.rank,
+            sequence=entry.collective_seq_id,
+            collective=kind,
+            plan=shortened(backend),
+            logical_bytes=_logical_bytes(entry, kind),
+            enqueue_ns=entry.time_created_ns,
+            start_ns=entry.time_created_ns,
+            end_ns=-1 if entry.has_ended else 0,
+        )
+        line = group.name, entry.collective_seq_id
+        yield _RankCall(entry, record, seen[line])
+        seen[line] += 1
+
+
+def _group_words(groups: Mapping[str, DumpGroup]) -> dict[str, str]:
+    """The words for each of a rank's groups: its description, with its name where another one has the same."""
+    counts = Counter((group.description, group.ranks) for group in groups.values())
+    words = {}
+    for name, group in groups.items():
+        is_only = counts[group.description, group.ranks] == 1
+        described = group.description if is_only or not group.description else f"{group.description} ({name})"
+        words[name] = shortened(described or name)
+    return words
+
+
+def _logical_bytes(entry: Entry, kind: str) -> int:
+    """The bytes of a call in nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what
+    the rank sent or received, whichever is more."""
+    sent, received = entry_bytes(entry)
+    size = received if kind in _OUTPUT_IS_WHOLE else sent if kind in _INPUT_IS_WHOLE else max(sent, received)
+    return size if kind != "barrier" and 0 < size < _MOST_BYTES else 0
+
+
+# Clocks
+
+
+def _clock_bounds(dumps: Sequence[Dump], calls: _Calls) -> dict[int, tuple[int, int] | None]:
+    """Bound what is to be added to the clock of every rank but the first for that of the first: the middle
+    and half the distance of the bounds, ns; None: they share no call whose end was seen."""
+    samples: dict[int, list[Stamps]] = {dump.rank: [] for dump in dumps[1:]}
+    for shared in calls.values():
+        stamps = {
+            rank: (each.entry.time_created_ns, each.entry.time_discovered_completed_ns)
+            for rank, each in shared.items()
+            if each.entry.time_discovered_completed_ns and each.record.collective in _ENDS_TOGETHER
+        }
+        of_first = stamps.pop(dumps[0].rank, None)
+        if of_first is not None:
+            for rank, of_rank in stamps.items():
+                samples[rank].append((*of_first, *of_rank))
+    return {rank: clock_offset_ns(of_rank) if of_rank else None for rank, of_rank in samples.items()}
+
+
+def _offset_ns(bounds: tuple[int, int] | None) -> int:
+    """The correction of a clock: none where the bounds permit that the hosts' clocks agree, as they are
+    set by NTP far more closely than the recorder looks."""
+    if bounds is None:
+        return 0
+    middle, half = bounds
+    return middle if abs(middle) > half else 0
+
+
+# Times
+
+
+def _lay_out(calls: _Calls, offsets: Mapping[int, int]) -> None:
+    """Write begin and end into the records of calls whose ranks all recorded how long theirs took."""
+    latest_ns: dict[tuple[str, tuple[int, ...]], int] = {}
+    for (group, ranks, *_), shared in reversed(calls.items()):
+        if not all(each.duration_ns and each.record.collective in _ENDS_TOGETHER for each in shared.values()):
+            continue
+        seen_ns = [
+            each.entry.time_discovered_completed_ns + offsets.get(rank, 0)
+            for rank, each in shared.items()
+            if each.entry.time_discovered_completed_ns
+        ]
+        if (group, ranks) in latest_ns:
+            seen_ns.append(latest_ns[group, ranks])
+        least_ns = max(
+            each.record.enqueue_ns + offsets.get(rank, 0) + each.duration_ns for rank, each in shared.items()
+        )
+        end_ns = max(min(seen_ns, default=least_ns), least_ns)
+        latest_ns[group, ranks] = end_ns - max(each.duration_ns for each in shared.values())
+        for rank, each in shared.items():
+            each.record.end_ns = end_ns - offsets.get(rank, 0)
+            each.record.start_ns = each.record.end_ns - each.duration_ns
+
+
+# Notes
+
+
+def _notes(
+    dumps: Sequence[Dump], groups: DumpGroups, calls: _Calls, bounds: Mapping[int, tuple[int, int] | None]
+) -> Iterator[str]:
+    if lost := [dump.rank for dump in dumps if dump.lost]:
+        yield (
+            f"the rings of {listed('rank', lost, _MOST_NAMED)} have lost their oldest calls (TORCH_FR_BUFFER_SIZE makes "
+            "rings longer): calls are compared from where all ranks have them"
+        )
+    if groups.inferred:
+        yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
+    yield from _notes_on_times(calls)
+    yield from _notes_on_clocks(dumps, bounds)
+
+
+def _notes_on_times(calls: _Calls) -> Iterator[str]:
+    """Say of which calls times are known, and whose lateness is the host's."""
+    without: defaultdict[str, int] = defaultdict(int)
+    num_rooted = 0
+    for shared in calls.values():
+        kinds = {each.record.collective for each in shared.values()}
+        if not kinds.issubset(_ENDS_TOGETHER):
+            num_rooted += 1
+        elif any(each.record.end_ns < 0 for each in shared.values()):
+            is_on_host = any(each.entry.is_on_host for each in shared.values())
+            without["host" if is_on_host else "device"] += 1
+    if without["host"]:
+        yield (
+            f"no time of {counted(without['host'], 'call')} on the host: Gloo's recorder notes when a call is made, and "
+            "not when it ends"
+        )
+    if without["device"]:
+        yield (
+            f"no time of {counted(without['device'], 'call')} on a device: not all of its ranks recorded how long it took "
+            "(TORCH_NCCL_ENABLE_TIMING=1 has them do so)"
+        )
+    if num_rooted:
+        yield f"no time of {counted(num_rooted, 'call')} with a root, or of a foreign kind: its ranks end one by one"
+    if without["device"]:
+        yield "where a call has no time, a rank is late by when its host made the call, not by when its device came to it"
+
+
+def _notes_on_clocks(dumps: Sequence[Dump], bounds: Mapping[int, tuple[int, int] | None]) -> Iterator[str]:
+    """Say how far stamps of different ranks can be compared."""
+    if len(dumps) < 2:
+        return
+    first = dumps[0].rank
+    for rank, bound in bounds.items():
+        if bound is not None and (offset_ns := _offset_ns(bound)):
+            yield (
+                f"the clock of rank {rank} differs from that of rank {first} by {format_us(abs(offset_ns) / 1e3)}, "
+                f"give or take {format_us(bound[1] / 1e3)}: corrected"
+            )
+    agreeing = [bound for bound in bounds.values() if bound is not None and not _offset_ns(bound)]
+    if agreeing:
+        worst_us = max(abs(middle) + half for middle, half in agreeing) / 1e3
+        yield f"stamps are of the hosts' wall clocks, which may be apart by {format_us(worst_us)} for all that dumps tell"
+    if unknown := [rank for rank, bound in bounds.items() if bound is None]:
+        yield (
+            f"stamps are of the hosts' wall clocks: nothing tells how far those of {listed('rank', unknown, _MOST_NAMED)} "
+            f"are from that of rank {first}, if they are on other hosts"
+        )
