@@ -374,7 +374,8 @@ def _cycles(graph: Graph) -> list[Cycle]:
     cycles: list[Cycle] = []
     remaining = dict.fromkeys(_id(each) for each in stuck)
     while remaining and len(cycles) < _MOST_CYCLES:
-        path = _smallest(list(remaining)[:_MOST_STARTS], ahead)
+        starts = list(remaining)[:_MOST_STARTS]
+        path = _smallest(list(dict.fromkeys([*starts, *(_on_circle(each, ahead) for each in starts)])), ahead)
         if not path:
             break
         members = {_id(blocked) for blocked, _ in path}
@@ -395,6 +396,15 @@ def _id(blocked: Blocked) -> tuple[int, int]:
 
 
 _Ahead = dict[tuple[int, int], list[tuple[Node, Blocked | None]]]
+
+
+def _on_circle(start: tuple[int, int], ahead: _Ahead) -> tuple[int, int]:
+    """Return the first thread that comes again on a way from ``start``: those that wait may be in no circle themselves."""
+    here, seen = start, set[tuple[int, int]]()
+    while here not in seen:
+        seen.add(here)
+        here = next((_id(other) for _, other in ahead.get(here, []) if other is not None), here)
+    return here
 
 
 def _smallest(starts: Sequence[tuple[int, int]], ahead: _Ahead) -> list[tuple[Blocked, Node]]:

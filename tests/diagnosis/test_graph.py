@@ -82,6 +82,16 @@ def test_a_large_group_is_looked_through_once_for_all_who_wait_in_it() -> None:
     assert sum(map(len, graph._needs.values())) <= num_ranks + num_late
 
 
+def test_a_circle_of_the_last_ranks_of_a_large_job_is_found() -> None:
+    """The first ranks wait for it, and are in no circle."""
+    groups: Groups = {"dp": (98, 99), "tp": (98, 99)}
+    a, b, all_ranks = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20), Op("barrier", "world", 3, 30)
+    program = {rank: [all_ranks] for rank in range(98)} | {98: [a, b], 99: [b, a]}
+    (cycle,) = started(100, groups, program).findings
+    assert isinstance(cycle, Cycle)
+    assert [step.call.rank for step in cycle.steps] == [98, 99]
+
+
 def test_wrong_order_over_three_groups_is_a_circle_of_three() -> None:
     groups: Groups = {"a": (0, 1), "b": (1, 2), "c": (2, 0)}
     a, b, c = (Op("all_reduce", name, index, 10 * index) for index, name in enumerate("abc", 1))
