@@ -169,7 +169,7 @@ def test_gloo_says_when_calls_were_made(tmp_path: Path) -> None:
     }
     traces = traced(put(tmp_path, dumps))
     worst = lateness(select(traces.ranks))[0]
-    assert (worst.rank, worst.num_last, worst.median_us) == (1, 3, pytest.approx(20_000))
+    assert (worst.rank, worst.num_last, worst.median_us) == (1, 3, 20_000)
     assert any("Gloo's recorder" in note for note in traces.notes)
     assert any("nothing tells how far" in note for note in traces.notes)
 
@@ -283,7 +283,7 @@ def test_calls_without_an_end_are_moments_in_the_trace_and_no_picture(tmp_path: 
 
 def test_options_that_dumps_have_no_answer_to_are_refused(tmp_path: Path) -> None:
     folder = slow_rank(tmp_path / "dumps")
-    assert "--step" in invoke(folder, "--step", 3, status=2).stderr
+    assert "--step" in invoke(folder, "--step", "3", status=2).stderr
     assert "--job" in invoke(folder, "--job", "x", status=2).stderr
 
 
