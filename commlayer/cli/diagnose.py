@@ -10,7 +10,7 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.failure import refuse_damaged
-from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, json_option
+from commlayer.cli.option_types import OUTPUT_FOLDER, PAGE, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
@@ -30,7 +30,7 @@ __all__ = ["diagnose_command"]
 
 @click.command("diagnose", cls=Command)
 @click.argument("paths", type=click.Path(path_type=Path, exists=True), metavar="PATH...", nargs=-1, required=True)
-@click.option("--output", "-o", type=OUTPUT_FILE, help="Draw what was found on a page (.html).")
+@click.option("--output", "-o", type=PAGE, help="Draw what was found on a page (.html).")
 @click.option(
     "--flight-recorder",
     type=OUTPUT_FOLDER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +24,7 @@ from commlayer.cli.measured_runs import keep_run as add_run
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded, say
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
     PART_COLUMNS,
@@ -50,7 +51,7 @@ def _read_launch(ctx: click.Context, _: click.Parameter, file: TextIO | None) ->
     """Read the launch line before all other options, whose defaults it becomes."""
     if file is None:
         return None
-    launch = read_launch(file.read(_MOST_CHARACTERS))
+    launch = read_launch(file.read(_MOST_CHARACTERS), os.environ)
     ctx.default_map = {**(ctx.default_map or {}), **launch.options}
     return launch
 
@@ -135,7 +136,7 @@ def estimate_command(
         write_estimate_report(report, found, request.cluster)
         tell("report", report)
     for note in (*_notes(found), *(launch.notes() if launch else ())):
-        echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     if as_json:
         print_json({**_as_dict(found, request), "fit": fit_dict(request.fit), "export": export_dict(exported)})
     elif exported is not None:
@@ -144,7 +145,7 @@ def estimate_command(
         _show(found, request)
         for run in runs:
             if run.is_of(found):
-                echo(
+                say(
                     f"measured {format_us(run.step_us)}, estimated {format_us(run.estimate.step_us)} without the fit and "
                     f"{format_us(found.step_us)} with it: the rest is taken for this run's own"
                 )
@@ -173,12 +174,13 @@ def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
 
 
 def _show(found: StepEstimate, request: Request) -> None:
-    echo(job_words(request.job, found.cluster, found.software))
+    say(job_words(request.job, found.cluster, found.software))
     echo(lead=str(found.setup))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
     longest = [f"{name} ({format_us(us)})" for name, us in found.waits_us.items()][:1]
     waits = f"waits longest for {longest[0]}" if longest else "waits for no link"
-    echo(f"{format_us(found.step_us)} a step, {speed}, {waits}\n")
+    say(f"{format_us(found.step_us)} a step, {speed}, {waits}")
+    echo()
     parts, memory = part_cells(found), memory_cells(found)
     print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])
     echo()
@@ -186,8 +188,9 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo()
     print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS, spare=TRAFFIC_SPARE)
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
-    echo(f"\nexposed, by lane: {exposed or 'nothing'}")
+    echo()
+    say(f"exposed, by lane: {exposed or 'nothing'}")
     for line in describe_validity(found):
-        echo(line)
+        say(line)
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
-        echo(line)
+        say(line)

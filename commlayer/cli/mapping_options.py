@@ -21,6 +21,7 @@ from commlayer.cli.option_types import (
     WholeNumber,
     in_order,
 )
+from commlayer.cli.tables import say
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -423,7 +424,10 @@ def read_request(given: dict[str, Any]) -> Request:
     Raises UsageError: an unknown model or cluster, with close names; a number that cannot be; options of which one would be
     ignored.
     """
-    model = resolve_model(given.pop("model_name"), approximate=given.pop("approximate"))
+    is_approximate = given.pop("approximate")
+    model = resolve_model(given.pop("model_name"), approximate=is_approximate)
+    if is_approximate and not model.approximates:
+        say(f"note: --approximate changes nothing: all that {model.name} has is modelled", err=True)
     modules = given.pop("mtp")
     if given["routing"] is not None and given["imbalance"] != 1:
         raise UsageError("--imbalance follows from --routing: give one of them")
@@ -518,6 +522,8 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         if gpu is not None:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
     if fabric is not None:
+        if fabric == cluster.fabric and given["inter_gbps"] is None:
+            say(f"note: --fabric {fabric} changes nothing: it is what {cluster.name} has", err=True)
         cluster = cluster.on(fabric)
     elif given["inter_gbps"] is not None:
         ask_fabric(cluster, f"--inter-gbps {given['inter_gbps']:g}")

@@ -124,7 +124,13 @@ def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:
     estimate = request.estimator().estimate(setup)
     if estimate.validity is None:
         raise AssertionError("an estimate in full has its kind")
-    return MeasuredRun(estimate=estimate, kind=estimate.validity.kind, step_us=measured_step_us(text, request.job))
+    step_us = measured_step_us(text, request.job)
+    if (mfu := estimate.mfu * estimate.step_us / step_us) > 1:
+        raise UsageError(
+            f"--measured {shortened(text)}: an MFU of {mfu:,.0%}, which no {request.cluster.gpu.name} has: give the time of "
+            "a whole step, or the tokens/s of all GPUs"
+        )
+    return MeasuredRun(estimate=estimate, kind=estimate.validity.kind, step_us=step_us)
 
 
 def _contents(path: str | Path) -> _Runs:

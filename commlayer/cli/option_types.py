@@ -28,6 +28,7 @@ __all__ = [
     "NUM_GPUS",
     "OUTPUT_FILE",
     "OUTPUT_FOLDER",
+    "PAGE",
     "PAIR_RATE",
     "PICTURE",
     "PLACE",
@@ -247,6 +248,11 @@ def _check_report(path: Path) -> None:
     check_drawing()
 
 
+def _check_page(path: Path) -> None:
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"expected the name of a page, which ends with .html, got {shortened(path.name)!r}")
+
+
 BYTES = Parsed("size", parse_bytes)
 COUNT = WholeNumber(min=1)
 DELAY_US = Parsed("duration", partial(_duration, most="10s"))
@@ -256,6 +262,7 @@ PAIR_RATE = Parsed("nodes and rate", _pair_rate)
 NUM_GPUS = WholeNumber(1, 1 << 20)
 OUTPUT_FILE = _Output()
 OUTPUT_FOLDER = _Output(is_folder=True)
+PAGE = _Output(_check_page)
 PICTURE = _Output(_check_picture)
 PLACE = WholeNumber(min=0)
 POSITIVE = RealNumber(min=0, min_open=True)

@@ -26,7 +26,7 @@ from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, given_opti
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.simulator_exports import simulator_export
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded, say
 from commlayer.cli.what_if import answer
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
@@ -132,7 +132,7 @@ def search_command(
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
     for note in _notes(result.shown):
-        echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(result, reasons, exported, request.fit))
     elif exported is not None:
@@ -188,7 +188,8 @@ def _figure(result: SearchResult) -> Figure:
 
 
 def _show(result: SearchResult, reasons: list[str]) -> None:
-    echo(job_words(result.job, result.cluster, result.software) + "\n")
+    say(job_words(result.job, result.cluster, result.software))
+    echo()
     rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.shown, start=1)]
     rows += [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
     names, same = short_mappings([each.setup for each in (*result.shown, *other_bests(result).values())])
@@ -197,19 +198,19 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     dim = range(len(result.shown), len(rows))
     print_table(MAPPING_COLUMNS, rows, bold=[0], dim=dim, spare=MAPPING_SPARE)
     if len(result.kinds) > 1:
-        echo(
+        say(
             f"1 to {len(result.kinds)} are the fastest of each kind: {'; '.join(map(str, result.kinds))}; the others go by time"
         )
     if same:
-        echo(f"all mappings: {same}")
+        say(f"all mappings: {same}")
     if "recompute" in "".join(names):
-        echo("megascale, full, or modules: of activations, what is computed again")
+        say("megascale, full, or modules: of activations, what is computed again")
     if "offload" in "".join(names):
-        echo("offload: modules whose inputs are in the host's memory until their backward pass")
+        say("offload: modules whose inputs are in the host's memory until their backward pass")
     echo()
     for reason in reasons:
-        echo(reason)
-    echo(
+        say(reason)
+    say(
         f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s"
     )
 

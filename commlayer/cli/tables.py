@@ -7,7 +7,9 @@ is spelt out, and nothing is markup.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +24,21 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["cell_text", "echo", "echo_json", "print_grid", "print_json", "print_table", "rounded", "said_warnings"]
+__all__ = [
+    "cell_text",
+    "echo",
+    "echo_json",
+    "print_grid",
+    "print_json",
+    "print_table",
+    "rounded",
+    "said_warnings",
+    "say",
+]
 
 _PIPE_WIDTH = 160
+_LEAST_LINE = 40
+"""The columns of a line of words on a terminal that is narrower, or does not say."""
 _EASY_WRAPPED, _LEAST_WRAPPED = 48, 16
 """How narrow a column of text that wraps becomes before spare columns are left out, and at all."""
 
@@ -33,6 +47,17 @@ def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool
     """Write a line, ``lead`` before the rest in bold and in ``colour``, to stdout, or to stderr, or to ``file``."""
     styled = click.style(printable(lead), fg=colour, bold=True) if lead else ""
     _write(styled + printable(text) + "\n", file=file or (sys.stderr if err else sys.stdout))
+
+
+def say(sentence: str, *, err: bool = False) -> None:
+    """Write a sentence as :func:`echo` does, in lines of whole words where a terminal is narrower than it."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty() and "COLUMNS" not in os.environ:  # in a pipe a sentence is a line
+        echo(sentence, err=err)
+        return
+    width = max(shutil.get_terminal_size().columns, _LEAST_LINE)
+    for line in textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False):
+        echo(line, err=err)
 
 
 def _write(text: str, *, file: Any = None, color: bool | None = None) -> None:

@@ -7,6 +7,7 @@ so that nobody takes them for read.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,12 +18,14 @@ from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline_layout import parse_layout
 from commlayer.scheduler.mapping.precisions import RECIPES
+from commlayer.scheduler.mapping.recomputation import MODULES
+from commlayer.scheduler.mapping.software import STATE_BYTES
 
 __all__ = ["Launch", "read_launch"]
 
 Flags = Mapping[str, list[str]]
 
-_SAME = {
+_NUMBERS = {
     "tensor-model-parallel-size": "tp",
     "context-parallel-size": "cp",
     "expert-model-parallel-size": "ep",
@@ -31,15 +34,15 @@ _SAME = {
     "micro-batch-size": "micro_batch",
     "global-batch-size": "global_batch",
     "seq-length": "sequence",
-    "mtp-num-layers": "mtp",
-    "pipeline-model-parallel-layout": "pipeline_layout",
-    "moe-expert-capacity-factor": "capacity_factor",
-    "main-grads-dtype": "main_grads_dtype",
-    "main-params-dtype": "main_params_dtype",
-    "exp-avg-dtype": "exp_avg_dtype",
-    "exp-avg-sq-dtype": "exp_avg_sq_dtype",
 }
-"""Flags that are options under another name, with their value."""
+"""Flags with a whole number that are options under another name."""
+_FORMATS = {
+    "main-grads-dtype": ("fp32", "bf16"),
+    "main-params-dtype": ("fp32", "fp16"),
+    "exp-avg-dtype": tuple(STATE_BYTES),
+    "exp-avg-sq-dtype": tuple(STATE_BYTES),
+}
+"""Flags with a format that are options of the same name, and the formats."""
 _SWITCHES = {
     "moe-shared-expert-overlap": "shared_expert_overlap",
     "fp8-param-gather": "fp8_param_gather",
@@ -48,8 +51,10 @@ _SWITCHES = {
 }
 """Flags without a value that are options under another name."""
 _READ = {
-    *_SAME,
+    *_NUMBERS,
+    *_FORMATS,
     *_SWITCHES,
+    *("mtp-num-layers", "pipeline-model-parallel-layout", "moe-expert-capacity-factor"),
     *("expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage", "nnodes", "nproc-per-node"),
     *("recompute-granularity", "recompute-modules", "offload-modules", "fine-grained-activation-offloading"),
     *("fp8-format", "fp8-recipe", "bf16", "moe-token-dispatcher-type", "moe-flex-dispatcher-backend"),
@@ -95,6 +100,7 @@ class Launch:
         shape: fields of the model's.
         changing: flags that change the step, and are not read.
         unread: flags that nothing here depends on, or that nobody knows.
+        misspelt: those of them that are nearly the name of a flag that is known, in a question.
         unknown: variables of the shell in the place of flags, which the text does not assign.
     """
 
@@ -103,6 +109,7 @@ class Launch:
     changing: tuple[str, ...]
     unread: tuple[str, ...]
     unknown: tuple[str, ...] = ()
+    misspelt: tuple[str, ...] = ()
 
     def check(self, model: ModelShape) -> None:
         """Raises UsageError where the line is of another model."""
@@ -115,6 +122,7 @@ class Launch:
 
     def notes(self) -> Iterator[str]:
         """The flags that were not read, where there are any."""
+        yield from self.misspelt
         if self.changing:
             yield f"not read of the launch line, although the step changes with them: {', '.join(self.changing)}"
         if self.unknown:
@@ -123,12 +131,15 @@ class Launch:
             yield f"not read of the launch line, as nothing here depends on them or knows them: {', '.join(self.unread)}"
 
 
-def read_launch(text: str) -> Launch:
+def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Launch:
     """Read a launch line, with its continuation lines, quotes and comments; what comes before its first flag is skipped.
 
-    Raises UsageError for quotes that do not end, a line without flags, and for what this planner does not model.
+    A variable of the shell stands for what ``text`` assigns to it, else for what ``environment`` has.
+
+    Raises UsageError for quotes that do not end, a line without flags, a variable without a value, and for what this planner
+    does not model.
     """
-    flags, expanded = _flags(text)
+    flags, expanded = _flags(text, _variables(text, environment or {}))
     if "tensor-model-parallel-size" not in flags and "micro-batch-size" not in flags:
         raise UsageError(
             "expected a launch line of Megatron-LM, such as torchrun … pretrain_gpt.py --tensor-model-parallel-size 2 "
@@ -142,8 +153,38 @@ def read_launch(text: str) -> Launch:
             changing.append(f"--{shortened(name)}")
         elif name not in _READ and name not in _SHAPE:
             unread.append(f"--{shortened(name)}")
+    misspelt = (_question(name) for name in flags if f"--{name}" in unread)
     unknown = tuple(shortened(word) for word in dict.fromkeys(expanded) if not _is_assigned(word, text))
-    return Launch(options, shape, tuple(changing), tuple(unread), unknown)
+    return Launch(options, shape, tuple(changing), tuple(unread), unknown, tuple(filter(None, misspelt)))
+
+
+def _question(name: str) -> str:
+    """Which flag an unread one may have been meant to be; empty where it is like none."""
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted({*_READ, *_SHAPE, *_CHANGES}), n=1, cutoff=_ALIKE)
+    return f"--{shortened(name)} of the launch line is not read: did you mean --{close[0]}?" if close else ""
+
+
+_ALIKE = 0.89
+"""How alike two flags are of which one may be the other, misspelt: more than --ffn-hidden-size and --moe-ffn-hidden-size."""
+
+
+def _variables(text: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the shell that hold one word: what ``text`` assigns, else what ``environment``
+    has, else a default in ``${NAME:-word}``."""
+    text = _COMMENT.sub("", text)
+    found = {**dict(_DEFAULT.findall(text)), **environment}
+    for name, quoted, plain in _ONE_WORD.findall(text):
+        found[name] = _substituted(quoted or plain, found)
+    return found
+
+
+def _substituted(word: str, variables: Mapping[str, str]) -> str:
+    """The word with the value of the variable that it is; as it is where nobody says what that holds."""
+    variable = _EXPANSION.fullmatch(word)
+    name = variable and (variable[1] or variable[2])
+    return variables.get(name, word) if name else word
 
 
 def _is_assigned(word: str, text: str) -> bool:
@@ -153,21 +194,22 @@ def _is_assigned(word: str, text: str) -> bool:
     return bool(name and re.search(rf"(?<!\w){re.escape(name)}\+?=", text))
 
 
-def _flags(text: str) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of each flag, the last time that it is given; and variables of the shell in the place of flags."""
+def _flags(text: str, variables: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each flag, the last time that it is given, with those of ``variables`` in their places; and variables of
+    the shell in the place of flags."""
     found: dict[str, list[str]] = {}
     expanded: list[str] = []
     values: list[str] = []
     for word in _words(text):
         if word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
-            values = found[name.replace("_", "-")] = [value] if has_value else []
+            values = found[name.replace("_", "-")] = [_substituted(value, variables)] if has_value else []
         elif word in _ENDS:
             values = []  # of no flag
         elif word.endswith(_ARRAY) or (values and _EXPANSION.fullmatch(word)):
             expanded.append(word)
         else:
-            values.append(word)
+            values.append(_substituted(word, variables))
     return found, expanded
 
 
@@ -176,6 +218,11 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*\+?=(.*)", re.DOTALL)
 _HOLDS_OPTIONS = re.compile(r"(^|\s)--[a-z][a-z0-9_-]*(\s|$)")
 _EXPANSION = re.compile(r"\$(\w+|[@*])|\$\{(\w+).*\}")
 """A variable, or all that was given to a script: its name alone."""
+_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*$")
+_ONE_WORD = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=(?:["']([^"'\s]*)["']|([^\s"'();]+))""")
+"""An assignment of one word."""
+_DEFAULT = re.compile(r"\$\{(\w+):[-=]([^}\s$]+)\}")
+"""A variable with what it is where nobody has set it."""
 _ARRAY = ("[@]}", "[*]}", "$@", "$*")
 """The ends of words that stand for several."""
 _ENDS = ("(", ")", "|", ";", "&", "&&", "||", ">", ">>", "2>&1")
@@ -208,14 +255,13 @@ def _words(text: str, is_variable: bool = False) -> Iterator[str]:
 
 def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     yield "software_name", "megatron"
-    for name, option in _SAME.items():
-        if name in flags:
-            yield option, _value(flags, name)
+    yield from _same(flags)
     for name, option in _SWITCHES.items():
         if name in flags:
             yield option, True
-    tp = _value(flags, "tensor-model-parallel-size", "1")
-    yield "etp", _value(flags, "expert-tensor-parallel-size", tp)  # its default there
+    tp = _whole(flags, "tensor-model-parallel-size")
+    own = "expert-tensor-parallel-size" in flags
+    yield "etp", str(_whole(flags, "expert-tensor-parallel-size") if own else tp)  # its default there
     if "nproc-per-node" in flags:
         yield "gpus", _whole(flags, "nproc-per-node") * _whole(flags, "nnodes")
     yield from _chunks(flags)
@@ -231,6 +277,22 @@ def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     if "use-megatron-fsdp" in flags:
         stage = _STAGES[_one_of(flags, "data-parallel-sharding-strategy", _STAGES, "no_shard")]
     yield "zero", stage
+
+
+def _same(flags: Flags) -> Iterator[tuple[str, object]]:
+    """Flags that are options under another name, or under their own."""
+    for name, option in _NUMBERS.items():
+        if name in flags:
+            yield option, str(_whole(flags, name))
+    if "mtp-num-layers" in flags:
+        yield "mtp", str(_whole(flags, "mtp-num-layers", least=0))
+    if "pipeline-model-parallel-layout" in flags:
+        yield "pipeline_layout", _value(flags, "pipeline-model-parallel-layout")
+    if "moe-expert-capacity-factor" in flags:
+        yield "capacity_factor", _real(flags, "moe-expert-capacity-factor")
+    for name, words in _FORMATS.items():
+        if name in flags:
+            yield name.replace("-", "_"), _one_of(flags, name, words, words[0])
 
 
 def _chunks(flags: Flags) -> Iterator[tuple[str, object]]:
@@ -272,6 +334,10 @@ def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
     granularity = _one_of(flags, "recompute-granularity", ("full", "selective"), "")
     if granularity:
         modules = flags.get("recompute-modules") or ["core_attn"]
+        if unknown := [word for word in modules if word not in MODULES]:
+            raise UsageError(
+                f"--recompute-modules of the launch line: expected some of {', '.join(MODULES)}, got {shortened(unknown[0])!r}"
+            )
         yield "recompute", "full" if granularity == "full" else "+".join(modules)
     if flags.get("offload-modules"):
         yield "offload", "+".join(flags["offload-modules"])
@@ -284,7 +350,8 @@ def _optimizer(flags: Flags) -> Iterator[tuple[str, object]]:
     if "grad-reduce-in-bf16" in flags and "main-grads-dtype" not in flags:
         yield "main_grads_dtype", "bf16"
     if "optimizer-cpu-offload" in flags:  # without it the fraction changes nothing
-        yield "optimizer_offload_fraction", _value(flags, "optimizer-offload-fraction", "1.0")
+        is_part = "optimizer-offload-fraction" in flags
+        yield "optimizer_offload_fraction", _real(flags, "optimizer-offload-fraction") if is_part else "1.0"
 
 
 _GRAPH_FLAGS = ("cuda-graph-impl", "cuda-graph-modules", "cuda-graph-scope", "enable-cuda-graph", "external-cuda-graph")
@@ -335,17 +402,33 @@ def _value(flags: Flags, name: str, default: str | None = None) -> str:
         raise UsageError(
             f"--{name} of the launch line: expected a value behind it, got none: write it as the shell gets it"
         )
-    return flags[name][0]
-
-
-def _whole(flags: Flags, name: str) -> int:
-    text = _value(flags, name, "1")
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+    text = flags[name][0]
+    if _EXPANSION.fullmatch(text):
         raise UsageError(
-            f"--{name} of the launch line: expected a whole number of at least 1, got {shortened(text)!r}: write "
-            "variables of the shell out, as `echo` prints them"
+            f"--{name} of the launch line: neither the text nor the environment says what {shortened(text)} holds: export it, "
+            "or write its value out"
+        )
+    return text
+
+
+def _whole(flags: Flags, name: str, least: int = 1) -> int:
+    text = _value(flags, name, "1")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise UsageError(
+            f"--{name} of the launch line: expected a whole number of at least {least}, got {shortened(text)!r}"
         )
     return int(text)
+
+
+def _real(flags: Flags, name: str) -> str:
+    text = _value(flags, name)
+    try:
+        is_number = 0 <= float(text) < math.inf
+    except ValueError:
+        is_number = False
+    if not is_number:
+        raise UsageError(f"--{name} of the launch line: expected a number of at least 0, got {shortened(text)!r}")
+    return text
 
 
 def _one_of(flags: Flags, name: str, words: Mapping[str, str] | tuple[str, ...], default: str) -> str:

@@ -128,6 +128,17 @@ def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
     assert speeds == [measured, "3 s"]  # the first mapping again, in place of what it was
 
 
+def test_a_measured_run_is_one_that_a_gpu_can_have() -> None:
+    assert "which no H100 SXM 80GB has" in call("estimate", *JOB, "--ep", "8", "--measured", "1 ms", status=2).output
+
+
+def test_an_option_that_changes_nothing_is_said_to() -> None:
+    notes = call("estimate", *JOB, "--ep", "8", "--approximate", "--fabric", "infiniband").stderr.splitlines()
+    assert any("--approximate changes nothing" in note for note in notes)
+    assert any("--fabric infiniband changes nothing" in note for note in notes)
+    assert "changes nothing" not in call("estimate", *JOB, "--ep", "8").stderr
+
+
 def test_searches_and_variations_say_what_they_are_fitted_to(tmp_path: Path) -> None:
     runs = tmp_path / "runs.json"
     step_ms = call_json("estimate", *JOB, "--ep", "8")["estimate"]["step_us"] * 1.4 / 1e3

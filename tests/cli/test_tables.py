@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.cli.tables import print_table
+from commlayer.cli.tables import print_table, say
 
 ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
 
@@ -35,3 +35,18 @@ def test_spare_columns_are_left_out_and_named_before_text_wraps(capsys: pytest.C
     lines = printed(capsys, [">tokens", "~words", ">share"], 54, spare=(2, 0))
     assert lines[2].split() == " ".join(ROW[:2]).split()
     assert lines[3:] == ["left out, as there are 54 columns: share"]
+
+
+def test_a_sentence_has_lines_of_whole_words_on_a_terminal_and_is_one_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence = "note: " + "a word, and --another-word " * 6 + "x" * 90
+    monkeypatch.delenv("COLUMNS", raising=False)
+    say(sentence, err=True)
+    assert capsys.readouterr().err == f"{sentence}\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    say(sentence, err=True)
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join([*lines, last]) == sentence
+    assert last == "x" * 90  # no word is cut

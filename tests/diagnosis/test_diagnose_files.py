@@ -63,6 +63,14 @@ def test_logs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_logs(written(tmp_path, logs)) == logs
 
 
+def test_a_page_is_not_written_by_another_name(tmp_path: Path) -> None:
+    folder, page = written(tmp_path / "logs", hanging()), tmp_path / "page.txt"
+    done = CliRunner().invoke(main, ["diagnose", str(folder), "-o", str(page)])
+    assert done.exit_code == 2
+    assert "ends with .html, got 'page.txt'" in done.output
+    assert not page.exists()
+
+
 def test_the_command_prints_the_circle_and_draws_it(tmp_path: Path) -> None:
     folder, page = written(tmp_path / "logs", hanging()), tmp_path / "page.html"
     done = CliRunner().invoke(main, ["diagnose", str(folder), "-o", str(page)])

@@ -128,6 +128,25 @@ def test_flags_that_change_the_step_are_named_apart() -> None:
     assert "cuda_graphs" not in launch.options
 
 
+def test_variables_hold_what_the_text_or_the_environment_says() -> None:
+    text = (
+        "TP=4\n# TP=2\nEP='8'\nPP=$TP\ntorchrun x --tensor-model-parallel-size $TP --expert-model-parallel-size=${EP} "
+    )
+    text += "--pipeline-model-parallel-size ${PP} --micro-batch-size ${MBS:-2} --seq-length $SEQ --data-path $DATA"
+    launch = read_launch(text, {"SEQ": "4096", "TP": "16"})
+    expected = {"tp": "4", "ep": "8", "pp": "4", "micro_batch": "2", "sequence": "4096"}
+    assert {name: launch.options[name] for name in expected} == expected
+    assert read_launch(text, {"SEQ": "4096", "MBS": "3"}).options["micro_batch"] == "3"
+    with pytest.raises(UsageError, match=r"--seq-length of the launch line: .* what \$SEQ holds"):
+        read_launch(text)
+
+
+def test_a_misspelt_flag_is_asked_about() -> None:
+    notes = list(read_launch("x --micro-batch-size 1 --seq-lenght 4096 --ffn-hidden-size 8 --lr 1").notes())
+    assert notes[0] == "--seq-lenght of the launch line is not read: did you mean --seq-length?"
+    assert not any("did you mean" in note for note in notes[1:])
+
+
 def test_an_optimizer_that_is_not_offloaded_has_no_fraction() -> None:
     fraction = "x --micro-batch-size 1 --optimizer-offload-fraction 0.5"
     assert "optimizer_offload_fraction" not in read_launch(fraction).options
@@ -153,7 +172,7 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
         ("x --micro-batch-size 1 --fp8-format 'e4m3", "quote it as a shell would"),
         (
             "x --micro-batch-size 1 --nproc-per-node $GPUS",
-            "--nproc-per-node of the launch line: expected a whole number",
+            "--nproc-per-node of the launch line: neither the text nor the environment says what $GPUS holds",
         ),
         (
             "x --micro-batch-size 1 --num-layers-per-virtual-pipeline-stage 2",
@@ -166,6 +185,13 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
         (
             "x --tensor-model-parallel-size",
             "--tensor-model-parallel-size of the launch line: expected a value behind it",
+        ),
+        ("x --micro-batch-size two", "--micro-batch-size of the launch line: expected a whole number"),
+        ("x --micro-batch-size 1 --moe-expert-capacity-factor nan", "--moe-expert-capacity-factor of the launch line"),
+        ("x --micro-batch-size 1 --exp-avg-dtype bf17", "--exp-avg-dtype of the launch line: expected one of"),
+        (
+            "x --micro-batch-size 1 --recompute-granularity selective --recompute-modules mla",
+            "--recompute-modules of the launch line: expected some of core_attn",
         ),
         ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
     ],
