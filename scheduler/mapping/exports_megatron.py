@@ -27,7 +27,7 @@ __all__ = ["megatron", "megatron_notes", "refuse"]
 _MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
 way."""
-_QWEN3 = ("--qk-layernorm", "--rotary-base", "1000000", "--norm-epsilon", "1e-06")
+_QWEN3 = ("--rotary-base", "1000000", "--norm-epsilon", "1e-06")
 """What differs in the models of _READ_QWEN3 from Megatron-LM's defaults, and changes no shape: its
 Qwen3-30B-A3B.sh and Qwen3-235B-A22B.sh in examples/post_training/modelopt/conf/qwen; and the epsilon of norms, rms_norm_eps in
 transformers 5.23.0, models/qwen3_moe/configuration_qwen3_moe.py; read 2026-11-28."""
@@ -82,7 +82,7 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
     if job.model.name not in _READ_QWEN3:
         notes.append(
             "the base of rotary embeddings and the epsilon of norms are Megatron-LM's, 10000 and 1e-05: add --rotary-base and "
-            "--norm-epsilon as your model's config.json has them, and --qk-layernorm where it normalizes queries and keys"
+            "--norm-epsilon as your model's config.json has them"
         )
     notes += _notes_on_ways(setup, software)
     if setup.precision == "fp8-deepgemm":
@@ -166,12 +166,35 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
         **dict.fromkeys(mechanisms(model), True),
         "biases of experts": model.expert_vectors > 0,
     }
+    limits |= {f"{what} of {model.name} has no flag there": has for what, has in _without_flag(model).items()}
     limits |= {
         f"{what} of {model.name} has flags that this export does not write": has for what, has in unknown.items()
     }
     return limits | {
         f"{name}={width} is no multiple of tp={by}": width % by > 0 for name, (width, by) in widths.items()
     }
+
+
+def _without_flag(model: ModelShape) -> dict[str, bool]:
+    """What a model may have, by Megatron-Core's count of parameters, that none of its flags give it."""
+    return {
+        "a norm of queries and keys across all heads, or another vector of attention": (
+            model.vectors > 0 and not _has_head_norms(model)
+        ),
+        "a vector of layers with experts": model.moe_vectors > 0 and not _gates_shared(model),
+        "a bias of the last norm or of the head": model.end_vectors > 0,
+    }
+
+
+def _has_head_norms(model: ModelShape) -> bool:
+    """Whether queries and keys are normalized, each head by itself; or, with latent attention, what
+    they are projected from."""
+    return model.latent is not None or model.vectors == 2 * model.head_dim
+
+
+def _gates_shared(model: ModelShape) -> bool:
+    """Whether a gate weighs what the shared expert gives."""
+    return model.shared_width > 0 and model.moe_vectors == model.hidden
 
 
 def _own_degrees(setup: Setup) -> tuple[int, int, int]:
@@ -183,6 +206,20 @@ def _own_degrees(setup: Setup) -> tuple[int, int, int]:
 def _model(model: ModelShape) -> Iterator[str]:
     yield from _flag("num-layers", model.layers)
     yield from _flag("hidden-size", model.hidden)
+    yield from _attention(model)
+    yield from _experts(model)
+    if model.gated:
+        yield "--swiglu"
+    if not model.ties_embeddings:
+        yield "--untie-embeddings-and-output-weights"
+    yield from _QWEN3 if model.name in _READ_QWEN3 else ()
+    yield "--disable-bias-linear"
+    yield from _flag("normalization", "RMSNorm")
+    yield from _flag("position-embedding-type", "rope")
+    yield from _flag("vocab-size", model.vocabulary)
+
+
+def _attention(model: ModelShape) -> Iterator[str]:
     yield from _flag("num-attention-heads", model.heads)
     if model.latent is not None:
         yield "--multi-latent-attention"
@@ -197,10 +234,20 @@ def _model(model: ModelShape) -> Iterator[str]:
         if model.kv_heads != model.heads:
             yield "--group-query-attention"
             yield from _flag("num-query-groups", model.kv_heads)
+    if model.qkv_bias:
+        yield "--add-qkv-bias"
+    if _has_head_norms(model):
+        yield "--qk-layernorm"
+
+
+def _experts(model: ModelShape) -> Iterator[str]:
+    """The FFNs of layers with experts, and of those without."""
     yield from _flag("ffn-hidden-size", model.dense_width or model.width)
     yield from _flag("num-experts", model.experts)
     yield from _flag("moe-ffn-hidden-size", model.width)
     yield from _flag("moe-router-topk", model.top_k)
+    if model.top_k == 1:
+        yield "--moe-router-pre-softmax"  # without it Megatron-Core refuses one expert a token
     if model.router_groups > 1:
         yield from _flag("moe-router-num-groups", model.router_groups)
         yield from _flag("moe-router-group-topk", model.router_group_limit)
@@ -210,17 +257,8 @@ def _model(model: ModelShape) -> Iterator[str]:
         yield from _flag("moe-layer-freq", f"([{kinds}])" if model.dense_at else leading)
     if model.shared_width:
         yield from _flag("moe-shared-expert-intermediate-size", model.shared_width)
-    if model.gated:
-        yield "--swiglu"
-    if model.qkv_bias:
-        yield "--add-qkv-bias"
-    if not model.ties_embeddings:
-        yield "--untie-embeddings-and-output-weights"
-    yield from _QWEN3 if model.name in _READ_QWEN3 else ()
-    yield "--disable-bias-linear"
-    yield from _flag("normalization", "RMSNorm")
-    yield from _flag("position-embedding-type", "rope")
-    yield from _flag("vocab-size", model.vocabulary)
+        if _gates_shared(model):
+            yield "--moe-shared-expert-gate"
 
 
 def _degrees(setup: Setup) -> Iterator[str]:

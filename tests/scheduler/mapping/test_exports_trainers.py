@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from commlayer.profiles.errors import GroupError, UsageError
-from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping import catalog, parameters
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -649,3 +649,35 @@ def test_megatron_core_takes_the_flags_as_its_configuration() -> None:
     assert "no_such_flag" in unknown
     assert "47" in uneven
     assert "attn_proj cannot be set" in without_core
+
+
+_NO_FLAGS = {
+    "phi-3.5-moe": "another vector of attention",  # biases of norms and of the output, beside none of experts
+    "minimax-m2": "a norm of queries and keys across all heads",
+}
+"""Models that nothing but this keeps from Megatron-LM: by its flags it would train another number of parameters."""
+
+
+def test_megatron_core_counts_the_parameters_of_the_flags_as_we_do() -> None:
+    """Its GPTModel of the flags of every model that the export writes, on the meta device."""
+    pytest.importorskip("megatron.core")
+    exported, refused = {}, {}
+    for name in catalog.names():
+        model = catalog.load(name)
+        try:
+            exported[name] = megatron(Job(model=model, gpus=1, global_batch=8, sequence=4096), Setup(gpus=1))
+        except UsageError as error:
+            refused[name] = str(error)
+    qwen3 = exported["qwen3-30b-a3b"]
+    without_norms = [word for word in qwen3 if word != "--qk-layernorm"]
+    program = (Path(__file__).parent / "megatron_core_count.py").read_text("utf-8")
+    answered = _python({**os.environ}, program, json.dumps([*exported.values(), without_norms]))
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    line = next(line for line in answered.stdout.splitlines() if line.startswith("PARAMETERS "))
+    *counted, other = json.loads(line.removeprefix("PARAMETERS "))
+    own = {name: parameters.count(catalog.load(name)).total for name in exported}
+    assert dict(zip(exported, counted, strict=True)) == own
+    assert other == own["qwen3-30b-a3b"] - 48 * 2 * 128
+    assert len(exported) >= 17
+    for name, why in _NO_FLAGS.items():
+        assert why in refused[name]
