@@ -24,7 +24,7 @@ from commlayer.cli.measured_runs import keep_run as add_run
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
-from commlayer.cli.tables import echo, print_json, print_table, rounded, say
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
     PART_COLUMNS,
@@ -136,7 +136,7 @@ def estimate_command(
         write_estimate_report(report, found, request.cluster)
         tell("report", report)
     for note in (*_notes(found), *(launch.notes() if launch else ())):
-        say(f"note: {note}", err=True)
+        echo_sentence(f"note: {note}", err=True)
     if as_json:
         print_json({**_as_dict(found, request), "fit": fit_dict(request.fit), "export": export_dict(exported)})
     elif exported is not None:
@@ -145,7 +145,7 @@ def estimate_command(
         _show(found, request)
         for run in runs:
             if run.is_of(found):
-                say(
+                echo_sentence(
                     f"measured {format_us(run.step_us)}, estimated {format_us(run.estimate.step_us)} without the fit and "
                     f"{format_us(found.step_us)} with it: the rest is taken for this run's own"
                 )
@@ -174,12 +174,12 @@ def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
 
 
 def _show(found: StepEstimate, request: Request) -> None:
-    say(job_words(request.job, found.cluster, found.software))
+    echo_sentence(job_words(request.job, found.cluster, found.software))
     echo(lead=str(found.setup))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
     longest = [f"{name} ({format_us(us)})" for name, us in found.waits_us.items()][:1]
     waits = f"waits longest for {longest[0]}" if longest else "waits for no link"
-    say(f"{format_us(found.step_us)} a step, {speed}, {waits}")
+    echo_sentence(f"{format_us(found.step_us)} a step, {speed}, {waits}")
     echo()
     parts, memory = part_cells(found), memory_cells(found)
     print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])
@@ -189,8 +189,8 @@ def _show(found: StepEstimate, request: Request) -> None:
     print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS, spare=TRAFFIC_SPARE)
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
     echo()
-    say(f"exposed, by lane: {exposed or 'nothing'}")
+    echo_sentence(f"exposed, by lane: {exposed or 'nothing'}")
     for line in describe_validity(found):
-        say(line)
+        echo_sentence(line)
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
-        say(line)
+        echo_sentence(line)

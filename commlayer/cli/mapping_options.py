@@ -21,7 +21,7 @@ from commlayer.cli.option_types import (
     WholeNumber,
     in_order,
 )
-from commlayer.cli.tables import say
+from commlayer.cli.tables import echo_sentence
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -427,7 +427,7 @@ def read_request(given: dict[str, Any]) -> Request:
     is_approximate = given.pop("approximate")
     model = resolve_model(given.pop("model_name"), approximate=is_approximate)
     if is_approximate and not model.approximates:
-        say(f"note: --approximate changes nothing: all that {model.name} has is modelled", err=True)
+        echo_sentence(f"note: --approximate changes nothing: all that {model.name} has is modelled", err=True)
     modules = given.pop("mtp")
     if given["routing"] is not None and given["imbalance"] != 1:
         raise UsageError("--imbalance follows from --routing: give one of them")
@@ -523,7 +523,7 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
     if fabric is not None:
         if fabric == cluster.fabric and given["inter_gbps"] is None:
-            say(f"note: --fabric {fabric} changes nothing: it is what {cluster.name} has", err=True)
+            echo_sentence(f"note: --fabric {fabric} changes nothing: it is what {cluster.name} has", err=True)
         cluster = cluster.on(fabric)
     elif given["inter_gbps"] is not None:
         ask_fabric(cluster, f"--inter-gbps {given['inter_gbps']:g}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from commlayer.cli.tables import echo, rounded, say
+from commlayer.cli.tables import echo, echo_sentence, rounded
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
@@ -130,5 +130,5 @@ def _export(make: Callable[[Setup], Export], setup: Setup) -> Export | UsageErro
 def print_export(exported: Export) -> None:
     """Print the configuration alone on stdout, what to know of it on stderr."""
     for note in exported.notes:
-        say(f"note: {note}", err=True)
+        echo_sentence(f"note: {note}", err=True)
     echo(exported.text)

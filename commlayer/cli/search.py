@@ -26,7 +26,7 @@ from commlayer.cli.option_types import COUNT, OUTPUT_FOLDER, PICTURE, given_opti
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.simulator_exports import simulator_export
-from commlayer.cli.tables import echo, print_json, print_table, rounded, say
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.cli.what_if import answer
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
@@ -132,7 +132,7 @@ def search_command(
         write_search_report(report, result, reasons, request.cluster)
         tell("report", report)
     for note in _notes(result.shown):
-        say(f"note: {note}", err=True)
+        echo_sentence(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(result, reasons, exported, request.fit))
     elif exported is not None:
@@ -188,7 +188,7 @@ def _figure(result: SearchResult) -> Figure:
 
 
 def _show(result: SearchResult, reasons: list[str]) -> None:
-    say(job_words(result.job, result.cluster, result.software))
+    echo_sentence(job_words(result.job, result.cluster, result.software))
     echo()
     rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.shown, start=1)]
     rows += [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
@@ -198,19 +198,19 @@ def _show(result: SearchResult, reasons: list[str]) -> None:
     dim = range(len(result.shown), len(rows))
     print_table(MAPPING_COLUMNS, rows, bold=[0], dim=dim, spare=MAPPING_SPARE)
     if len(result.kinds) > 1:
-        say(
+        echo_sentence(
             f"1 to {len(result.kinds)} are the fastest of each kind: {'; '.join(map(str, result.kinds))}; the others go by time"
         )
     if same:
-        say(f"all mappings: {same}")
+        echo_sentence(f"all mappings: {same}")
     if "recompute" in "".join(names):
-        say("megascale, full, or modules: of activations, what is computed again")
+        echo_sentence("megascale, full, or modules: of activations, what is computed again")
     if "offload" in "".join(names):
-        say("offload: modules whose inputs are in the host's memory until their backward pass")
+        echo_sentence("offload: modules whose inputs are in the host's memory until their backward pass")
     echo()
     for reason in reasons:
-        say(reason)
-    say(
+        echo_sentence(reason)
+    echo_sentence(
         f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s"
     )
 

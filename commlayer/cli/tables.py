@@ -28,12 +28,12 @@ __all__ = [
     "cell_text",
     "echo",
     "echo_json",
+    "echo_sentence",
     "print_grid",
     "print_json",
     "print_table",
     "rounded",
     "said_warnings",
-    "say",
 ]
 
 _PIPE_WIDTH = 160
@@ -49,7 +49,7 @@ def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool
     _write(styled + printable(text) + "\n", file=file or (sys.stderr if err else sys.stdout))
 
 
-def say(sentence: str, *, err: bool = False) -> None:
+def echo_sentence(sentence: str, *, err: bool = False) -> None:
     """Write a sentence as :func:`echo` does, in lines of whole words where a terminal is narrower than it."""
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty() and "COLUMNS" not in os.environ:  # in a pipe a sentence is a line

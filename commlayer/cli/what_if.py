@@ -35,7 +35,7 @@ from commlayer.cli.option_types import (
 )
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
-from commlayer.cli.tables import echo, print_json, print_table, rounded, say
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import exposed_share, job_words, short_mappings, speed_cells
 from commlayer.profiles.counted import counted
@@ -188,7 +188,7 @@ def answer(
     if report is not None:
         _write_report(report, request, found, crossing)
     for note in _notes(request, found):
-        say(f"note: {note}", err=True)
+        echo_sentence(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(request, found, crossing))
     else:
@@ -389,17 +389,17 @@ def _without_dp(setup: Setup) -> str:
 def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
     first = next(iter(found.values()))
     software = " and ".join(dict.fromkeys(each.software for each in found.values()))
-    say(job_words(request.job, request.cluster.name, software))
+    echo_sentence(job_words(request.job, request.cluster.name, software))
     echo(f"varied: {_LABELS[first.variation.kind]}\n")
     rows, same = _short_rows(found)
     kept = [index for index in range(len(_COLUMNS)) if index or any(row[0] for row in rows)]
     spare = [kept.index(_COLUMNS.index(name)) for name in (">exposed", ">tokens/s")]
     print_table([_COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows], spare=spare)
     if same:
-        say(f"all mappings: {same}")
+        echo_sentence(f"all mappings: {same}")
     echo()
     for sentence in _sentences(found, crossing):
-        say(sentence)
+        echo_sentence(sentence)
 
 
 def _short_rows(found: dict[str, WhatIf]) -> tuple[list[list[str]], str]:

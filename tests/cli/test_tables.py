@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.cli.tables import print_table, say
+from commlayer.cli.tables import echo_sentence, print_table
 
 ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
 
@@ -42,10 +42,10 @@ def test_a_sentence_has_lines_of_whole_words_on_a_terminal_and_is_one_in_a_pipe(
 ) -> None:
     sentence = "note: " + "a word, and --another-word " * 6 + "x" * 90
     monkeypatch.delenv("COLUMNS", raising=False)
-    say(sentence, err=True)
+    echo_sentence(sentence, err=True)
     assert capsys.readouterr().err == f"{sentence}\n"
     monkeypatch.setenv("COLUMNS", "60")
-    say(sentence, err=True)
+    echo_sentence(sentence, err=True)
     *lines, last = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 60
     assert " ".join([*lines, last]) == sentence
