@@ -112,13 +112,15 @@ def large_hang(num_ranks: int, num_entries: int, hang: str, culprit: int, seed: 
     job = Job(groups, program)
     _spoil(job, culprit, num_calls - NUM_LAST // 2, hang)
     first = num_calls - NUM_LAST
-    for rank in job.ranks.values():
-        rank.at = first
-        for op in rank.program[:first]:
-            rank.issued[op.group] = rank.issued.get(op.group, 0) + 1
-    job.clock = 1
-    while sum([job.step(rank) for rank in job.ranks]):  # each takes its turn
-        pass
+    for here in job.ranks.values():
+        here.at = first
+        for op in here.program[:first]:
+            here.issued[op.group] = here.issued.get(op.group, 0) + 1
+    is_going = True
+    while is_going:
+        before = job.clock
+        is_going = sum(job.step(rank) for rank in job.ranks) > 0  # each takes its turn, all at one time
+        job.clock = before + 1
     return job
 
 
@@ -128,8 +130,13 @@ def _spoil(job: Job, culprit: int, at: int, hang: str) -> None:
     The two are of groups that share another rank: it waits in the one, and the rank in the other.
     """
     ops = job.ranks[culprit].program
-    members = [set(job.groups[op.group]) for op in ops]
-    at = next(place for place in range(at, len(ops)) if 1 < len(members[place] & members[place + 1]) < len(job.ranks))
+    groups = [op.group for op in ops]
+    members = [set(job.groups[group]) for group in groups]
+    at = next(
+        place
+        for place in range(at, len(ops))
+        if groups[place] != groups[place + 1] and len(members[place] & members[place + 1]) > 1
+    )
     if hang == "order":
         ops[at : at + 2] = [ops[at + 1], ops[at]]
     else:
