@@ -397,8 +397,14 @@ def inquiry_of(detector: FailureDetector) -> Inquiry | None:
 
 
 def own_answer() -> RankLog | None:
-    """The log with which this rank would answer if it were asked now; None where nobody asks."""
-    return next((each._snapshot("asked") for each in list(_inquiries)), None)
+    """The log with which this rank would answer if it were asked now; None where nobody asks.
+
+    ``job`` is the key of the group that asks where that stands alone: logs of two such groups are of
+    two jobs, whose ranks do not know of each other.
+    """
+    for each in list(_inquiries):
+        return msgspec.structs.replace(each._snapshot("asked"), job=each._detector.numbering)
+    return None
 
 
 class _Mouth:

@@ -95,9 +95,8 @@ def _asked(seen: Sequence[_Seen]) -> Iterator[list[RankLog]]:
     """For each answer, it and those of the others of about the same moment: one machine has one clock."""
     for asker in seen:
         for asked in asker.answers:
-            nearest = [
-                min(each.answers, key=lambda log: abs(log.now_ns - asked.now_ns)) for each in seen if each.answers
-            ]
+            same_job = [[log for log in each.answers if log.job == asked.job] for each in seen]
+            nearest = [min(logs, key=lambda log: abs(log.now_ns - asked.now_ns)) for logs in same_job if logs]
             yield [log for log in nearest if abs(log.now_ns - asked.now_ns) < _AT_ONCE_NS]
 
 
@@ -106,6 +105,9 @@ def _mixed(seen: Sequence[_Seen]) -> Iterator[list[RankLog]]:
     draw = random.Random(0)
     answers = [log for each in seen for log in each.answers]
     for _ in range(_NUM_MIXED if answers else 0):
-        begin = draw.choice(answers).now_ns
-        near = [[log for log in each.answers if 0 <= log.now_ns - begin <= _TOGETHER_NS] for each in seen]
+        first = draw.choice(answers)
+        near = [
+            [log for log in each.answers if log.job == first.job and 0 <= log.now_ns - first.now_ns <= _TOGETHER_NS]
+            for each in seen
+        ]
         yield [draw.choice(logs) for logs in near if logs]
