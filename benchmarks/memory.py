@@ -1,9 +1,9 @@
-"""The memory that a long job's ranks keep: groups made and destroyed, or mixed work for some minutes.
+"""The memory that a long job's ranks keep: of groups made and destroyed, or of mixed work for some minutes.
 
 ``groups``: the ranks of 2x2 make a group, call all_reduce in it and destroy it, many times. ``soak``: all_reduce, all_gather,
-reduce_scatter and all_to_all of several sizes, barriers, asynchronous calls, and a group every hundredth round. What is reported is a
-rank's resident memory (RSS), its threads and its descriptors over time; a growth counts from the first third on, because caches fill
-before it. Each setting is a job of its own: torch's Gloo, commlayer without a profile (flat), commlayer with plans.
+reduce_scatter and all_to_all of several sizes, barriers, asynchronous calls, and a group every hundredth round. Reported are a
+rank's resident memory (RSS), its threads and its descriptors over time. A growth counts from the first third on, because caches
+fill before it. Each setting is a job of its own: torch's Gloo, commlayer without a profile (flat), commlayer with plans.
 
     python benchmarks/memory.py groups --count 2000
     python benchmarks/memory.py soak --minutes 15 --settings plans
@@ -16,16 +16,13 @@ import ctypes
 import gc
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.common import facts
+from common import facts
 
 from commlayer.emulation import EmulatedCluster
 
@@ -114,10 +111,13 @@ def _summary(setting: str, ranks: list[list[dict[str, float]]], is_groups: bool)
         growths.append((growth_mb / third["rss_mb"], growth_mb * 1024 / rounds if rounds else 0.0, third, last))
     share, kilobytes, third, last = max(growths, key=lambda growth: growth[0])
     words = f"{kilobytes:+.2f} KB a group, " if is_groups else ""
-    text = (
-        f"{setting:6} {last['rounds']:8.0f} rounds in {last['seconds']:5.0f} s: {third['rss_mb']:.1f} -> {last['rss_mb']:.1f} MB since the "
-        f"first third ({words}{100 * share:+.2f} %), {third['threads']:.0f} -> {last['threads']:.0f} threads, "
-        f"{third['descriptors']:.0f} -> {last['descriptors']:.0f} descriptors"
+    text = ", ".join(
+        [
+            f"{setting:6} {last['rounds']:8.0f} rounds in {last['seconds']:5.0f} s",
+            f"{third['rss_mb']:.1f} -> {last['rss_mb']:.1f} MB since the first third ({words}{100 * share:+.2f} %)",
+            f"{third['threads']:.0f} -> {last['threads']:.0f} threads",
+            f"{third['descriptors']:.0f} -> {last['descriptors']:.0f} descriptors",
+        ]
     )
     return {"setting": setting, "growth_share": share, "kb_per_round": kilobytes, "text": text, "ranks": ranks}
 

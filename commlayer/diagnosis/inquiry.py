@@ -402,9 +402,10 @@ def own_answer() -> RankLog | None:
     ``job`` is the key of the group that asks where that stands alone: logs of two such groups are of
     two jobs, whose ranks do not know of each other.
     """
-    for each in list(_inquiries):
-        return msgspec.structs.replace(each._snapshot("asked"), job=each._detector.numbering)
-    return None
+    asked = next(iter(list(_inquiries)), None)
+    if asked is None:
+        return None
+    return msgspec.structs.replace(asked._snapshot("asked"), job=asked._detector.numbering)
 
 
 class _Mouth:
