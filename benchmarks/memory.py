@@ -37,7 +37,9 @@ def _footprint() -> dict[str, float]:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    status = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if ":" in line
+    )
     return {
         "rss_mb": int(status["VmRSS"].split()[0]) / 1024,
         "threads": int(status["Threads"]),
@@ -148,7 +150,7 @@ def main() -> None:
         results.append(_summary(setting, ranks, arguments.kind == "groups"))
         print(results[-1]["text"], flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
