@@ -255,7 +255,8 @@ def test_torch_records_the_gloo_inside_of_a_group_under_its_name(tmp_path: Path)
     c10d = pytest.importorskip("torch._C._distributed_c10d")
     if not hasattr(c10d, "_dump_fr_trace"):
         pytest.skip("this torch does not record Gloo's calls")
-    gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9)).allreduce([torch.ones(2)]).wait()
+    group: Any = gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9))
+    group.allreduce([torch.ones(2)]).wait()
     (tmp_path / "rank_0").write_bytes(c10d._dump_fr_trace())
     with pytest.raises(UsageError, match="the Gloo inside of commlayer's groups"):
         read_dumps([tmp_path / "rank_0"])
