@@ -107,11 +107,12 @@ def counted(flags: list[str]) -> int | str:
 def main() -> None:
     with tempfile.NamedTemporaryFile() as store:
         multi_latent_attention.HAVE_TE = False  # it looks for the package, and not for what it takes from it
-        torch.cuda.current_device = lambda: torch.device("meta")  # where latent attention asks for its angles to be
+        # Latent attention asks by this where its angles are to be, and takes a device as well as a number.
+        torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        found = [counted(flags) for flags in json.load(sys.stdin)]
-        sys.stdout.write(f"PARAMETERS {json.dumps(found)}\n")
+        counts = [counted(flags) for flags in json.load(sys.stdin)]
+        sys.stdout.write(f"PARAMETERS {json.dumps(counts)}\n")
         dist.destroy_process_group()
 
 
