@@ -2,10 +2,12 @@
 
 ``python benchmarks/hangs.py`` runs the programs of ``tests/diagnosis/hanging_programs.py`` as real
 processes on torch's Gloo, which torch's own Flight Recorder records (up to 8 ranks), and in memory for
-dumps with the states that NCCL's recorder writes, with and without times (up to 32 ranks). For each it
-counts whether the cause, the ranks and the places in the program are right. A false verdict blames
-a cause or ranks that are not at fault; "cannot be told" is none. Sound and slow jobs have to give no alarm.
-``--json FILE`` keeps every verdict. The dumps, pickled ones too, were made by this very run.
+dumps with the states that NCCL's recorder writes, with and without times, and for the lines of
+watchdogs alone (up to 32 ranks). Stacks and a job's log lie beside some. For each it counts whether
+the cause, the ranks and the places in the program are right. A false verdict blames a cause or ranks
+that are not at fault; "cannot be told" is none. Sound and slow jobs have to give no alarm.
+``--seed N`` tries other sizes, meshes and orders of calls; ``--json FILE`` keeps every verdict. The
+dumps, pickled ones too, were made by this very run.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "diagnosis"))  # the programs
 
-from dumps_in_memory import write_dumps
+from dumps_in_memory import write_dumps, write_texts
 from gloo_recordings import record
-from hanging_programs import Hang, hangs, judged, slow_jobs, stuck
+from hanging_programs import Hang, hangs, judged, seen_in_lines, stuck
 from jobs_in_memory import Job, run
+from program_shapes import slow_jobs
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
+from watchdogs_in_memory import PREFIXES, RELEASES, Style, watchdog_lines
 
-from commlayer.diagnosis.dump_readings import diagnose_dumps
-from commlayer.diagnosis.recorder_dumps import read_dumps
+from commlayer.diagnosis import explain
 
-RECORDERS = {"gloo": 8, "nccl": 32, "nccl with times": 32}
+RECORDERS = {"gloo": 8, "nccl": 32, "nccl with times": 32, "watchdogs": 32}
 """The recorders, and the most ranks of their programs."""
 NUM_SOUND = 200
 
@@ -48,16 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recorder", choices=tuple(RECORDERS), help="of this recorder alone")
     parser.add_argument("--only", default="", help="programs whose names have this text")
+    parser.add_argument("--seed", type=int, default=0, help="programs of other sizes and orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every verdict there")
     arguments = parser.parse_args()
     recorders = [arguments.recorder] if arguments.recorder else list(RECORDERS)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for recorder in recorders:
-            chosen = [each for each in hangs(RECORDERS[recorder]) if arguments.only in each.name]
+            every = hangs(RECORDERS[recorder], arguments.seed)
+            chosen = [each for each in every if arguments.only in each.name and (each.is_on_gloo or recorder != "gloo")]
             shown = track(chosen, recorder, console=Console(stderr=True))
             for index, hang in enumerate(shown):
-                paths = dumps_of(hang, recorder, Path(folder) / f"{recorder} {index}", index)
+                paths = files_of(hang, recorder, Path(folder) / f"{recorder} {index}", index)
                 rows.append(row_of(hang, recorder, paths))
         alarms = sum(sound_alarms(Path(folder))) if not arguments.only else None
     if arguments.json:
@@ -66,33 +71,46 @@ def main() -> None:
     show(rows, alarms)
 
 
-def dumps_of(hang: Hang, recorder: str, folder: Path, seed: int) -> list[Path]:
-    """The dumps of a program that hangs."""
+def files_of(hang: Hang, recorder: str, folder: Path, seed: int) -> list[Path]:
+    """The files that a program leaves which hangs."""
     if recorder == "gloo":
         return record(hang, folder)
-    return write_dumps(
-        folder,
-        stuck(hang),
-        random.Random(seed),
-        has_timing=recorder != "nccl",
-        absent=hang.absent + hang.stopped,
-        most=hang.most,
-    )
+    job, random_ = stuck(hang), random.Random(seed)
+    without = hang.absent + hang.stopped
+    if recorder == "watchdogs":
+        return [write_watchdogs(folder, job, random_, hang)]
+    has_timing = recorder != "nccl"
+    dumps = write_dumps(folder, job, random_, has_timing=has_timing, absent=without, most=hang.most)
+    return [*dumps, *write_texts(folder, job, hang.died, without)]
+
+
+def write_watchdogs(folder: Path, job: Job, random_: random.Random, hang: Hang) -> Path:
+    """Write the lines of watchdogs as a release of torch behind a launcher, and those of ranks that died."""
+    folder.mkdir()
+    style = Style(random_.choice(RELEASES), random_.choice(list(PREFIXES)))
+    died = [line for lines in hang.died.values() for line in lines]
+    lines = [*died, *watchdog_lines(job, random_, style, absent=hang.absent + hang.stopped)]
+    path = folder / "job.log"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def row_of(hang: Hang, recorder: str, paths: Sequence[Path]) -> dict[str, Any]:
     """The verdict of a program, and what torch's analyzer says of it."""
-    diagnosis = diagnose_dumps(read_dumps(paths))[1]
+    hang = seen_in_lines(hang) if recorder == "watchdogs" else hang
+    diagnosis = explain(paths)
     verdict = judged(hang, diagnosis, has_messages=recorder != "gloo")
+    dumps = [path for path in paths if path.suffix not in (".txt", ".log")]
     return {
         "program": hang.name,
         "recorder": recorder,
+        "expected": sorted(hang.causes),
         "said": verdict.words,
         "cause": verdict.cause,
         "ranks": verdict.ranks,
         "places": verdict.places,
         "false": verdict.is_false,
-        "torch": torch_says(paths),
+        "torch": torch_says(dumps) if dumps else "nothing",
     }
 
 
@@ -125,7 +143,7 @@ def sound_alarms(folder: Path) -> Iterator[bool]:
         job = Job(groups, program)
         run(job, random_, random_.randint(1, 12))
         paths = write_dumps(folder / f"sound {index}", job, random_, has_timing=bool(index % 2), age_s=20.0)
-        yield diagnose_dumps(read_dumps(paths))[1].has_found
+        yield explain(paths).has_found
 
 
 def show(rows: Sequence[dict[str, Any]], alarms: int | None) -> None:

@@ -53,7 +53,8 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     them alike; ``elements``: how many are sent, where bytes are not known, −1: neither are they;
     ``to``, ``of``: bytes for and from each member, where they may differ; ``root``, ``peer``:
     global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
-    ``stage``: of a call that makes a group, what the rank is at.
+    ``stage``: of a call that makes a group, what the rank is at. ``made_by``: the program's thread
+    that made it, where ``thread`` waits on a device.
     """
 
     group: int
@@ -75,10 +76,16 @@ class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_async: bool = False
     issued_ns: int = 0
     stage: str = ""
+    made_by: int = NO_THREAD
 
     @property
     def is_message(self) -> bool:
         return self.kind in MESSAGES
+
+    @property
+    def maker(self) -> int:
+        """The thread of the program that made it."""
+        return self.thread if self.made_by == NO_THREAD else self.made_by
 
 
 class WaitLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

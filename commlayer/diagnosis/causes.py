@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import CallLog, RankLog
+from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog
 from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call
 from commlayer.diagnosis.findings import (
     Cause,
@@ -128,8 +128,15 @@ def _first_shift(groups: Iterable[_Group]) -> Cause | None:
         if len(odd) != 1:
             continue
         other = next(each for each in calls if each != odd[0] and number in calls[each])
+        if _is_by_threads(calls[odd[0]], calls[other], number):
+            return _threads(group, odd[0], other, number)
         pairs = [(odd[0], other), (other, odd[0])]
-        for its, theirs in pairs if len(calls) == 2 else pairs[:1]:
+        pairs = [
+            pair for pair in pairs[: 2 if len(calls) == 2 else 1] if _is_known(calls[pair[0]], calls[pair[1]], number)
+        ]
+        if pairs and all(_has_gone_on(calls[rank], number) for rank in pairs[0]):
+            return _apart(group, odd[0], other, number)
+        for its, theirs in pairs:
             shift = _shift(calls[its], calls[theirs], number)
             if shift:
                 return _shifted(group, its, theirs, number, shift)
@@ -153,27 +160,53 @@ def _identity(call: CallLog) -> tuple[object, ...]:
     return *shared_signature(call), call.site
 
 
-def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
-    """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
-    0: neither.
+def _is_known(its: _Calls, theirs: _Calls, number: int) -> bool:
+    """Whether both have made the other one's call ``number`` under one number before.
 
-    Both must have made this very call under one number before: ranks that take turns at two
-    places, as where each broadcasts in its turn, are never at one place.
+    Ranks that take turns at two places, as where each broadcasts in its turn, are never at one place.
     """
     apart = _identity(theirs[number])
-    if not any(
+    return any(
         at < number and at in its and _identity(its[at]) == _identity(call) == apart for at, call in theirs.items()
-    ):
-        return 0
+    )
+
+
+def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
+    """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
+    0: neither."""
     ahead = dict(theirs)
     for _ in range(_MOST_EXTENDED):
         if max(ahead) > max(its) or not _extend(ahead):
             break
     if _runs(its, ahead, number, 1):
         return 1
-    if _runs(its, ahead, number, -1) or _runs(its, ahead, number + 1, -1):
+    if _runs(its, ahead, number, -1):
         return -1
-    return 0
+    # Where all calls are alike, those behind one of another kind would also be the others' own next ones.
+    is_replaced = shared_signature(its[number]) != shared_signature(theirs[number])
+    is_replaced = is_replaced and _runs(its, ahead, number + 1, 0)
+    return -1 if _runs(its, ahead, number + 1, -1) and not is_replaced else 0
+
+
+def _is_by_threads(its: _Calls, theirs: _Calls, number: int) -> bool:
+    """Whether two ranks make two calls in two orders, and a rank makes them from two threads."""
+    pairs = [(calls.get(number), calls.get(number + 1)) for calls in (its, theirs)]
+    makers = [{call.maker for call in pair if call is not None} for pair in pairs]
+    (its_first, its_second), (their_first, their_second) = pairs
+    swaps = [
+        one is not None and two is not None and _identity(one) == _identity(two)
+        for one, two in ((its_first, their_second), (its_second, their_first))
+    ]
+    return any(len(each - {NO_THREAD}) > 1 for each in makers) and any(swaps)
+
+
+def _has_gone_on(calls: _Calls, number: int) -> bool:
+    """Whether a rank had made call ``number`` after the one before it earlier too, as at a step's end.
+
+    Where each of two ranks has, neither has left a single call out: their steps differ.
+    """
+    pairs = [(_identity(calls[at - 1]), _identity(calls[at])) for at in calls if at <= number and at - 1 in calls]
+    return number - 1 in calls and pairs.count((_identity(calls[number - 1]), _identity(calls[number]))) > 1
 
 
 def _extend(calls: dict[int, CallLog]) -> bool:
@@ -193,17 +226,34 @@ def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
 
 
 def _shifted(group: _Group, rank: int, other: int, number: int, shift: int) -> Cause:
-    call = NamedCall.of_log(rank, group.name, group.calls[rank][number])
-    theirs = NamedCall.of_log(other, group.name, group.calls[other][number])
     is_pair = len(group.calls) == 2
     left, made = "left out a call", "made a call too many"
     who = f"rank {rank} has {left if shift > 0 else made} of group {group.name}"
     if is_pair:
         who += f", or rank {other} has {made if shift > 0 else left}"
+    return _unlike(group, rank, other, number, "skipped" if shift > 0 else "extra", who)
+
+
+def _apart(group: _Group, rank: int, other: int, number: int) -> Cause:
+    who = f"rank {rank} is at another place of its steps, as it has made more calls of group {group.name}, or fewer"
+    return _unlike(group, rank, other, number, "steps", who)
+
+
+def _threads(group: _Group, rank: int, other: int, number: int) -> Cause:
+    who = (
+        f"threads of a rank make calls of group {group.name} in no certain order (give each thread a group of its own)"
+    )
+    return _unlike(group, rank, other, number, "threads", who)
+
+
+def _unlike(group: _Group, rank: int, other: int, number: int, what: str, who: str) -> Cause:
+    """A cause that follows from what ``rank`` makes as a call, and ``other`` as the same one."""
+    call = NamedCall.of_log(rank, group.name, group.calls[rank][number])
+    theirs = NamedCall.of_log(other, group.name, group.calls[other][number])
     return Cause(
-        what="skipped" if shift > 0 else "extra",
+        what=what,
         certainty="likely",
-        ranks=(rank, other) if is_pair else (rank,),
+        ranks=(rank, other) if len(group.calls) == 2 else (rank,),
         calls=(call, theirs),
         words=(
             f"{who}: as call #{number} rank {rank} makes {call.kind} at {call.site}, "
@@ -257,7 +307,7 @@ def _order(cycle: Cycle, certainty: str) -> Cause:
 def _absent(missing: Sequence[Missing]) -> Cause:
     first = max(missing, key=lambda each: len(each.waiting) + len(each.behind))
     what, state, certainty = {
-        "gone": ("ended", "has ended", "proven"),
+        "gone": ("ended", f"has ended{first.how and f' {first.how}'}", "proven"),
         "late": ("absent", "is in no call", "proven"),
         "silent": ("no dump", "has left no dump", "likely"),
         "held": ("held", "waits in other calls of its own", "likely"),

@@ -41,6 +41,7 @@ from commlayer.diagnosis.call_logs import (
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes, entry_dtype
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
+from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
 from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
 from commlayer.profiles.counted import listed
@@ -55,8 +56,11 @@ _CLOCKS_APART_NS = 5_000_000_000
 _MOST_LOST = 8
 
 
-def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -> tuple[list[RankLog], Diagnosis]:
-    """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where programs are.
+def diagnose_dumps(
+    dumps: Sequence[Dump], places: Sequence[ProgramPlace] = (), ends: Sequence[ProgramEnd] = ()
+) -> tuple[list[RankLog], Diagnosis]:
+    """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where programs are;
+    ``ends``: how some have ended.
 
     Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a device, and be waited for
     later on a host, so the dumps of a sound job may look like a circle for a moment.
@@ -75,7 +79,7 @@ def diagnose_dumps(dumps: Sequence[Dump], places: Sequence[ProgramPlace] = ()) -
     if not any(_is_past_timeout(entry, dump.written_ns) for dump in dumps for entry in dump.entries):
         doubts.append(_ONLY_LATE)
     diagnosis = msgspec.structs.replace(
-        with_places(diagnosis, places),
+        with_ends(with_places(diagnosis, places), ends),
         assumed=(*diagnosis.assumed, *_assumed(diagnosis, logs, groups, is_on_device=is_on_device)),
         open=tuple(_open(dumps, has_messages=has_messages)),
     )
@@ -350,6 +354,7 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
         thread=thread,
         is_async=not is_on_host,
         issued_ns=entry.time_created_ns,
+        made_by=_thread(entry),
     )
 
 

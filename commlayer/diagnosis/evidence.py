@@ -21,6 +21,7 @@ from commlayer.diagnosis.dump_readings import diagnose_dumps, without_contradict
 from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import parse_log
+from commlayer.diagnosis.program_ends import ProgramEnd, has_ends, read_ends, with_ends
 from commlayer.diagnosis.program_stacks import ProgramPlace, has_stacks, read_stacks, with_places
 from commlayer.diagnosis.ras_output import (
     RasOutput,
@@ -61,6 +62,7 @@ class Evidence:
     watchdogs: list[tuple[str, bytes]] = field(default_factory=list)
     ras: list[RasOutput] = field(default_factory=list)
     places: list[ProgramPlace] = field(default_factory=list)
+    ends: list[ProgramEnd] = field(default_factory=list)
     num_stacks: int = 0
     unknown: list[str] = field(default_factory=list)
     keeps_all: bool = False
@@ -93,7 +95,7 @@ class Evidence:
         first: Judged = {}
         for judge, is_there in (
             (self._by_logs, self.logs),
-            (lambda: {"": diagnose_dumps(self.dumps, self.places)}, self.dumps),
+            (lambda: {"": diagnose_dumps(self.dumps, self.places, self.ends)}, self.dumps),
             (self._by_watchdogs, self.watchdogs),
             (lambda: self._inferred(diagnose_ras(self.ras)), self.ras),
         ):
@@ -115,13 +117,13 @@ class Evidence:
         return {"": (self.logs, with_cause(diagnosis, self.logs))}
 
     def _by_watchdogs(self) -> Judged:
-        return self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs)))
+        return self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs), self.ends))
 
     def _inferred(self, results: Judged) -> Judged:
         """The results of logs that were inferred, with places and with causes, which are likely at most."""
         judged = {}
         for name, (logs, result) in results.items():
-            diagnosis = with_places(result, self.places)
+            diagnosis = with_ends(with_places(result, self.places), self.ends)
             if diagnosis.findings or diagnosis.waits:
                 diagnosis = with_cause(diagnosis, logs, circles_are="likely", at_most="likely")
             judged[name] = logs, diagnosis
@@ -153,6 +155,10 @@ class Evidence:
             parts.append(f"{counted(len(self.ras), 'output')} of NCCL's RAS")
         if self.num_stacks:
             parts.append(f"{counted(self.num_stacks, 'file')} with stacks of {counted(len(self.places), 'rank')}")
+        if self.ends:
+            parts.append(
+                f"how the {counted(len(self.ends), 'program')} of {ranks_words(sorted({end.rank for end in self.ends}))} ended"
+            )
         if self.unknown:
             more = ", …" if len(self.unknown) > _MOST_NAMED else ""
             names = ", ".join(shortened(name) for name in self.unknown[:_MOST_NAMED])
@@ -235,6 +241,8 @@ def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
     if places:
         evidence.places += places
         evidence.num_stacks += 1
+    ends = read_ends(data) if has_ends(data) else []
+    evidence.ends += ends
     outputs = [part for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
     evidence.ras += [read_ras(file.name, part) for part in outputs]
-    return has_lines or bool(places or outputs)
+    return has_lines or bool(places or outputs or ends)

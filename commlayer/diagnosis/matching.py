@@ -65,7 +65,9 @@ def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike |
         unlike = _odd("size", counts, unit=" elements")
         if unlike is not None:
             return unlike
-    return _parts(calls, members) if kind in _EXCHANGES else None
+    if kind not in _EXCHANGES:
+        return None
+    return _parts(calls, members) or (_totals(calls) if len(calls) == len(members) else None)
 
 
 def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | None:
@@ -102,6 +104,21 @@ def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | Non
     more = f" (and {len(wrong) - 1} more pairs)" if len(wrong) > 1 else ""
     words = f"splits differ: rank {sender} sends {going} bytes to rank {receiver}, which expects {coming}{more}"
     return Unlike(what="splits", odd=tuple(sorted(rank for rank in counts if counts[rank] == worst)), words=words)
+
+
+def _totals(calls: Mapping[int, CallLog]) -> Unlike | None:
+    """What all members of an all_to_all send together against what they expect, where splits are not known."""
+    unknown = any(call.kind != "all_to_all" or min(call.sent, call.received) < 0 for call in calls.values())
+    sent, expected = sum(call.sent for call in calls.values()), sum(call.received for call in calls.values())
+    if unknown or sent == expected:
+        return None
+    uneven = tuple(sorted(rank for rank, call in calls.items() if call.sent != call.received))
+    odd = uneven if 2 * len(uneven) < len(calls) else tuple(sorted(calls))
+    return Unlike(
+        what="splits",
+        odd=odd,
+        words=f"splits differ: all members together send {sent} bytes and expect {expected}",
+    )
 
 
 def _going(call: CallLog, place: int) -> int | None:

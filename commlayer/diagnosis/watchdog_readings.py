@@ -25,6 +25,7 @@ import msgspec
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
 from commlayer.diagnosis.dump_groups import collective_kind
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
+from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
 from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.printable import shortened
@@ -68,8 +69,11 @@ class _Group:
         return f"{self.description} ({self.name})" if self.description else self.name
 
 
-def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], Diagnosis]]:
-    """Return of each job in the lines the logs that they amount to, and what is wrong.
+def diagnose_watchdogs(
+    lines: WatchdogLines, ends: Sequence[ProgramEnd] = ()
+) -> dict[str, tuple[list[RankLog], Diagnosis]]:
+    """Return of each job in the lines the logs that they amount to, and what is wrong. ``ends``: how programs
+    have ended.
 
     Where nothing is found, ``open`` says which calls have timed out, why it cannot be told who is
     behind, and what to switch on.
@@ -88,19 +92,21 @@ def diagnose_watchdogs(lines: WatchdogLines) -> dict[str, tuple[list[RankLog], D
     for report in lines.reports:
         jobs.setdefault(report.job, []).append(report)
     return {
-        job if len(jobs) > 1 else "": _diagnosed(reports, lines.remarks, lines.are_thinned)
+        job if len(jobs) > 1 else "": _diagnosed(
+            reports, lines.remarks, lines.are_thinned, ends if len(jobs) == 1 else ()
+        )
         for job, reports in jobs.items()
     }
 
 
 def _diagnosed(
-    reports: Sequence[RankReport], remarks: Sequence[str], are_thinned: bool
+    reports: Sequence[RankReport], remarks: Sequence[str], are_thinned: bool, ends: Sequence[ProgramEnd]
 ) -> tuple[list[RankLog], Diagnosis]:
     by_rank = {report.rank: report for report in reports}
-    groups = _groups(by_rank)
+    groups = _groups(by_rank, {end.rank for end in ends})
     ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
     logs = [_log(report, groups, ranks) for report in reports]
-    diagnosis = diagnose(logs)
+    diagnosis = with_ends(diagnose(logs), ends)
     assumed = []
     if are_thinned:
         diagnosis = msgspec.structs.replace(diagnosis, findings=_differing(diagnosis), waits=())
@@ -144,8 +150,9 @@ def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
 # Groups
 
 
-def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
-    """The groups in which calls have timed out, and the one of all ranks."""
+def _groups(by_rank: dict[int, RankReport], ended: set[int]) -> dict[str, _Group]:
+    """The groups in which calls have timed out, and the one of all ranks; ``ended``: ranks whose programs have."""
+    size = max([*by_rank, *ended]) + 1
     places: dict[str, dict[int, int]] = {}
     last_ns = max(report.last_ns for report in by_rank.values())
     faults: dict[str, str] = {}
@@ -165,7 +172,6 @@ def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
         named = [name for name in places if descriptions[name] == description]
         if len(named) == 1:  # split_group gives all parts one name; where parts have their own, the name is one group's
             faults.setdefault(named[0], "the groups of a mesh's dimension may all go by this name")
-    size = max(by_rank) + 1
     groups = {}
     for name, of_group in places.items():
         reports = [report.groups[name] for report in by_rank.values() if name in report.groups]
@@ -183,7 +189,8 @@ def _groups(by_rank: dict[int, RankReport]) -> dict[str, _Group]:
         )
     groups = _with_only_candidates(groups, by_rank, places)
     return {
-        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group) for name, group in groups.items()
+        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group, ended)
+        for name, group in groups.items()
     }
 
 
@@ -195,10 +202,12 @@ def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
     return (last_ns - first_ns) / 1e9 if first_ns else 0.0
 
 
-def _reported(group: _Group) -> _Group:
-    """The group without the members that do not report on it: they may have been about to."""
-    ranks = tuple(rank for rank in group.ranks if rank not in group.silent)
-    return replace(group, ranks=ranks, silent=(), is_complete=group.is_complete and not group.silent)
+def _reported(group: _Group, ended: set[int]) -> _Group:
+    """The group without the members that do not report on it, and have not ended: they may have been about to."""
+    late = set(group.silent) - ended
+    ranks = tuple(rank for rank in group.ranks if rank not in late)
+    silent = tuple(rank for rank in group.silent if rank in ended)
+    return replace(group, ranks=ranks, silent=silent, is_complete=group.is_complete and not late)
 
 
 def _members(places: dict[int, int], size: int) -> Sequence[int]:

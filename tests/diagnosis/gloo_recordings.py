@@ -7,11 +7,14 @@ that the recorder notes these places. When all ranks are where they stay, they w
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
+import queue
 import signal
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +24,8 @@ from typing import Any
 import torch
 import torch._dynamo  # else each rank imports it at its first call, for seconds
 import torch.distributed as dist
-from hanging_programs import Hang, stuck
-from jobs_in_memory import Op
+from hanging_programs import AWAY, Hang, stuck
+from jobs_in_memory import Groups, Op
 
 __all__ = ["record"]
 
@@ -30,6 +33,8 @@ _LATER_S = 100.0
 """How much later than they were written the dumps are dated, so that their calls are overdue."""
 _PATIENCE_S = 3.0
 _FAILED = 255
+_APART_S = 0.05
+"""The time by which one thread calls before another."""
 _DTYPES = {"float32": torch.float32, "int8": torch.int8, "int32": torch.int32, "": torch.float32}
 
 
@@ -54,7 +59,8 @@ def record(hang: Hang, folder: Path) -> list[Path]:
     paths = [path for path in sorted(folder.glob("rank_*")) if path.suffix != ".part"]
     for path in paths:
         os.utime(path, (later, later))
-    return [path for path in paths if int(path.name[5:]) not in hang.absent]
+    dumps = [path for path in paths if int(path.name[5:]) not in hang.absent]
+    return [*dumps, *sorted(folder.glob("stack_rank_*"))]
 
 
 def _await_hang(hang: Hang, progress: mmap.mmap) -> None:
@@ -102,6 +108,9 @@ def _run(hang: Hang, rank: int, folder: Path, progress: mmap.mmap) -> None:
 
     def write(*_: Any) -> None:
         content = torch._C._distributed_c10d._dump_fr_trace(True)  # type: ignore[attr-defined]
+        if hang.causes == {"elsewhere"}:
+            with (folder / f"stack_rank_{rank}.txt").open("w", encoding="utf-8") as stacks:
+                faulthandler.dump_traceback(stacks, all_threads=True)
         path.with_suffix(".part").write_bytes(content)
         path.with_suffix(".part").rename(path)
         progress[len(hang.program) + rank] = 1
@@ -119,9 +128,7 @@ def _run(hang: Hang, rank: int, folder: Path, progress: mmap.mmap) -> None:
     threading.Thread(target=await_word, daemon=True).start()
     progress[rank] = 1
     try:
-        for at, op in enumerate(hang.program[rank], 1):
-            progress[rank] = 1 + at
-            _made(op, rank, groups[op.group], hang.groups[op.group])
+        _run_ops(hang, rank, groups, progress)
         progress[rank] = 1 + len(hang.program[rank])
     except RuntimeError:
         progress[rank] = _FAILED
@@ -130,8 +137,39 @@ def _run(hang: Hang, rank: int, folder: Path, progress: mmap.mmap) -> None:
     time.sleep(60)
 
 
-def _made(op: Op, rank: int, group: Any, members: tuple[int, ...]) -> None:
-    """Make the call of ``op`` from its line of the program."""
+def _run_ops(hang: Hang, rank: int, groups: dict[str, Any], progress: mmap.mmap) -> None:
+    """Run the steps of a rank's program, those of another thread on one, beside the step before or after them."""
+    ops = hang.program[rank]
+    thread = ThreadPoolExecutor(1)
+    beside: Future[None] | None = None
+    for at, op in enumerate(ops):
+        progress[rank] = 2 + at
+        following = ops[at + 1] if at + 1 < len(ops) else op
+        if op.thread:
+            if beside is None:
+                beside = thread.submit(_made, op, groups, hang.groups)
+            time.sleep(_APART_S)
+            continue
+        if following.thread:
+            beside = thread.submit(_made, following, groups, hang.groups, _APART_S)
+        _made(op, groups, hang.groups)
+        if beside is not None and (not following.thread or op.kind == "wait"):
+            beside.result()
+            beside = None
+
+
+def _made(op: Op, groups: dict[str, Any], members: Groups, after_s: float = 0.0) -> None:
+    """Make the call of ``op`` from its line of the program, or wait there."""
+    time.sleep(after_s)
+    if op.kind in ("lock", "load"):
+        lock = threading.Lock()
+        lock.acquire()
+        _at_line(op.line)(lock.acquire if op.kind == "lock" else queue.Queue().get)
+    elif op.kind not in (*AWAY, "wait"):  # a blocking call has ended, and a thread is waited for elsewhere
+        _called(op, groups[op.group], members[op.group])
+
+
+def _called(op: Op, group: Any, members: tuple[int, ...]) -> None:
     width = torch.tensor([], dtype=_DTYPES[op.dtype]).element_size()
     tensor = torch.ones(max(op.sent // width, 1), dtype=_DTYPES[op.dtype])
     call = _at_line(op.line)
@@ -145,7 +183,8 @@ def _made(op: Op, rank: int, group: Any, members: tuple[int, ...]) -> None:
         output = torch.empty(len(tensor) // size, dtype=tensor.dtype)
         call(dist.reduce_scatter_tensor, output, tensor, group=group)
     elif op.kind == "all_to_all":
-        call(dist.all_to_all_single, torch.empty_like(tensor), tensor, group=group)
+        to, of = ([part // width for part in parts or ()] for parts in (op.to, op.of))
+        call(dist.all_to_all_single, tensor.new_empty(sum(of)), tensor, of, to, group=group)
     elif op.kind == "broadcast":
         call(dist.broadcast, tensor, op.root, group=group)
     elif op.kind in ("send", "recv"):

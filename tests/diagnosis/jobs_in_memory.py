@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
 
-__all__ = ["Groups", "Job", "Op", "Program", "legal_program", "run"]
+__all__ = ["KINDS", "Groups", "Job", "Op", "Program", "legal_program", "run"]
 
 THREAD = 7
 
@@ -20,6 +20,7 @@ class Op:
     """A step of a rank's program: a call (collective, send or recv; ``is_async``: waited for later), or the wait for one.
 
     ``mark``: names the call among those of its rank; its wait has the same one. ``line``: where in the program it stands.
+    ``thread``: of the rank's, by number.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Op:
     tag: int = 0
     to: tuple[int, ...] | None = None
     of: tuple[int, ...] | None = None
+    thread: int = 0
 
 
 Groups = dict[str, tuple[int, ...]]

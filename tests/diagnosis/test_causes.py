@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
-from dumps_in_memory import write_dumps
-from hanging_programs import Hang, hangs, judged, slow_jobs, stuck
+from dumps_in_memory import write_dumps, write_texts
+from hanging_programs import Hang, hangs, judged, stuck
 from jobs_in_memory import Job, run
+from program_shapes import slow_jobs
 
 from commlayer.cli.main import main
 from commlayer.diagnosis import explain, explaining, in_words
@@ -28,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(hang: Hang, folder: Path, *, has_timing: bool = True, seed: int = 0) -> list[Path]:
-    """Its dumps, with the states of NCCL's recorder."""
-    absent = hang.absent + hang.stopped
-    random_ = random.Random(seed)
-    return write_dumps(folder, stuck(hang), random_, has_timing=has_timing, absent=absent, most=hang.most)
+    """Its dumps, with the states of NCCL's recorder, its stacks and its log."""
+    job, absent = stuck(hang), hang.absent + hang.stopped
+    dumps = write_dumps(folder, job, random.Random(seed), has_timing=has_timing, absent=absent, most=hang.most)
+    return [*dumps, *write_texts(folder, job, hang.died, absent)]
 
 
 def named(text: str) -> Hang:
@@ -43,7 +44,7 @@ def named(text: str) -> Hang:
 def test_causes_ranks_and_places_are_named(has_timing: bool, tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     wrong = []
-    for index, hang in enumerate(hangs(16)):
+    for index, hang in enumerate(hangs(8)):
         paths = written(hang, tmp_path / str(index), has_timing=has_timing, seed=index)
         verdict = judged(hang, explain(paths), has_messages=True)
         counts["programs"] += 1
@@ -54,6 +55,40 @@ def test_causes_ranks_and_places_are_named(has_timing: bool, tmp_path: Path) -> 
     for what in ("cause", "ranks", "places"):
         assert counts[what] >= 0.95 * counts["programs"], (what, counts, wrong)
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("program", "what", "ranks", "words"),
+    [
+        ("ddp 4: ahead on rank 3", "steps", {3}, "is at another place of its steps"),
+        ("broadcasts 4: behind on rank 2", "steps", {2}, "as call #14 rank 2 makes broadcast at train.py:120"),
+        ("ddp 4: threads on rank 0", "threads", {0}, "give each thread a group of its own"),
+        ("ep+dp 4: splits on rank 0", "splits", {0, 1}, "all members together send 144 bytes and expect 128"),
+        ("ddp 4: network on rank 2", "stalled", {0, 1, 2, 3}, "all ranks have come to all_reduce #4"),
+        ("ddp 4: lock on rank 1", "elsewhere", {1}, "rank 1 is at train.py:600 in step, in no call"),
+        ("ddp 4: exception on rank 3", "ended", {3}, "OutOfMemoryError: CUDA out of memory"),
+        ("ddp 4: killed on rank 0", "ended", {0}, "rank 0 has ended by SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("has_timing", [True, False], ids=["timing", "no timing"])
+def test_each_kind_is_named(
+    program: str, what: str, ranks: set[int], words: str, has_timing: bool, tmp_path: Path
+) -> None:
+    cause = explain(written(named(program), tmp_path / "dumps", has_timing=has_timing)).cause
+    assert cause is not None
+    assert cause.what == what
+    assert set(cause.ranks) == ranks
+    assert words in cause.words
+
+
+def test_programs_of_other_sizes_and_orders_are_judged_alike(tmp_path: Path) -> None:
+    verdicts = [
+        (hang.name, judged(hang, explain(written(hang, tmp_path / str(index), seed=index)), has_messages=True))
+        for index, hang in enumerate(hangs(6, seed=1))
+    ]
+    assert [name for name, verdict in verdicts if verdict.is_false] == []
+    rights = [verdict.cause and verdict.ranks and verdict.places for _, verdict in verdicts]
+    assert sum(rights) >= 0.95 * len(rights)
 
 
 @pytest.mark.parametrize("age_s", [20.0, 90.0, 300.0])

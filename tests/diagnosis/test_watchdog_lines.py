@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import pytest
 from jobs_in_memory import Groups, Job, Op, Program, run
-from watchdogs_in_memory import PREFIXES, Style, mesh_groups, watchdog_lines
+from watchdogs_in_memory import PREFIXES, RELEASES, Style, mesh_groups, watchdog_lines
 
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch
 from commlayer.diagnosis.watchdog_lines import EITHER, WatchdogLines, read_watchdog_lines
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
 
-RELEASES = [(2, 3), (2, 4), (2, 5), (2, 7), (2, 13)]
 EP, DP = "EXPERT_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
 
 

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 
 from jobs_in_memory import Groups, Job, Op
 
-__all__ = ["GUIDS", "Style", "mesh_groups", "watchdog_lines"]
+__all__ = ["GUIDS", "RELEASES", "Style", "mesh_groups", "watchdog_lines"]
 
 START = datetime(2026, 9, 3, 5, 20, 3, tzinfo=timezone.utc)
 TYPES = {
@@ -29,6 +29,7 @@ PREFIXES = {
     "ray": "(Trainer pid=58{rank}, ip=10.0.0.{node}) ",
     "kubernetes": "2026-09-03T05:20:03.110823792Z stderr F ",
 }
+RELEASES = [(2, 3), (2, 4), (2, 5), (2, 7), (2, 13)]
 GUIDS = {"world": ("0", "default_pg")}
 
 
@@ -156,6 +157,8 @@ def _in_flight(job: Job, rank: int) -> list[tuple[str, Op, int]]:
     oldest: dict[str, tuple[str, Op, int]] = {}
     for op, at in here.calls:
         if op.kind in ("send", "recv"):
+            if here.is_in_call and here.program[here.at].mark == op.mark:
+                oldest.setdefault(op.group, (op.group, op, at))
             continue
         if here.numbers[op.mark] > here.done.get(op.group, 0):
             oldest.setdefault(op.group, (op.group, op, at))
