@@ -37,7 +37,7 @@ from commlayer.drawing.mapping_cells import (
     part_cells,
     traffic_cells,
 )
-from commlayer.readers.megatron_args import Launch, read_launch
+from commlayer.readers.launch_lines import Launch, read_launch
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
 from commlayer.units import format_us
 
@@ -63,7 +63,7 @@ def _read_launch(ctx: click.Context, _: click.Parameter, file: TextIO | None) ->
     type=click.File(errors="replace"),
     is_eager=True,
     callback=_read_launch,
-    help="A launch line of Megatron-LM (-: stdin), for all of the job and the mapping that other options do not say.",
+    help="A launch line of Megatron-LM or torchtitan (-: stdin), for all that other options do not say.",
 )
 @job_options
 @setup_options

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from commlayer.cli.main import main
 from commlayer.profiles.errors import UsageError
-from commlayer.readers.megatron_args import read_launch
+from commlayer.readers.launch_lines import read_launch
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.exports import export
 from commlayer.scheduler.mapping.job import Job, Setup

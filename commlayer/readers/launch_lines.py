@@ -1,0 +1,116 @@
+"""A launch line of a trainer as the options of ``commlayer estimate``: the inverse of its export.
+
+Only what a mapping, a batch or software depends on is read; the other flags are named, so that nobody takes them for read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
+from commlayer.readers.launch_flags import Flags, LaunchFormat, is_assigned, read_flags, variables_of
+from commlayer.readers.megatron_args import MEGATRON_ARGS
+from commlayer.readers.torchtitan_args import TORCHTITAN_ARGS, is_torchtitan, with_configuration
+from commlayer.scheduler.mapping.model import ModelShape
+
+__all__ = ["Launch", "read_launch"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch line that was read.
+
+    Attributes:
+        options: of the command, by the names of its parameters.
+        shape: fields of the model's.
+        changing: flags that change the step, and are not read.
+        unread: flags that nothing here depends on, or that nobody knows.
+        remarks: where an option is the nearest thing, and not the same.
+        misspelt: those of them that are nearly the name of a flag that is known, in a question.
+        unknown: variables of the shell in the place of flags, which the text does not assign.
+    """
+
+    options: Mapping[str, object]
+    shape: Mapping[str, str]
+    changing: tuple[str, ...]
+    unread: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    misspelt: tuple[str, ...] = ()
+
+    def check(self, model: ModelShape) -> None:
+        """Raises UsageError where the line is of another model."""
+        for name, value in self.shape.items():
+            if value != str(getattr(model, name)):
+                raise UsageError(
+                    f"the launch line is of a model with {name}={shortened(value)}, but {model.name} has "
+                    f"{getattr(model, name)}: name the model that it trains with --model"
+                )
+
+    def notes(self) -> Iterator[str]:
+        """The flags that were not read, where there are any."""
+        yield from self.misspelt
+        yield from self.remarks
+        if self.changing:
+            yield f"not read of the launch line, although the step changes with them: {', '.join(self.changing)}"
+        if self.unknown:
+            yield f"not read, as the text does not say what they hold: {', '.join(self.unknown)}: write their flags out"
+        if self.unread:
+            yield f"not read of the launch line, as nothing here depends on them or knows them: {', '.join(self.unread)}"
+
+
+def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Launch:
+    """Read a launch line, with its continuation lines, quotes and comments; what comes before its first flag is skipped.
+
+    A variable of the shell stands for what ``text`` assigns to it, else for what ``environment`` has.
+
+    Raises UsageError for quotes that do not end, a line without flags, a variable without a value, a configuration that cannot
+    be read, and for what this planner does not model.
+    """
+    variables = variables_of(text, environment or {})
+    flags, expanded = read_flags(text, variables)
+    if is_torchtitan(text, flags):
+        launch_format: LaunchFormat = TORCHTITAN_ARGS
+        flags = with_configuration(text, flags, variables)
+    elif "tensor-model-parallel-size" in flags or "micro-batch-size" in flags:
+        launch_format = MEGATRON_ARGS
+    else:
+        raise UsageError(
+            "expected a launch line of Megatron-LM, such as torchrun … pretrain_gpt.py --tensor-model-parallel-size 2 "
+            "--micro-batch-size 1, or of torchtitan, such as torchrun … -m torchtitan.train --job.config_file model.toml, got "
+            f"{', '.join(f'--{shortened(name)}' for name in list(flags)[:5]) or 'no flag'}"
+        )
+    options = dict(launch_format.options(flags))
+    shape = launch_format.shape(flags)
+    changing, unread, beyond = [], [], {*launch_format.changing, *launch_format.unlike(flags)}
+    for name in flags:
+        if name in beyond:
+            changing.append(name)
+        elif name not in launch_format.read:
+            unread.append(name)
+    unknown = tuple(shortened(word) for word in dict.fromkeys(expanded) if not is_assigned(word, text))
+    misspelt = (_question(name, flags, launch_format) for name in unread)
+    return Launch(
+        options,
+        shape,
+        tuple(flags.short_origin(name) for name in changing),
+        tuple(dict.fromkeys(flags.short_origin(name) for name in unread)),
+        unknown,
+        launch_format.remarks(flags),
+        tuple(filter(None, misspelt)),
+    )
+
+
+def _question(name: str, flags: Flags, launch_format: LaunchFormat) -> str:
+    """Which flag an unread one may have been meant to be; empty where it is like none."""
+    import difflib
+
+    known = sorted({*launch_format.read, *launch_format.changing})
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+    return f"{flags.origin(name)} is not read: did you mean {flags.like(name, close[0])}?" if close else ""
+
+
+_ALIKE = 0.89
+"""How alike two flags are of which one may be the other, misspelt: more than --ffn-hidden-size and --moe-ffn-hidden-size."""
