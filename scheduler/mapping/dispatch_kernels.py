@@ -7,19 +7,23 @@ fitted to a training throughput. :mod:`commlayer.scheduler.mapping.token_routes`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.mapping.hardware import Architecture
 
 __all__ = [
     "DEEPEP",
+    "DEEPEP_V2",
     "DISPATCH_KERNELS",
     "HYBRIDEP",
     "MOST_TAKEN",
+    "NCCL_EP",
     "NCCL_MESSAGE_MULTIPROCESSORS",
     "NCCL_MOVES",
     "NCCL_MULTIPROCESSORS",
     "ROW_BYTES",
+    "UCCL_EP",
     "DispatchKernels",
 ]
 
@@ -54,10 +58,15 @@ class DispatchKernels:
         network_row_bytes, inside_row_bytes: what a row costs beyond its own bytes, as bytes.
         prepare_us: of a forward dispatch before its rows go.
         posted_us, posted_blackwell_us: of each chunk of rows that a thread of the host posts, where it has to
-            (:class:`~commlayer.scheduler.mapping.hardware.NetworkKind`), on Hopper and on Blackwell.
+            (:class:`~commlayer.scheduler.mapping.hardware.NetworkKind`), on Hopper and on Blackwell; 0: it cannot, or nobody
+            has published it.
+        not_posted: why these are 0.
+        chunks: rows of such a chunk, by the group's largest number of ranks: to experts, and home.
         permutes: the calls put rows into the order of experts and back, and into blocks of as many as products in FP8 want
             (Megatron-Core, transformer/moe: fused_a2a.py, dispatch_with_permute; moe_utils.py, skip_routed_expert_padding);
             rates are of whole calls with such a copy.
+        megatron: its name in Megatron-Core's flexible dispatcher.
+        assumed: about which of these numbers the source says nothing, and what they were taken from.
     """
 
     name: str
@@ -68,10 +77,14 @@ class DispatchKernels:
     network_row_bytes: float = 0.0
     inside_row_bytes: float = 0.0
     prepare_us: float = 0.0
-    posted_us: float
-    posted_blackwell_us: float
+    posted_us: float = 0.0
+    posted_blackwell_us: float = 0.0
+    not_posted: str = ""
+    chunks: tuple[tuple[float, int, int], ...] = _CHUNKS
     permutes: bool = False
     inside_blackwell: float | None = None
+    megatron: str
+    assumed: str = ""
     source: str
 
     def inside_of(self, architecture: Architecture) -> float:
@@ -80,8 +93,16 @@ class DispatchKernels:
         return self.inside if found is None else found
 
     def post_us(self, rows: float, num_ranks: int, architecture: Architecture, *, to_experts: bool) -> float:
-        """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs."""
-        chunk = next(rows for most, *rows in _CHUNKS if num_ranks <= most)[not to_experts]
+        """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs.
+
+        Raises PlanError for kernels whose rows no thread of the host posts, or not at a known rate.
+        """
+        if not self.posted_us:
+            raise PlanError(
+                f"{self.name} has no time between nodes of a network whose cards no GPU can post to: {self.not_posted}; "
+                "take another dispatcher, or experts inside a node"
+            )
+        chunk = next(rows for most, *rows in self.chunks if num_ranks <= most)[not to_experts]
         return rows / chunk * (self.posted_blackwell_us if architecture in _TWICE_NVLINK else self.posted_us)
 
     def sent_bytes(self, row_bytes: float, *, crosses: bool) -> float:
@@ -124,6 +145,7 @@ DEEPEP = DispatchKernels(
     posted_blackwell_us=_of_chunk(
         126.6 / 2, 106.4 / 2, 97.1 * 3 / 4, 95.4 * 3 / 4, 84.2 * 7 / 8, 73.1 * 7 / 8, 74.7 * 15 / 16
     ),
+    megatron="deepep",
     source="deepseek-ai/DeepEP, docs/legacy.md, performance of normal kernels: H800, 400 Gb/s cards, 4096 tokens, hidden 7168, "
     "top-8 in 4 groups",
 )
@@ -143,10 +165,58 @@ HYBRIDEP = DispatchKernels(
     network_row_bytes=2040,
     inside_row_bytes=1000,
     permutes=True,
-    # It finds no card that it knows on EFA, and ends (NVIDIA-NeMo/Megatron-Bridge#3343): if it ran, it is taken to be as DeepEP.
-    posted_us=DEEPEP.posted_us,
-    posted_blackwell_us=DEEPEP.posted_blackwell_us,
+    not_posted="it finds no network card that it knows, and ends with an error (NVIDIA-NeMo/Megatron-Bridge#3343, on EFA)",
+    megatron="hybridep",
     source="deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md, its tables of H100 and GB200",
+)
+DEEPEP_V2 = replace(
+    DEEPEP,
+    name="deepepv2",
+    # H100 or H800, 400 Gb/s cards: EP 16 on 2 nodes 90 and 81 GB/s, half of which cross, EP 32 on 4 nodes 61 and 61, of which
+    # 3/4 do: 45, 40.5, 45.75 and 45.75 of 50 GB/s.
+    network=0.885,
+    # 8 Blackwell GPUs, 24 multiprocessors: 643 and 675 GB/s, 7/8 of which leave the GPU: 563 and 591 of 900.
+    inside_blackwell=0.64,
+    held_inside=24,
+    # 12 on 2 nodes, 6 on 4: the larger one.
+    held_across=12,
+    posted_us=0.0,
+    posted_blackwell_us=0.0,
+    not_posted="nobody has published its rates there",
+    megatron="deepepv2",
+    assumed="its rate inside a node of Hopper, its rates for small rows and what comes before a dispatch are those of DeepEP's "
+    "first release",
+    source="deepseek-ai/DeepEP, README.md at dd758ca, performance: 8192 tokens, hidden 7168, top-8, FP8 dispatch, BF16 combine",
+)
+UCCL_EP = replace(
+    DEEPEP,
+    name="uccl",
+    # 8 MI300X a node, ConnectX-7 cards of 400 Gb/s, BF16 dispatch and combine: EP 16 82 and 78 GB/s, EP 32 61 and 60, EP 64 53
+    # and 51, of which 1/2, 3/4 and 7/8 cross: 41, 39, 45.75, 45, 46.4 and 44.6 of 50 GB/s.
+    network=0.87,
+    # EP 8, 7/8 of which leave the GPU: MI300X 295 and 304 GB/s: 258 and 266 of 448; H200 320 and 319: 280 and 279 of 450.
+    inside=0.60,
+    # 8 B200: dispatch 280, combine 426 GB/s: 245 and 373 of 900.
+    inside_blackwell=0.34,
+    # On EFA, the comparison that DeepEP's are from: p5.48xlarge, dispatch and combine, 4 nodes 38.2 and 30.2 GB/s, 8 nodes 29.9
+    # and 26.7; p6-b300, 2 nodes 91.9 and 59.6, 4 nodes 102.1 and 95.3, 8 nodes 93.9 and 90.5.
+    posted_us=_of_chunk(38.2 * 3 / 4, 30.2 * 3 / 4, 29.9 * 7 / 8, 26.7 * 7 / 8),
+    posted_blackwell_us=_of_chunk(91.9 / 2, 59.6 / 2, 102.1 * 3 / 4, 95.3 * 3 / 4, 93.9 * 7 / 8, 90.5 * 7 / 8),
+    # uccl-project/uccl at da914a2, ep/bench/buffer.py, get_dispatch_config and get_combine_config.
+    chunks=((8, 6, 6), (16, 20, 12), (32, 32, 8), (64, 28, 20), (math.inf, 20, 12)),
+    assumed="what comes before a dispatch, its rates for small rows and its multiprocessors are DeepEP's",
+    source="uccl-project/uccl, ep/README.md, normal kernels: 4096 tokens, hidden 7168, top-8",
+)
+NCCL_EP = replace(
+    HYBRIDEP,
+    name="ncclep",
+    # Its high-throughput kernels are made from Hybrid-EP's, with 16 multiprocessors at most (NVIDIA/nccl, contrib/nccl_ep,
+    # device/hybridep_configs.cuh).
+    held_inside=16,
+    held_across=16,
+    not_posted="nobody has published its rates there",
+    megatron="ncclep",
+    assumed="large calls are Hybrid-EP's, from which its kernels are made, as NVIDIA publishes rates for few tokens only",
 )
 NCCL_MULTIPROCESSORS = 16
 """Multiprocessors that a collective call of NCCL's holds: "16 or more" without offload to switches (NVIDIA, on NCCL 2.27)."""
@@ -156,5 +226,5 @@ NCCL_MOVES = 4
 """How often NCCL reads or writes what leaves a rank: into a buffer there, and out of one where it arrives."""
 MOST_TAKEN = 0.5
 """The largest part of a GPU that one call is taken to hold; GPUs with few multiprocessors get fewer channels."""
-DISPATCH_KERNELS = {each.name: each for each in (DEEPEP, HYBRIDEP)}
+DISPATCH_KERNELS = {each.name: each for each in (DEEPEP, HYBRIDEP, DEEPEP_V2, UCCL_EP, NCCL_EP)}
 """The known libraries, by name."""

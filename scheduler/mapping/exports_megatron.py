@@ -84,6 +84,9 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
             "the base of rotary embeddings and the epsilon of norms are Megatron-LM's, 10000 and 1e-05: add --rotary-base and "
             "--norm-epsilon as your model's config.json has them"
         )
+    kernels = software.kernels
+    if kernels is not None and kernels.name == "uccl":
+        notes.append("install UCCL-EP in place of DeepEP: it answers to the backend deepep")
     notes += _notes_on_ways(setup, software)
     if setup.precision == "fp8-deepgemm":
         notes.append(
@@ -310,7 +313,7 @@ def _moe(job: Job, setup: Setup, software: Software) -> Iterator[str]:
         yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
     else:
         yield from _flag("moe-token-dispatcher-type", "flex")
-        yield from _flag("moe-flex-dispatcher-backend", kernels.name)
+        yield from _flag("moe-flex-dispatcher-backend", kernels.megatron)
     is_exchanged = setup.dispatch == "all_to_all" and setup.ep * setup.etp > 1
     if software.overlaps_shared and job.model.shared_width and is_exchanged and not setup.is_merged:
         yield "--moe-shared-expert-overlap"

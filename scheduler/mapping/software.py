@@ -286,8 +286,8 @@ def with_graphs(software: Software, graphs: str) -> Software:
 def with_dispatcher(software: Software, dispatcher: str) -> Software:
     """The same software with another dispatcher, of DISPATCHERS.
 
-    ``nccl``: an all_to_all, without chunks. ``deepep``, ``hybridep``: their kernels (mapping/dispatch_kernels.py). ``commlayer``:
-    ours, in chunks or in two levels.
+    ``nccl``: an all_to_all, without chunks. ``commlayer``: ours, in chunks or in two levels. Others: a
+    library's kernels (mapping/dispatch_kernels.py).
 
     Raises UsageError for an unknown one.
     """

@@ -93,7 +93,11 @@ class TokenRoutes:
         return longest + latency_us
 
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
-        """The time of an exchange that these kernels take, µs."""
+        """The time of an exchange that these kernels take, µs.
+
+        Raises PlanError for a measured cluster, and where a thread of the host has to post for kernels that no published rate
+        says so of.
+        """
         prepared_us = self.kernels.prepare_us if exchange.name.partition("_")[::2] == ("dispatch", "") else 0.0
         to_experts = _goes_to_experts(exchange)
         us = self.us(cluster, to_experts=to_experts)
@@ -145,6 +149,7 @@ class TokenRoutes:
         return (
             f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; its kernels hold {held} "
             "multiprocessors, which what is computed beside them lacks"
+            + (f"; assumed: {self.kernels.assumed}" if self.kernels.assumed else "")
         )
 
 

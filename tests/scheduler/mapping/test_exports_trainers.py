@@ -131,6 +131,9 @@ def test_kernels_of_a_dispatch_have_their_flags_or_a_note() -> None:
     flags = export("megatron", QWEN, setup, HYBRIDEP).text
     assert "--moe-token-dispatcher-type flex" in flags
     assert "--moe-flex-dispatcher-backend hybridep" in flags
+    uccl = export("megatron", QWEN, setup, with_dispatcher(MEGATRON, "uccl"))
+    assert "--moe-flex-dispatcher-backend deepep" in uccl.text
+    assert any("install UCCL-EP in place of DeepEP" in note for note in uccl.notes)
     for without in (export("megatron", QWEN, setup), export("megatron", QWEN, replace(setup, ep=8, etp=2), HYBRIDEP)):
         assert "--moe-token-dispatcher-type alltoall" in without.text
         assert "flex" not in without.text

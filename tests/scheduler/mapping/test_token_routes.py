@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,7 +13,14 @@ from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
+from commlayer.scheduler.mapping.dispatch_kernels import (
+    DEEPEP,
+    DEEPEP_V2,
+    HYBRIDEP,
+    NCCL_EP,
+    UCCL_EP,
+    DispatchKernels,
+)
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
@@ -81,15 +89,58 @@ def test_rates_that_hybridep_publishes_between_nodes(ep: int, published: tuple[f
     assert 4096 * routes.nodes * routes.row_bytes / routes.us(EOS) * 1e-3 == pytest.approx(sum(published) / 2, rel=0.1)
 
 
+def _reached(kernels: DispatchKernels, cluster: Cluster, nodes: int) -> float:
+    """The logical rate of rows in BF16 by kernels, GB/s: what stays on a rank, or in a node, counts as sent."""
+    model = replace(DEEPSEEK, router_groups=1, router_group_limit=1)
+    job = Job(model=model, gpus=8 * nodes, global_batch=8 * nodes, sequence=8192)
+    routes = TokenRoutes.of(kernels, job, Setup(gpus=8 * nodes, ep=8 * nodes), (8,) * nodes, MEGATRON)
+    assert routes is not None
+    return 8192 * (routes.ranks if nodes == 1 else routes.nodes) * routes.row_bytes / routes.us(cluster) * 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kernels", "cluster", "nodes", "published", "rel"),
+    [
+        (DEEPEP_V2, "h100-eos", 4, 61.0, 0.05),
+        (DEEPEP_V2, "b200-hgx", 1, (643 + 675) / 2, 0.05),
+        (UCCL_EP, "mi300x", 4, (61 + 60) / 2, 0.06),
+        (UCCL_EP, "mi300x", 8, (53 + 51) / 2, 0.06),
+        (UCCL_EP, "mi300x", 1, (295 + 304) / 2, 0.06),
+    ],
+    ids=["v2-4", "v2-inside", "uccl-4", "uccl-8", "uccl-inside"],
+)
+def test_rates_that_newer_libraries_publish(
+    kernels: DispatchKernels, cluster: str, nodes: int, published: float, rel: float
+) -> None:
+    assert _reached(kernels, clusters.load(cluster), nodes) == pytest.approx(published, rel=rel)
+
+
+@pytest.mark.parametrize("kernels", [HYBRIDEP, DEEPEP_V2, NCCL_EP], ids=lambda each: each.name)
+def test_kernels_that_nobody_ran_on_efa_have_no_time_between_nodes(kernels: DispatchKernels) -> None:
+    job = replace(JOB, model=_ON_EFA)
+    estimator = Estimator(job, P5, with_dispatcher(MEGATRON, kernels.name), efficiency=0.8)
+    with pytest.raises(
+        PlanError, match=f"^{kernels.name} has no time between nodes .*: {re.escape(kernels.not_posted)}"
+    ):
+        estimator.estimate(SETUP)
+    assert estimator.estimate(replace(SETUP, ep=8)).step_us > 0  # NVLink, where no card is asked
+
+
+@pytest.mark.parametrize("kernels", [DEEPEP_V2, UCCL_EP, NCCL_EP], ids=lambda each: each.name)
+def test_an_estimate_says_which_rates_are_assumed(kernels: DispatchKernels) -> None:
+    notes = Estimator(JOB, EOS, with_dispatcher(MEGATRON, kernels.name), efficiency=0.8).estimate(SETUP).notes
+    assert any(note.endswith(f"; assumed: {kernels.assumed}") for note in notes)
+
+
 P5, B300 = clusters.load("aws-p5"), clusters.load("aws-p6-b300")
 _ON_EFA = replace(DEEPSEEK, router_groups=1, router_group_limit=1)
 
 
-def _logical_gbps(cluster: Cluster, nodes: int) -> float:
+def _logical_gbps(cluster: Cluster, nodes: int, kernels: DispatchKernels = DEEPEP) -> float:
     """The rate of a dispatch of rows of DeepSeek-V3 between nodes, as DeepEP counts it."""
     job = Job(model=_ON_EFA, gpus=8 * nodes, global_batch=8 * nodes, sequence=4096)
     setup = Setup(gpus=8 * nodes, ep=8 * nodes)
-    routes = TokenRoutes.of(DEEPEP, job, setup, (8,) * nodes, MEGATRON)
+    routes = TokenRoutes.of(kernels, job, setup, (8,) * nodes, MEGATRON)
     assert routes is not None
     dispatch = next(each for each in layer_forward(job, setup, MEGATRON) if each.name == "dispatch")
     return 4096 * routes.nodes * routes.row_bytes / routes.call_us(dispatch, cluster) * 1e-3
@@ -106,6 +157,16 @@ def test_a_host_posts_no_faster_than_published(cluster: Cluster, nodes: int, pub
     assert published / 5 < _logical_gbps(cluster, nodes) < published
 
 
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "published"),
+    [(P5, 4, 38.2), (P5, 8, 29.9), (B300, 2, 91.9), (B300, 4, 102.1), (B300, 8, 93.9)],
+    ids=["p5-4", "p5-8", "b300-2", "b300-4", "b300-8"],
+)
+def test_uccl_posts_about_as_fast_as_published(cluster: Cluster, nodes: int, published: float) -> None:
+    """The same comparison; its dispatches take chunks nearly as large as the best ones."""
+    assert published / 2.5 < _logical_gbps(cluster, nodes, UCCL_EP) < 1.2 * published
+
+
 _AWS = [
     # awslabs/awsome-distributed-ai, megatron-bridge: qwen3-30b/benchmarks/RESULTS.md and qwen3-235b/benchmarks/RESULTS.md
     # (commit 95b939c), s a step by NCCL and by DeepEP with NVSHMEM.
@@ -113,9 +174,9 @@ _AWS = [
     (P5, "qwen3-30b-a3b", {"ep": 16, "pp": 4, "micro_batch": 1}, 27.89, 28.69),
     (P5, "qwen3-30b-a3b", {"ep": 32, "pp": 2, "micro_batch": 4}, 9.24, 17.21),
     (P5, "qwen3-30b-a3b", {"ep": 32, "pp": 2, "micro_batch": 1}, 27.14, 34.66),
-    (B300, "qwen3-235b-a22b", {"ep": 32, "pp": 2, "micro_batch": 4, "recompute": "selective"}, 15.76, 21.12),
-    (B300, "qwen3-235b-a22b", {"ep": 32, "pp": 2, "micro_batch": 1, "recompute": "selective"}, 33.36, 44.81),
-    (B300, "qwen3-235b-a22b", {"ep": 16, "pp": 4, "micro_batch": 4, "recompute": "selective"}, 12.21, 11.57),
+    (B300, "qwen3-235b-a22b", {"ep": 32, "pp": 2, "micro_batch": 4, "recompute": "core_attn"}, 15.76, 21.12),
+    (B300, "qwen3-235b-a22b", {"ep": 32, "pp": 2, "micro_batch": 1, "recompute": "core_attn"}, 33.36, 44.81),
+    (B300, "qwen3-235b-a22b", {"ep": 16, "pp": 4, "micro_batch": 4, "recompute": "core_attn"}, 12.21, 11.57),
 ]
 
 
@@ -234,7 +295,7 @@ def test_flat_and_said_so_where_kernels_do_not_dispatch(setup: Setup, job: Job) 
 
 
 def test_dispatchers_by_name() -> None:
-    assert DISPATCHERS == ("nccl", "deepep", "hybridep", "commlayer")
+    assert DISPATCHERS == ("nccl", "deepep", "hybridep", "deepepv2", "uccl", "ncclep", "commlayer")
     with pytest.raises(UsageError, match="dispatcher: expected nccl, deepep"):
         with_dispatcher(MEGATRON, "nvshmem")
     assert with_dispatcher(COMMLAYER, "commlayer") == COMMLAYER
