@@ -189,7 +189,8 @@ _RUN = (
         "--software",
         "software_name",
         type=click.Choice(list(SOFTWARE)),
-        help=f"Whose way to run a step.  [{_DEFAULT_SOFTWARE.name}, with a note on commlayer's own]",
+        help="Whose way to run a step; megatron is as in NVIDIA's containers of NeMo 25.09 to 26.08."
+        f"  [{_DEFAULT_SOFTWARE.name}, with a note on commlayer's own]",
     ),
     click.option(
         "--dispatcher",
