@@ -246,6 +246,7 @@ ALLOWED = {
     "commlayer/emulation/forked_ranks.py",
     "commlayer/diagnosis/recorder_dumps.py",
     "benchmarks/hangs.py",
+    "benchmarks/hangs_at_scale.py",
 }
 """One process tree of one user, dumps of torch's that are read as data, and dumps that were just made: see their docstrings."""
 WRITES = {"commlayer/diagnosis/flight_recorder.py"}
