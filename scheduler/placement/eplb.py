@@ -92,21 +92,16 @@ def eplb_placement(
     for node in range(num_nodes):
         groups = np.flatnonzero(node_of_group == node)
         members = (groups[:, None] * size + np.arange(size)).reshape(-1)
-        slots.append(_on_ranks(loads[members], members, num_slots // num_nodes, num_ranks // num_nodes))
+        copies = replicated_copies(loads[members], num_slots // num_nodes, num_ranks // num_nodes)
+        experts_of_copies = np.repeat(members, copies)
+        loads_of_copies = np.repeat(loads[members] / copies, copies)
+        rank_of = balanced_packs(loads_of_copies, num_ranks // num_nodes)
+        on_ranks = experts_of_copies[np.argsort(rank_of, kind="stable")].reshape(num_ranks // num_nodes, -1)
+        if not _separate(on_ranks):
+            # Dealt out in turn: no expert has more copies than there are ranks.
+            on_ranks = experts_of_copies.reshape(-1, num_ranks // num_nodes).T
+        slots.append(on_ranks)
     return ExpertPlacement(np.concatenate(slots), experts)
-
-
-def _on_ranks(loads: Array, experts: Array, num_slots: int, num_ranks: int) -> Array:
-    """Experts, some several times, on the slots of ranks: [ranks, slots of a rank]."""
-    import numpy as np
-
-    copies = replicated_copies(loads, num_slots, num_ranks)
-    which = np.repeat(np.arange(len(loads)), copies)
-    rank_of = balanced_packs(loads[which] / copies[which], num_ranks)
-    slots = experts[which[np.argsort(rank_of, kind="stable")]].reshape(num_ranks, -1)
-    if _separate(slots):
-        return slots
-    return experts[which].reshape(-1, num_ranks).T  # dealt out in turn: no expert has more copies than there are ranks
 
 
 def _separate(slots: Array) -> bool:

@@ -10,7 +10,7 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -85,16 +85,11 @@ class Placer:
         Which comes next follows from rows; how many there shall be, from the price after one, two,
         four and so on.
         """
-        best, best_us, misses = placement, self.total_us(placement), 0
-        for slots in _sampled(self._with_replicas(placement)):
-            current = ExpertPlacement(slots, placement.num_experts, self.before.homes)
-            us = self.total_us(current)
-            misses += 1
-            if us < best_us:
-                best, best_us, misses = current, us, 0
-            if misses == _PATIENCE:
-                break
-        return best
+        placements = (
+            ExpertPlacement(slots, placement.num_experts, self.before.homes)
+            for slots in _sampled(self._with_replicas(placement))
+        )
+        return _cheapest(placement, placements, self.total_us)
 
     def _with_replicas(self, placement: ExpertPlacement) -> Iterator[Array]:
         """Slots with one more replica each time: on the lightest rank of the home's node, unless
@@ -152,16 +147,8 @@ class Placer:
     def _spilled_from(self, placement: ExpertPlacement, begin: Spilled = (), *, stays_near: bool = False) -> Spilled:
         """The best of ever more parts beside what ``begin`` sends. ``stays_near``: to ranks of the
         same node only."""
-        best = begin
-        best_us, misses = self.step(placement, begin).total_us, 0
-        for spilled in _sampled(self._with_spilled(placement, begin, stays_near)):
-            us = self.step(placement, spilled).total_us
-            misses += 1
-            if us < best_us:
-                best, best_us, misses = spilled, us, 0
-            if misses == _PATIENCE:
-                break
-        return best
+        more_parts = _sampled(self._with_spilled(placement, begin, stays_near))
+        return _cheapest(begin, more_parts, lambda spilled: self.step(placement, spilled).total_us)
 
     def _with_spilled(self, placement: ExpertPlacement, begin: Spilled, stays_near: bool) -> Iterator[Spilled]:
         """One more part each time, of the busiest rank's largest expert, until one of the two ranks
@@ -197,6 +184,20 @@ class Placer:
             rows[target] += moved
             parts[expert, source, target] = parts.get((expert, source, target), 0.0) + part
             yield tuple((*key, part) for key, part in parts.items())
+
+
+def _cheapest(first: _State, states: Iterable[_State], price_us: Callable[[_State], float]) -> _State:
+    """Return the cheapest of ``first`` and ``states``. Gives up after :data:`_PATIENCE` states in a row
+    that are no cheaper."""
+    best, best_us, misses = first, price_us(first), 0
+    for state in states:
+        us = price_us(state)
+        misses += 1
+        if us < best_us:
+            best, best_us, misses = state, us, 0
+        if misses == _PATIENCE:
+            break
+    return best
 
 
 def _sampled(states: Iterator[_State]) -> Iterator[_State]:
