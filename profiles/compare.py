@@ -30,48 +30,48 @@ class Difference(msgspec.Struct, frozen=True):
 
 def diff(a: Profile, b: Profile) -> list[Difference]:
     """List all differences between two profiles, fingerprint aside; an empty list when their content is equal."""
-    found = [
+    differences = [
         Difference(name, getattr(a, name), getattr(b, name))
         for name in ("name", "kind", "source", "topology", "gather")
         if getattr(a, name) != getattr(b, name)
     ]
     for name in a.peaks.__struct_fields__:
-        found += _numbers(f"peaks.{name}", getattr(a.peaks, name), getattr(b.peaks, name))
-    found += _numbers("plan_from_bytes", a.plan_from_bytes, b.plan_from_bytes)
-    found += _curves(a, b)
+        differences += _numbers(f"peaks.{name}", getattr(a.peaks, name), getattr(b.peaks, name))
+    differences += _numbers("plan_from_bytes", a.plan_from_bytes, b.plan_from_bytes)
+    differences += _curves(a, b)
     pairs_a = {f"{entry.resource} beside {entry.other}": entry.slowdown for entry in a.interference}
     pairs_b = {f"{entry.resource} beside {entry.other}": entry.slowdown for entry in b.interference}
     for pair in sorted(pairs_a.keys() | pairs_b.keys()):
-        found += _numbers(f"interference[{pair}]", pairs_a.get(pair), pairs_b.get(pair))
+        differences += _numbers(f"interference[{pair}]", pairs_a.get(pair), pairs_b.get(pair))
     for key in sorted(a.environment.keys() | b.environment.keys()):
-        left, right = a.environment.get(key, _MISSING), b.environment.get(key, _MISSING)
-        if left != right:
-            found.append(Difference(f"environment.{key}", left, right))
-    return found
+        in_a, in_b = a.environment.get(key, _MISSING), b.environment.get(key, _MISSING)
+        if in_a != in_b:
+            differences.append(Difference(f"environment.{key}", in_a, in_b))
+    return differences
 
 
 def _numbers(field: str, a: float | None, b: float | None) -> list[Difference]:
     if a == b:
         return []
     change = None if not a or b is None else b / a - 1
-    left, right = (_MISSING if value is None else f"{value:g}" for value in (a, b))
-    return [Difference(field, left, right, change)]
+    text_a, text_b = (_MISSING if value is None else f"{value:g}" for value in (a, b))
+    return [Difference(field, text_a, text_b, change)]
 
 
 def _curves(a: Profile, b: Profile) -> list[Difference]:
     curves_a, curves_b = {curve.key: curve for curve in a.curves}, {curve.key: curve for curve in b.curves}
-    found = []
+    differences = []
     for key in sorted(curves_a.keys() | curves_b.keys()):
-        left, right = curves_a.get(key), curves_b.get(key)
-        if left != right:
-            found.append(_curve(f"curves[{' '.join(map(str, key))}]", left, right))
-    return found
+        curve_a, curve_b = curves_a.get(key), curves_b.get(key)
+        if curve_a != curve_b:
+            differences.append(_curve(f"curves[{' '.join(map(str, key))}]", curve_a, curve_b))
+    return differences
 
 
 def _curve(field: str, a: Curve | None, b: Curve | None) -> Difference:
     if a is None or b is None:
-        left, right = (_MISSING if curve is None else counted(len(curve.bytes), "size") for curve in (a, b))
-        return Difference(field, left, right)
+        sizes_a, sizes_b = (_MISSING if curve is None else counted(len(curve.bytes), "size") for curve in (a, b))
+        return Difference(field, sizes_a, sizes_b)
     changes = {size: b.at(size) / a.at(size) - 1 for size in sorted({*a.bytes, *b.bytes})}
     size = max(changes, key=lambda nbytes: abs(changes[nbytes]))
     if changes[size] == 0:

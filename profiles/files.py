@@ -90,7 +90,9 @@ def replacing(path: StrPath, *, new_only: bool = False, follow_links: bool = Tru
     folder, last = os.path.split(checked)
     name = os.path.realpath(checked) if follow_links else os.path.join(os.path.realpath(folder), last)
     if follow_links and _is_stream(path):
-        with _opened_stream(os.fspath(path)) as stream:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO that nobody reads: ENXIO
+        os.set_blocking(fd, True)
+        with open(fd, "wb") as stream:
             yield stream
         return
     draft = os.path.join(os.path.dirname(name), f".commlayer-{os.urandom(8).hex()}.tmp")
@@ -151,9 +153,3 @@ def _is_stream(path: StrPath) -> bool:
     except FileNotFoundError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
-def _opened_stream(name: str) -> BinaryIO:
-    fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO that nobody reads: ENXIO
-    os.set_blocking(fd, True)
-    return open(fd, "wb")

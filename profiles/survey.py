@@ -152,7 +152,8 @@ def survey(
     result.us_per_byte = {link: result.slope_us(place) / ladders[place].load for link, place in firsts.items()}
     tall = [place for place in tall if place not in firsts.values()]
     measured = [place for place in tall if len(result.sizes(place)) == len(ladders[place].sizes) - 1]
-    others = [place for place in measured if not _is_slow(result, place, limits)]
+    # A curve whose size below the largest takes as long already as the largest should needs no larger one.
+    others = [place for place in measured if result.time_us((place, ladders[place].sizes[-2])) < limits.longest_us]
     go([(place, _top(result, place, limits)) for place in others])
     go(_affordable(result, [call for call in small if _differs(result.times_us.get(call, ()))], limits.budget_us))
     largest = [(place, result.sizes(place)[-1]) for place in (*firsts.values(), *others)]
@@ -177,11 +178,6 @@ def _first_top(result: Survey, place: int, limits: SurveyLimits) -> int:
     bandwidth."""
     below = result.ladders[place].sizes[-2]
     return _grown(result.ladders[place], _FIRST_LONGEST * limits.longest_us / result.time_us((place, below)) * below)
-
-
-def _is_slow(result: Survey, place: int, limits: SurveyLimits) -> bool:
-    """Whether a curve's size below the largest takes as long already as the largest should."""
-    return result.time_us((place, result.ladders[place].sizes[-2])) >= limits.longest_us
 
 
 def _top(result: Survey, place: int, limits: SurveyLimits) -> int:

@@ -195,13 +195,14 @@ def least_samples(confidence: float) -> int:
     return next(n for n in range(1, 1_000) if 2 / 2**n <= 1 - confidence)
 
 
-def doubts(curves: Iterable[Curve], confidence: float = 0.95) -> list[str]:
+def doubts(curves: Iterable[Curve]) -> list[str]:
     """Describe what is too little in measured curves, a line for each such curve; none where it is not known how often was
     measured."""
-    return [text for curve in curves if curve.samples and (text := "; ".join(_doubts(curve, confidence)))]
+    return [text for curve in curves if curve.samples and (text := "; ".join(_doubts(curve)))]
 
 
-def _doubts(curve: Curve, confidence: float) -> Iterator[str]:
+def _doubts(curve: Curve) -> Iterator[str]:
+    confidence = Repeats.confidence
     name = f"{curve.collective} on {curve.link}, group size {curve.group_size}: "
     least = least_samples(confidence)
     few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=True) if num < least]

@@ -122,8 +122,9 @@ def _monta() -> Profile:
     )
 
 
-def _h800() -> Profile:
-    return _published(
+def build_catalog() -> list[Profile]:
+    """The profiles that this program writes."""
+    h800 = _published(
         "h800-2x8",
         "intra 200 GB/s: MegaScale-MoE table 4 (400 GB/s, both directions) and MoNTA table 5 (200, one direction). "
         "Memory 3400 GB/s: MegaScale-MoE table 4; a copy reads and writes, so 1700. inter 50 GB/s: assumed. Neither "
@@ -134,10 +135,7 @@ def _h800() -> Profile:
         memory_gbps=3400,
         environment={"gpu": "H800", "network": "one 400 Gb/s card per GPU (assumed)"},
     )
-
-
-def _h100_eos() -> Profile:
-    return _published(
+    h100_eos = _published(
         "h100-eos-2x8",
         "intra 450 and inter 50 GB/s, one direction: MoE Parallel Folding, section 4.1 (Eos: NVLink 450 GB/s, "
         "InfiniBand 400 Gb/s). Memory 3350 GB/s: NVIDIA's data sheet of the H100 SXM; a copy reads and writes, so "
@@ -147,11 +145,7 @@ def _h100_eos() -> Profile:
         memory_gbps=3350,
         environment={"gpu": "H100 SXM (DGX H100, Eos)", "network": "InfiniBand 400 Gb/s"},
     )
-
-
-def build_catalog() -> list[Profile]:
-    """The profiles that this program writes."""
-    return [_h100_eos(), _h800(), _monta()]
+    return [h100_eos, h800, _monta()]
 
 
 def main() -> None:
