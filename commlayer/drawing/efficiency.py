@@ -55,7 +55,12 @@ def efficiency_figure(profile: Profile) -> Figure:
     for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
         for curve in curves:
             _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective], name=curve.collective)
-        _efficiency_axes(axes, "size S, as nccl-tests counts it", most=6)
+        axes.axhline(1.0, color=FAINT, linewidth=1.0)
+        axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
+        byte_axis(axes, "size S, as nccl-tests counts it", most=6)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set_title(link.value if size == 1 else f"{link.value}, {size} ranks")
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
@@ -70,15 +75,6 @@ def efficiency_figure(profile: Profile) -> Figure:
     handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
-
-
-def _efficiency_axes(axes: Axes, label: str, most: int = 10) -> None:
-    axes.axhline(1.0, color=FAINT, linewidth=1.0)
-    axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
-    byte_axis(axes, label, most)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
 def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str, *, name: str) -> None:

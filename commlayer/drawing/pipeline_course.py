@@ -169,7 +169,10 @@ def draw_ranks(axes: Axes, estimate: StepEstimate, ranks: Sequence[Sequence[Rank
     for row, spans in enumerate(shown):
         for kind in (*SPAN_COLOURS, "merged"):
             own = [(span.start / unit_us, (span.end - span.start) / unit_us) for span in spans if span.kind == kind]
-            for colour, low, height in _halves(kind):
+            parts = [(SPAN_COLOURS.get(kind, FAINT), -_BAR / 2, _BAR)]
+            if kind == "merged":  # forward and backward at once
+                parts = [(SPAN_COLOURS["forward"], -_BAR / 2, _BAR / 2), (SPAN_COLOURS["backward"], 0.0, _BAR / 2)]
+            for colour, low, height in parts:
                 edge = PAPER if len(own) < _MANY else colour
                 axes.broken_barh(own, (row + low, height), color=colour, linewidth=0.3, edgecolor=edge)
     left_out = f" (the first {len(shown)} of {len(ranks)} ranks)" if len(shown) < len(ranks) else ""
@@ -203,15 +206,6 @@ def _mark(axes: Axes, steady: SteadyState, num_rows: int, step_us: float, unit_u
     drawn = {time: time for time in times if time < low}
     drawn |= {time: time + shift for time in times if time >= steady.end / unit_us}
     axes.set_xticks(list(drawn.values()), [f"{time:,g}" for time in drawn])
-
-
-def _halves(kind: str) -> Iterator[tuple[str, float, float]]:
-    """Colour, lower edge and height of what a span of ``kind`` is drawn as."""
-    if kind == "merged":
-        yield SPAN_COLOURS["forward"], -_BAR / 2, _BAR / 2
-        yield SPAN_COLOURS["backward"], 0.0, _BAR / 2
-    else:
-        yield SPAN_COLOURS.get(kind, FAINT), -_BAR / 2, _BAR
 
 
 def _pipeline_us(estimate: StepEstimate) -> float:

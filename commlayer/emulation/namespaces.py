@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
+_KILLING_S = 5.0
+"""How long processes are killed that keep forking others."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,9 @@ def _processes_in(networks: Sequence[str]) -> list[int]:
     return pids
 
 
-def kill_processes_in(networks: Sequence[str], patience_s: float = 5.0) -> None:
+def kill_processes_in(networks: Sequence[str]) -> None:
     """Kill every process in these networks, again until none is left (they may fork while we look)."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + _KILLING_S
     while (pids := _processes_in(networks)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(OSError):

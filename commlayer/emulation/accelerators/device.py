@@ -25,22 +25,22 @@ def _parsed(pattern: re.Pattern[str], text: str, name: str, example: str) -> flo
     return rate
 
 
-def parse_compute(text: str, name: str = "compute") -> float:
+def parse_compute(text: str) -> float:
     """Read a rate of computation as FLOP/s, such as ``4tflops`` or ``500gflops``. Raises UsageError for what is none."""
-    return _parsed(_COMPUTE, text, name, "4tflops or 500gflops")
+    return _parsed(_COMPUTE, text, "compute", "4tflops or 500gflops")
 
 
-def parse_memory(text: str, name: str = "memory") -> float:
+def parse_memory(text: str) -> float:
     """Read a rate of memory as bytes per second, such as ``3.35tbyte``. Raises UsageError for what is none."""
-    return _parsed(_MEMORY, text, name, "3.35tbyte or 900gbyte")
+    return _parsed(_MEMORY, text, "memory", "3.35tbyte or 900gbyte")
 
 
-def checked_scale(scale: float, name: str = "scale") -> float:
+def checked_scale(scale: float) -> float:
     """Return ``scale`` if it is a number of at least 1. Raises UsageError."""
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not math.isfinite(scale) or not 1 <= scale <= _LARGEST_SCALE:
         raise UsageError(
-            f"{name}: expected by how many times all is slowed down, 1 to {_LARGEST_SCALE:.0e}, got {scale!r}"
+            f"scale: expected by how many times all is slowed down, 1 to {_LARGEST_SCALE:.0e}, got {scale!r}"
         )
     return float(scale)
 

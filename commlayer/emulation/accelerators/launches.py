@@ -158,7 +158,11 @@ def _timed_by(formula: Formula) -> Kind:
         result = func(*args, **kwargs)
         tensors = [x for x in _tensors((args, kwargs.values(), result)) if x.device.type == "cpu"]
         if tensors:
-            num_bytes = 0 if clock.device.bytes_per_s is None else _bytes_of(tensors)
+            num_bytes = 0
+            if clock.device.bytes_per_s is not None:
+                # Read and written: each tensor once, an expanded one as much as it has.
+                sizes = {(x.data_ptr(), x.numel()): min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors}
+                num_bytes = sum(sizes.values())
             clock.launched(at, float(formula(*args, **kwargs, out_val=result)), num_bytes)
         return result
 
@@ -171,12 +175,6 @@ def _tensors(things: Any) -> Iterable[torch.Tensor]:
     elif not isinstance(things, (str, torch.Size)) and isinstance(things, Iterable):
         for thing in things:
             yield from _tensors(thing)
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """What is read and written: each tensor once, an expanded one as much as it has."""
-    sizes = {(x.data_ptr(), x.numel()): min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors}
-    return sum(sizes.values())
 
 
 def start_launches(clock: DeviceClock) -> None:
