@@ -114,7 +114,9 @@ class GradientBuckets:
             return
         buckets = _cut(module, {key: axes[key] for key in shared}, bucket_bytes)
         for bucket in buckets:
-            bucket.group, bucket.is_free = mesh.group(bucket.axis), _is_free(mesh, bucket.axis)
+            bucket.group = mesh.group(bucket.axis)
+            # Nothing but gradients uses the group in a backward pass; the same on all ranks.
+            bucket.is_free = all(mesh.group(axis) is not bucket.group for axis in AXES if axis not in _OF_GRADIENTS)
             GroupCommunicator(bucket.group, "dp")  # puts the group on its lane
             bucket.compressed = compressed_axis(mesh, bucket.axis, policy)
         # A group's sums start in one order on all ranks. That of one set's hooks is its buckets';
@@ -274,13 +276,6 @@ def _cut(module: nn.Module, axes: dict[int, str], bucket_bytes: int) -> list[Buc
         bucket.add(name, parameter)
         last[bucket] = place
     return sorted(last, key=lambda bucket: last[bucket])
-
-
-def _is_free(mesh: FoldedMesh, axis: str) -> bool:
-    """Whether nothing but gradients uses the group of ``axis`` in a backward pass. The same on all
-    ranks."""
-    group = mesh.group(axis)
-    return all(mesh.group(other) is not group for other in AXES if other not in _OF_GRADIENTS)
 
 
 def _signature(module: nn.Module) -> tuple[object, ...]:

@@ -385,14 +385,9 @@ def _wait_for(event: EventOverlap | None) -> None:
         event.current_stream_wait()
 
 
-def _run_program() -> None:
-    """Run the program that the command line names, with the name ``deep_ep`` in place."""
+if __name__ == "__main__":  # run the program that the command line names, with the name ``deep_ep`` in place
     assert __spec__ is not None  # of a module that is run by -m
     named: Any = importlib.import_module(__spec__.name)  # this file's copy is called __main__
     named.install_deep_ep()
     usage = "usage: python -m commlayer.integrations.deep_ep PROGRAM.py, or -m MODULE, and its arguments"
     run_as_main(sys.argv[1:], usage)
-
-
-if __name__ == "__main__":
-    _run_program()

@@ -102,7 +102,9 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
         sums, split = getattr(part, "reduce_over", {}), getattr(part, "split_parameters", ())
         for own_name, parameter in part.named_parameters(recurse=False):
             name = f"{prefix}.{own_name}" if prefix else own_name
-            is_split = own_name in split if own_name in split or own_name in sums else _said_by(parameter)
+            is_split: bool | None = own_name in split
+            if not is_split and own_name not in sums:  # the parameter's own attributes say it
+                is_split = False if hasattr(parameter, "reduce_over") else getattr(parameter, "is_split", None)
             over = sums.get(own_name, getattr(parameter, "reduce_over", ()))
             marks = by_parameter.get(id(parameter))
             if marks is None:
@@ -117,14 +119,6 @@ def parameter_marks(module: nn.Module) -> list[ParameterMarks]:
                     f"and {_words(is_split, over)}; give both the same mark"
                 )
     return list(by_parameter.values())
-
-
-def _said_by(parameter: nn.Parameter) -> bool | None:
-    """Read ``is_split`` from the parameter's own attributes."""
-    if hasattr(parameter, "reduce_over"):
-        return False
-    said: bool | None = getattr(parameter, "is_split", None)
-    return said
 
 
 def _words(is_split: bool, over: tuple[str, ...]) -> str:

@@ -117,7 +117,13 @@ class TokenDispatcher:
         spilling: Spilling | str | None = None,
         used_by: str = "TokenDispatcher",
     ) -> None:
-        _check_slots(slots, num_experts, ep)
+        if slots is not None:
+            expected = (num_experts, ep.size, ep.rank)
+            if (slots.num_experts, slots.placement.num_ranks, slots.rank) != expected:
+                raise UsageError(
+                    f"slots of {slots.num_experts} experts for rank {slots.rank} of {slots.placement.num_ranks}: expected "
+                    f"{num_experts} experts for rank {ep.rank} of the {ep.size} ranks of EP"
+                )
         self.slots = slots
         self.grid = ExpertGrid.of(num_experts if slots is None else slots.num_slots, ep, etp, etp_ep)
         if kind not in ("auto", *DISPATCH_KINDS):
@@ -416,20 +422,6 @@ def _check_weights_of(handle: DispatchHandle, weights: torch.Tensor | None) -> N
         sound = handle.sound_weights
         is_sound = sound is not None and sound() is weights
         _check_weights(weights, (handle.num_tokens, handle.top_k), is_sound=is_sound)
-
-
-def _check_slots(slots: ExpertSlots | None, num_experts: int, ep: GroupCommunicator) -> None:
-    if slots is None:
-        return
-    if (slots.num_experts, slots.placement.num_ranks, slots.rank) != (
-        num_experts,
-        ep.size,
-        ep.rank,
-    ):
-        raise UsageError(
-            f"slots of {slots.num_experts} experts for rank {slots.rank} of {slots.placement.num_ranks}: expected {num_experts} "
-            f"experts for rank {ep.rank} of the {ep.size} ranks of EP"
-        )
 
 
 def _trained(experts: Experts | None, capacity: int | None) -> tuple[bool, ...]:
