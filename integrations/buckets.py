@@ -105,7 +105,9 @@ class GradientBuckets:
             "fully_shard reduces its gradients beside the backward pass already; make the buckets for the other modules alone, "
             "or call synchronise_gradients for what other DTensors spread",
         )
-        axes = {id(parameter): axis for axis, found in gradient_axes(module, mesh).items() for parameter in found}
+        axes = {
+            id(parameter): axis for axis, parameters in gradient_axes(module, mesh).items() for parameter in parameters
+        }
         shared = {
             id(p) for p in module.parameters() if id(p) in axes and mesh is not None and mesh.size(axes[id(p)]) > 1
         }
@@ -265,7 +267,7 @@ def _cut(module: nn.Module, axes: dict[int, str], bucket_bytes: int) -> list[Buc
     """In the order in which a backward pass is expected to fill them."""
     open_: dict[tuple[object, ...], Bucket] = {}
     last: dict[Bucket, int] = {}
-    for place, (name, parameter) in enumerate(reversed(list(module.named_parameters()))):
+    for position, (name, parameter) in enumerate(reversed(list(module.named_parameters()))):
         axis = axes.get(id(parameter))
         if axis is None:
             continue
@@ -274,7 +276,7 @@ def _cut(module: nn.Module, axes: dict[int, str], bucket_bytes: int) -> list[Buc
         if bucket is None or bucket.nbytes + parameter.nbytes > bucket_bytes:
             bucket = open_[key] = Bucket(axis)
         bucket.add(name, parameter)
-        last[bucket] = place
+        last[bucket] = position
     return sorted(last, key=lambda bucket: last[bucket])
 
 

@@ -58,7 +58,7 @@ def _computed(
     most, hidden = max(1, *counts), rows.shape[1]
     if counts == (most,):
         return experts(rows.view(1, 1, most, hidden)).view(most, -1)
-    places = torch.cat([torch.arange(place * most, place * most + count) for place, count in enumerate(counts)])
+    places = torch.cat([torch.arange(expert * most, expert * most + count) for expert, count in enumerate(counts)])
     places = places.to(rows.device)
     laid = rows.new_zeros(len(counts) * most, hidden).index_copy(0, places, rows)
     computed = experts(laid.view(1, len(counts), most, hidden))

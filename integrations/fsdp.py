@@ -216,8 +216,8 @@ def _has_several_meshes(module: FSDPModule) -> bool:
 
 def _parameter_groups(module: FSDPModule) -> Sequence[Any]:
     """FSDP2's groups of a module's parameters, one for each mesh; in a torch that knows one mesh only, none."""
-    found: Sequence[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
-    return found
+    groups: Sequence[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+    return groups
 
 
 def _say_left(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) -> None:

@@ -141,8 +141,8 @@ def _gradients_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[torch.T
 
 def _sum_flat(gradients: list[torch.Tensor], all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
     total = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
-    for gradient, place in zip(gradients, views_in(total, gradients), strict=True):
-        gradient.copy_(place)
+    for gradient, view in zip(gradients, views_in(total, gradients), strict=True):
+        gradient.copy_(view)
 
 
 def _sum_compressed(group: GroupCommunicator, flat: torch.Tensor) -> torch.Tensor:

@@ -104,13 +104,13 @@ def _everyones(mine: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
     timeout_s, purpose = Settings.from_environment().timeout_s, "to tell Megatron's groups of each other"
     messages = gather_by_tree(said, _Memberships, Peers.of(None), timeout_s, purpose)
     by_axis: dict[str, list[tuple[int, ...]]] = {}
-    for place, each in enumerate(messages):
+    for sender, each in enumerate(messages):
         for axis, ranks in each.first_of.items():
-            _check_members(messages, axis, place, ranks)
+            _check_members(messages, axis, sender, ranks)
             by_axis.setdefault(axis, []).append(ranks)
         for axis, first in each.member_of.items():
-            if not 0 <= first < len(messages) or place not in messages[first].first_of.get(axis, ()):
-                _disagree(axis, place, f"a group of which rank {first} is the first", first, "nothing of it")
+            if not 0 <= first < len(messages) or sender not in messages[first].first_of.get(axis, ()):
+                _disagree(axis, sender, f"a group of which rank {first} is the first", first, "nothing of it")
     return by_axis
 
 

@@ -252,9 +252,9 @@ def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tupl
             f"{who()}Megatron-Core's router sends a token to {int(counts.max())} experts, expected {top_k} at most "
             "(moe_router_topk): its map was padded, or changed, on the way to the dispatcher"
         )
-    place = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[token]
+    column = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[token]
     indices = expert.new_full((len(counts), top_k), -1)
-    indices[token, place] = expert
+    indices[token, column] = expert
     return indices, probs.gather(1, indices.clamp(min=0)).masked_fill(indices < 0, 0)
 
 

@@ -70,10 +70,10 @@ def tell_neighbours(mesh: DeviceMesh) -> None:
 
 def _siblings(job: world.World, mine: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """How many groups have ranks on the node of ``mine`` that most of them share."""
-    place = {rank: index for index, rank in enumerate(job.ranks)}
+    index_of = {rank: index for index, rank in enumerate(job.ranks)}
 
     def nodes_of(members: Sequence[int]) -> set[int]:
-        return {job.topology.node_of(place[rank]) for rank in members}
+        return {job.topology.node_of(index_of[rank]) for rank in members}
 
     touched = [nodes_of(members) for members in groups]
     return max(sum(node in nodes for nodes in touched) for node in nodes_of(mine))

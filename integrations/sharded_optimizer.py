@@ -154,11 +154,11 @@ class ShardedOptimizer:
         scale = 1.0 / self._size if self._average else 1.0
         pending = []
         for buffer in self._buffers:
-            for parameter, place in zip(buffer.parameters, views_in(buffer.gradients, buffer.parameters), strict=True):
+            for parameter, view in zip(buffer.parameters, views_in(buffer.gradients, buffer.parameters), strict=True):
                 if parameter.grad is None:
-                    place.zero_()
+                    view.zero_()
                 else:
-                    place.copy_(parameter.grad).mul_(scale)
+                    view.copy_(parameter.grad).mul_(scale)
             # What lies behind the last parameter: a reduce_scatter in place has left its own there.
             buffer.gradients[sum(parameter.numel() for parameter in buffer.parameters) :].zero_()
             if buffer.main.grad is None:
@@ -230,11 +230,11 @@ class ShardedOptimizer:
                 if flat.shape == buffer.main.shape:
                     gathered = flat.new_empty(self._size * flat.numel())
                     all_gather_single(gathered, flat, group=self._group)
-                    places = views_in(gathered, buffer.parameters)
+                    views = views_in(gathered, buffer.parameters)
                 else:
-                    places = [flat] * len(buffer.parameters)
-                for parameter, place in zip(buffer.parameters, places, strict=True):
-                    state.setdefault(parameter, {})[name] = place
+                    views = [flat] * len(buffer.parameters)
+                for parameter, view in zip(buffer.parameters, views, strict=True):
+                    state.setdefault(parameter, {})[name] = view
         return state
 
     @torch.no_grad()
@@ -253,8 +253,8 @@ class ShardedOptimizer:
                     flat.copy_(state[buffer.parameters[0]][name])
                     continue
                 full = flat.new_zeros(self._size * flat.numel())
-                for parameter, place in zip(buffer.parameters, views_in(full, buffer.parameters), strict=True):
-                    place.copy_(state[parameter][name])
+                for parameter, view in zip(buffer.parameters, views_in(full, buffer.parameters), strict=True):
+                    view.copy_(state[parameter][name])
                 flat.copy_(full.view(self._size, -1)[self._rank])
         self.gather_parameters()
 
@@ -305,7 +305,7 @@ def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) ->
     for options in options_of_groups:
         trained = [parameter for parameter in options["params"] if parameter.requires_grad]
         refuse_spread(
-            ((f"the parameter {place} of its group, {list(each.shape)},", each) for place, each in enumerate(trained)),
+            ((f"the parameter {index} of its group, {list(each.shape)},", each) for index, each in enumerate(trained)),
             "ShardedOptimizer",
             "each of its ranks holds a shard already; give it to the optimizer itself, and ShardedOptimizer the others",
         )
@@ -338,9 +338,9 @@ def _make_buffer(parameters: list[nn.Parameter], rank: int, size: int) -> _Buffe
     # Whole rows: blocks that share a scale never cross from one rank's shard to the next's.
     share = -(-total // (size * ROW_ELEMENTS)) * ROW_ELEMENTS
     model = torch.zeros(size * share, dtype=first.dtype, device=first.device)
-    for parameter, place in zip(parameters, views_in(model, parameters), strict=True):
-        place.copy_(parameter.detach())
-        parameter.data = place
+    for parameter, view in zip(parameters, views_in(model, parameters), strict=True):
+        view.copy_(parameter.detach())
+        parameter.data = view
     main = model.view(size, share)[rank].to(torch.float32, copy=True)
     gradients = torch.zeros_like(model, dtype=torch.float32)
     return _Buffer(tuple(parameters), model, gradients, nn.Parameter(main))

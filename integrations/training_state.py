@@ -85,10 +85,10 @@ class TrainingState:
             _begin(optimizer)
         entries = dict(self._buffers())
         for _, names, tensors in self._entries():
-            for place, name in names.items():
+            for row, name in names.items():
                 for key, tensor in tensors.items():
-                    of_expert = tensor if place is None or tensor.shape != tensors[""].shape else tensor[place]
-                    label = name if of_expert is not tensor or place is None else _without_number(name)
+                    of_expert = tensor if row is None or tensor.shape != tensors[""].shape else tensor[row]
+                    label = name if of_expert is not tensor or row is None else _without_number(name)
                     entries[_key(label, key)] = of_expert.detach()
         return entries
 
@@ -157,11 +157,11 @@ class TrainingState:
                 if key == "":
                     continue
                 full = torch.zeros_like(tensor)
-                for place, name in names.items():
-                    if place is None:
+                for row, name in names.items():
+                    if row is None:
                         full = state[_key(name, key)]
                     elif tensor.shape == tensors[""].shape:
-                        full[place] = state[_key(name, key)]
+                        full[row] = state[_key(name, key)]
                     else:
                         full = state[_key(_without_number(name), key)]
                 by_parameter[parameter][key] = full
@@ -207,9 +207,9 @@ class TrainingState:
                 cuts = self._cut("etp")
                 rows = _rows_here(owned.name, parameter)
                 names = {
-                    place: f"{label}.{holder.numbers[row]}{cuts}"
-                    for place, row in enumerate(rows)
-                    if holder.numbers[row] >= 0
+                    row: f"{label}.{holder.numbers[stacked]}{cuts}"
+                    for row, stacked in enumerate(rows)
+                    if holder.numbers[stacked] >= 0
                 }
                 tensors = {key: local_part(tensor) for key, tensor in tensors.items()}
             else:

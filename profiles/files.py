@@ -52,11 +52,11 @@ def read_file(path: StrPath, most_bytes: int = MOST_BYTES, *, begins: bytes = b"
     _require_regular(os.stat(name), name)  # before it is opened: that alone may set a device going
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(fd, "rb") as file:
-        found = os.fstat(fd)  # the name may mean another file by now
-        _require_regular(found, name)
-        if found.st_size <= most_bytes:
+        status = os.fstat(fd)  # the name may mean another file by now
+        _require_regular(status, name)
+        if status.st_size <= most_bytes:
             data = file.read(_BEGINNING)
-            if found.st_size > _LARGE and not data.lstrip().startswith(begins):
+            if status.st_size > _LARGE and not data.lstrip().startswith(begins):
                 raise OSError(errno.EINVAL, f"expected a file that begins with {begins.decode()}, got another", name)
             data += file.read(most_bytes + 1 - len(data))  # it may have grown
             if len(data) <= most_bytes:
@@ -138,9 +138,9 @@ def _checked(path: StrPath) -> str:
     return name
 
 
-def _require_regular(found: os.stat_result, name: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), "something else")
+def _require_regular(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "something else")
         raise OSError(errno.EINVAL, f"expected a regular file, got {kind}", name)
 
 

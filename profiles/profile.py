@@ -170,10 +170,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def replace(self, **changes: Any) -> Profile:
         """A copy with other fields (as for ``create``) and its own fingerprint."""
-        kept = {
+        fields = {
             key: getattr(self, key) for key in self.__struct_fields__ if key not in ("format", "version", "fingerprint")
         }
-        return Profile.create(**{**kept, **changes})
+        return Profile.create(**{**fields, **changes})
 
     @cached_property
     def _by_key(self) -> dict[tuple[str, str, int], Curve]:
@@ -304,9 +304,9 @@ def parse_profile(data: bytes | str, where: str) -> Profile:
         ProfileError: text that is not a sound profile of this version: names the field and the reason.
     """
     content = parse_object(data, where)
-    found = content.get("format")
-    if found != PROFILE_FORMAT:
-        got = f"got {shortened(repr(found))}" if "format" in content else "but it is missing"
+    file_format = content.get("format")
+    if file_format != PROFILE_FORMAT:
+        got = f"got {shortened(repr(file_format))}" if "format" in content else "but it is missing"
         raise ProfileError(
             f"{where}: field format: expected {PROFILE_FORMAT!r}, {got}: this is not a commlayer profile"
         )

@@ -90,12 +90,12 @@ def each_sound(paths: Iterable[Path], read: Callable[[Path], _T], damaged: list[
     is_any, errors = False, list[str]()
     for path in paths:
         try:
-            found = read(path)
+            content = read(path)
         except UsageError as error:  # noqa: PERF203
             errors.append(str(error))
         else:
             is_any = True
-            yield found
+            yield content
     if errors and (damaged is None or not is_any):
         raise UsageError("\n".join(errors))
     if damaged is not None:

@@ -156,16 +156,16 @@ def summarize(times_us: Sequence[float], confidence: float = 0.95) -> Samples:
     ordered = sorted(times_us)
     middle = median(ordered)
     deviation = median([abs(t - middle) for t in ordered]) * _OUTLIER_DEVIATIONS
-    kept = [t for t in ordered if t <= middle + (deviation or _LEAST_DEVIATION * middle)]
-    mean = sum(kept) / len(kept)
-    variance = sum((t - mean) ** 2 for t in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
+    usual = [t for t in ordered if t <= middle + (deviation or _LEAST_DEVIATION * middle)]
+    mean = sum(usual) / len(usual)
+    variance = sum((t - mean) ** 2 for t in usual) / (len(usual) - 1) if len(usual) > 1 else 0.0
     return Samples(
         mean_us=mean,
-        p50_us=median(kept),
-        p99_us=kept[math.ceil(0.99 * len(kept)) - 1],
+        p50_us=median(usual),
+        p99_us=usual[math.ceil(0.99 * len(usual)) - 1],
         cv=math.sqrt(variance) / mean,
         num=len(ordered),
-        num_outliers=len(ordered) - len(kept),
+        num_outliers=len(ordered) - len(usual),
         half_width=_half_width(ordered, confidence),
         raw=tuple(times_us),
     )

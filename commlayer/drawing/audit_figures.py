@@ -54,8 +54,8 @@ def audit_figure(job: JobAudit) -> Figure:
     figure = new_figure(FIGURE_WIDTH, 4.6)
     times, ratios = figure.subplots(1, 2)
     shown, others = groups[: len(COLOURS)], groups[len(COLOURS) :]
-    for place, group in enumerate(shown):
-        _points(times, ratios, group.calls, COLOURS[place], MARKERS[place], plain_name(group))
+    for index, group in enumerate(shown):
+        _points(times, ratios, group.calls, COLOURS[index], MARKERS[index], plain_name(group))
     if others:
         rest = [calls for group in others for calls in group.calls]
         _points(times, ratios, rest, FAINT, ".", f"{len(others)} more groups")
@@ -127,9 +127,9 @@ def late_figure(job: JobAudit) -> Figure:
     axes = figure.add_subplot()
     widths = [waited_us[rank] / 1e3 for rank in ranks]
     axes.barh(range(len(ranks)), widths, height=0.66, color=BLUE)
-    for place, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
+    for row, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
         text = f" {format_us(waited_us[rank])} in {counted(calls[rank], 'call')}"
-        axes.text(width, place, text, va="center_baseline", color=FAINT, fontsize=8)
+        axes.text(width, row, text, va="center_baseline", color=FAINT, fontsize=8)
     name_rows(axes, [f"rank {rank}" + (f", {_plain(job.hosts[rank])}" if rank in job.hosts else "") for rank in ranks])
     axes.set_xlim(0, max(widths) * 1.25)
     axes.set_xlabel("the others waited (ms)")

@@ -39,7 +39,7 @@ def efficiency_figure(profile: Profile) -> Figure:
     A panel for each class of links and number of ranks that was measured.
     """
     panels: dict[tuple[Resource, int], list[Curve]] = {}
-    order = {link: place for place, link in enumerate(Resource)}
+    order = {link: index for index, link in enumerate(Resource)}
     for curve in sorted(profile.curves, key=lambda curve: (order[curve.link], curve.group_size)):
         panels.setdefault((curve.link, curve.group_size), []).append(curve)
     # A colour and a marker for each collective, the same in all panels; no two have both in common.

@@ -202,7 +202,7 @@ def _mark(axes: Axes, steady: SteadyState, num_rows: int, step_us: float, unit_u
     shift = steady.shift_us / unit_us
     axes.set_xlim(0, 1.01 * (step_us / unit_us + shift))
     spacing = axes.get_xticks()[1] - axes.get_xticks()[0]
-    times = [spacing * place for place in range(int(step_us / unit_us / spacing) + 1)]
+    times = [spacing * tick for tick in range(int(step_us / unit_us / spacing) + 1)]
     drawn = {time: time for time in times if time < low}
     drawn |= {time: time + shift for time in times if time >= steady.end / unit_us}
     axes.set_xticks(list(drawn.values()), [f"{time:,g}" for time in drawn])

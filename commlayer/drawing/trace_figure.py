@@ -70,12 +70,12 @@ def lanes_figure(ranks: Sequence[Selected], title: str = "") -> Figure:
     height = len(lanes) + 1 + _GAP
     figure = new_figure(_WIDTH, 1.2 + _ROW * height * len(shown))
     axes = figure.add_subplot()
-    for place, bars in enumerate(bands):
+    for row, bars in enumerate(bands):
         for bar in bars:
             joined = _joined(bar.spans, (end_ns - begin_ns) // _PIXELS)
             axes.broken_barh(
                 [((start - begin_ns) / unit_ns, (end - start) / unit_ns) for start, end in joined],
-                (place * height + bar.row + (1 - _BAR) / 2, _BAR),
+                (row * height + bar.row + (1 - _BAR) / 2, _BAR),
                 color=bar.colour,
                 alpha=bar.opacity,
                 linewidth=0,

@@ -59,36 +59,36 @@ class _Picture(NamedTuple):
     width: float = _WIDTH
 
 
-def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
+def waits_page(logs: Sequence[RankLog], diagnosis: Diagnosis) -> str:
     """Return the page, one HTML file without anything from outside."""
     return render(
         "waits.html",
         title="Who waits for whom",
-        summary=_summary(found),
-        findings=[(headline(each), each, _picture(each)) for each in (*found.findings, *found.waits)],
-        words=in_words(found),
+        summary=_summary(diagnosis),
+        findings=[(headline(each), each, _picture(each)) for each in (*diagnosis.findings, *diagnosis.waits)],
+        words=in_words(diagnosis),
         ranks=[_cells(log) for log in logs[:_MOST_ROWS]],
         call_words=call_words,
         most_rows=_MOST_ROWS,
     )
 
 
-def _summary(found: Diagnosis) -> list[tuple[str, str]]:
+def _summary(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     kinds = {"circles": Cycle, "calls that differ": Mismatch, "missing ranks": Missing}
-    items = [(str(sum(isinstance(each, kind) for each in found.findings)), words) for words, kind in kinds.items()]
-    items.append((str(len(found.waits)), "ranks that others wait for"))
-    items.append((f"{len(found.ranks) - len(found.without)} of {len(found.ranks)}", "ranks left a log"))
+    items = [(str(sum(isinstance(each, kind) for each in diagnosis.findings)), words) for words, kind in kinds.items()]
+    items.append((str(len(diagnosis.waits)), "ranks that others wait for"))
+    items.append((f"{len(diagnosis.ranks) - len(diagnosis.without)} of {len(diagnosis.ranks)}", "ranks left a log"))
     return items
 
 
 # Pictures
 
 
-def _picture(found: Cycle | Missing | Mismatch) -> _Picture | None:
+def _picture(finding: Cycle | Missing | Mismatch) -> _Picture | None:
     """Draw who waits for whom; None for calls that differ."""
-    if isinstance(found, Cycle):
-        return _circle(found)
-    return _star(found) if isinstance(found, Missing) else None
+    if isinstance(finding, Cycle):
+        return _circle(finding)
+    return _star(finding) if isinstance(finding, Missing) else None
 
 
 def _circle(cycle: Cycle) -> _Picture:
@@ -99,8 +99,8 @@ def _circle(cycle: Cycle) -> _Picture:
         there = places[(number + 1) % len(steps)]
         arrows.append(_arrow(places[number], there, f"needs {short_call(step.missing)}"))
     boxes = [
-        _box(place, f"rank {step.call.rank}", f"in {short_call(step.call)} of group {step.call.group}", step.site)
-        for place, step in zip(places, steps, strict=True)
+        _box(at, f"rank {step.call.rank}", f"in {short_call(step.call)} of group {step.call.group}", step.site)
+        for at, step in zip(places, steps, strict=True)
     ]
     label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
     rest = f"{ranks_words(cycle.behind)} wait for these." if cycle.behind else ""
@@ -114,11 +114,11 @@ def _star(missing: Missing) -> _Picture:
     centre = (_WIDTH - _BOX / 2 - 10, height / 2)
     arrows, boxes = [], []
     for number, waiter in enumerate(waiters):
-        place = (_BOX / 2 + 10, 15 + (_HEIGHT + 30) * (number + 0.5))
+        at = (_BOX / 2 + 10, 15 + (_HEIGHT + 30) * (number + 0.5))
         needs = f"needs {short_call(missing.call)}" if number == 0 else ""
-        arrows.append(_arrow(place, centre, needs, bend=0.0))
+        arrows.append(_arrow(at, centre, needs, bend=0.0))
         call = waiter.call
-        boxes.append(_box(place, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
+        boxes.append(_box(at, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
     held = "".join(f"in {short_call(each.call)} of group {each.call.group}" for each in missing.held[:1])
     states = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log", "held": held}
     state = states[missing.why]

@@ -337,8 +337,8 @@ def _config(options: dict[str, Any]) -> ModelConfig:
     if options["place_experts"] is not None:
         options["spare_slots"] = spare_slots or 0
     of_the_run = {field.name for field in fields(TrainOptions)}
-    taken: dict[str, Any] = {name: options.pop(name) for name in list(options) if name not in of_the_run}
-    return ModelConfig(router=router, vocabulary=VOCABULARY, seed=options["seed"], **taken)
+    of_the_model: dict[str, Any] = {name: options.pop(name) for name in list(options) if name not in of_the_run}
+    return ModelConfig(router=router, vocabulary=VOCABULARY, seed=options["seed"], **of_the_model)
 
 
 def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:

@@ -113,7 +113,7 @@ def neighbours_of(number: int) -> tuple[int, int]:
 
 
 def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) -> None:
-    refused = [grid.all.ranks[place] for place in everyone[:, HEAD.index("refusal")].nonzero().flatten().tolist()]
+    refused = [grid.all.ranks[index] for index in everyone[:, HEAD.index("refusal")].nonzero().flatten().tolist()]
     if offer.error is not None:
         raise offer.error
     if refused:
@@ -122,12 +122,12 @@ def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) ->
             "at its log"
         )
     said = everyone[:, _AGREED].tolist()
-    for place, words in enumerate(said):
+    for index, words in enumerate(said):
         for name, first, other in zip(HEAD[_AGREED], said[0], words, strict=True):
             if first != other:
                 raise DisagreementError(
                     f"ranks disagree on the {name} of a dispatch: rank {grid.all.ranks[0]} says {first}, "
-                    f"rank {grid.all.ranks[place]} {other} (-1: none): call alike on all ranks"
+                    f"rank {grid.all.ranks[index]} {other} (-1: none): call alike on all ranks"
                 )
 
 
@@ -146,11 +146,11 @@ def agree_on_experts(grid: ExpertGrid) -> None:
     if owner is None or grid.num_experts in _agreed_experts.setdefault(owner, set()):
         return
     everyone = grid.all.all_gather(torch.tensor([grid.num_experts])).tolist()
-    for place, number in enumerate(everyone):
+    for index, number in enumerate(everyone):
         if number != everyone[0]:
             raise DisagreementError(
                 f"ranks disagree on the number of experts: rank {grid.all.ranks[0]} says {everyone[0]}, rank "
-                f"{grid.all.ranks[place]} {number}: make the dispatcher alike on all ranks"
+                f"{grid.all.ranks[index]} {number}: make the dispatcher alike on all ranks"
             )
     _agreed_experts[owner].add(grid.num_experts)
 

@@ -83,9 +83,9 @@ def keep_within(bins: torch.Tensor, choices: RoutedChoices, num_bins: int, capac
     bins_in_order = torch.where(bins < 0, num_bins, bins).flatten()[order]
     sorted_bins, by_bin = torch.sort(bins_in_order, stable=True)
     first = torch.searchsorted(sorted_bins, torch.arange(num_bins + 1, device=bins.device))
-    place = torch.arange(bins.numel(), device=bins.device) - first[sorted_bins]
+    order_in_bin = torch.arange(bins.numel(), device=bins.device) - first[sorted_bins]
     keep = torch.empty(bins.numel(), dtype=torch.bool, device=bins.device)
-    keep[order[by_bin]] = (place < capacity) & (sorted_bins < num_bins)
+    keep[order[by_bin]] = (order_in_bin < capacity) & (sorted_bins < num_bins)
     return keep.view_as(bins)
 
 

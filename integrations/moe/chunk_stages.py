@@ -49,7 +49,7 @@ class ChunkStages:
         )
         self._x = x
         self._parts = list(parts)
-        self._stages = [_ChunkStage(handle, place, weights_travel) for place in range(len(sizes))]
+        self._stages = [_ChunkStage(handle, index, weights_travel) for index in range(len(sizes))]
         # With a gradient all are sent before the first computes, so that the link never waits for
         # experts: what arrives is kept for the backward pass anyway. Without, one ahead.
         self._ahead = len(sizes) if handle.needs_gradient and torch.is_grad_enabled() else 1
@@ -96,12 +96,12 @@ class ChunkStages:
 
 
 class _ChunkStage:
-    """The chunk at ``place`` of a handle."""
+    """The chunk at ``index`` of a handle."""
 
-    def __init__(self, handle: DispatchHandle, place: int, weights_travel: bool) -> None:
-        self.chunk: Chunk = handle.chunks[place]
+    def __init__(self, handle: DispatchHandle, index: int, weights_travel: bool) -> None:
+        self.chunk: Chunk = handle.chunks[index]
         self._sizes = [chunk.num_tokens for chunk in handle.chunks]
-        self._place = place
+        self._index = index
         self._weights_travel = weights_travel
         self._weights: torch.Tensor | None = None
         """The weights that have not been sent: for the combine, or, where they travel apart from
@@ -145,7 +145,7 @@ class _ChunkStage:
     def send_again(self, x: torch.Tensor) -> Pending:
         """Start the exchange of the chunk once more, out of the tokens ``x`` [T, H] or [S, B, H] of
         all chunks."""
-        tokens = x.flatten(0, -2).split(self._sizes)[self._place]
+        tokens = x.flatten(0, -2).split(self._sizes)[self._index]
         return self.chunk.token_dispatch(self.chunk.dispatch_preprocess(tokens))
 
     def crossing(self) -> list[torch.Tensor]:

@@ -37,10 +37,10 @@ class ExpertMessages:
         """Name a tensor that goes to ``peer``; it is copied."""
         self._sent.setdefault(peer, []).append(_padded(tensor))
 
-    def receive(self, place: torch.Tensor, peer: int) -> None:
-        """Name a tensor that comes from ``peer``; :meth:`received` has it, or :meth:`store` writes it to ``place``, which is not
+    def receive(self, target: torch.Tensor, peer: int) -> None:
+        """Name a tensor that comes from ``peer``; :meth:`received` has it, or :meth:`store` writes it to ``target``, which is not
         touched before."""
-        self._wanted.setdefault(peer, []).append(place)
+        self._wanted.setdefault(peer, []).append(target)
 
     def start(self) -> None:
         """Start the exchange. Nothing more can be named."""
@@ -62,16 +62,16 @@ class ExpertMessages:
     def received(self, peer: int) -> Sequence[torch.Tensor]:
         """Return what came from ``peer``, in the order in which it was named: views of the message."""
         tensors, at = [], 0
-        for place in self._wanted.get(peer, ()):
-            tensors.append(self._arriving[peer][at : at + place.nbytes].view(place.dtype).view(place.shape))
-            at += _room(place)
+        for target in self._wanted.get(peer, ()):
+            tensors.append(self._arriving[peer][at : at + target.nbytes].view(target.dtype).view(target.shape))
+            at += _room(target)
         return tensors
 
     def store(self) -> None:
         """Write all that came to its place."""
-        for peer, places in self._wanted.items():
-            for place, came in zip(places, self.received(peer), strict=True):
-                place.copy_(came)
+        for peer, targets in self._wanted.items():
+            for target, came in zip(targets, self.received(peer), strict=True):
+                target.copy_(came)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -225,10 +225,10 @@ class ExpertPlacer:
                 f"{who()}expected a placement for each of {len(self._layers)} layers, got {len(placements)}"
             )
         settled = [new.settled_from(old) for new, old in zip(placements, self.placements, strict=True)]
-        for place, (layer, new) in enumerate(zip(self._layers, settled, strict=True)):
+        for index, (layer, new) in enumerate(zip(self._layers, settled, strict=True)):
             if new.has_replicas and spills_by_llep(layer):
                 raise UsageError(
-                    f"{who()}layer {place} spills by LLEP's rule, which knows no copies of experts: "
+                    f"{who()}layer {index} spills by LLEP's rule, which knows no copies of experts: "
                     "expected a placement with one copy of each, or a layer with spilling='priced'"
                 )
         said = {f"the placement of layer {at}": str(each.slots.tolist()) for at, each in enumerate(settled)}
@@ -339,9 +339,9 @@ class ExpertPlacer:
 
     def _let_spill(self, spills: Sequence[bool] | None = None) -> None:
         """Turn spilling on and off; None: on. Alike on all ranks, between the same two steps."""
-        for place, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers):
             if layer.dispatcher.spiller is not None:
-                layer.dispatcher.spiller.is_on = spills is None or spills[place]
+                layer.dispatcher.spiller.is_on = spills is None or spills[index]
 
     def _start(self, placements: Sequence[ExpertPlacement], announced: _Announced) -> None:
         changed = {

@@ -148,8 +148,8 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = list(rows)
         out = x.new_empty(x.shape[0], weight.shape[1])
-        for part, w, place in zip(x.split(rows), weight.unbind(), out.split(rows), strict=True):
-            torch.mm(part, w.t(), out=place)
+        for part, w, product in zip(x.split(rows), weight.unbind(), out.split(rows), strict=True):
+            torch.mm(part, w.t(), out=product)
         return out
 
     @staticmethod
@@ -168,8 +168,8 @@ class _GroupedLinear(torch.autograd.Function):
             return of_x, torch.stack([part.t() @ piece for part, piece in zip(parts, pieces, strict=True)]), None, None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
-            for part, w, place in zip(gradient.split(ctx.rows), weight.unbind(), of_x.split(ctx.rows), strict=True):
-                torch.mm(part, w, out=place)
+            for part, w, product in zip(gradient.split(ctx.rows), weight.unbind(), of_x.split(ctx.rows), strict=True):
+                torch.mm(part, w, out=product)
         if ctx.needs_input_grad[1] and ctx.later is not None:
             later, place_of_weight = ctx.later
             later.add(place_of_weight, gradient, x, ctx.rows)
@@ -184,8 +184,8 @@ def _gradient_of_weight(
     """Also of experts without rows: their weights get a gradient of zeros, as on every other
     rank."""
     of_weight = x.new_empty(shape)
-    for part, piece, place in zip(gradient.split(rows), x.split(rows), of_weight.unbind(), strict=True):
-        torch.mm(part.t(), piece, out=place)
+    for part, piece, product in zip(gradient.split(rows), x.split(rows), of_weight.unbind(), strict=True):
+        torch.mm(part.t(), piece, out=product)
     return of_weight
 
 
@@ -208,8 +208,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(gate)
-        for g, u, place in _blocks(gate, up, out):
-            torch.mul(F.silu(g), u, out=place)
+        for g, u, product in _blocks(gate, up, out):
+            torch.mul(F.silu(g), u, out=product)
         return out
 
     @staticmethod
@@ -310,9 +310,9 @@ class GroupedExperts(nn.Module):
             return
         self._refuse_spread(prefix)
         for name, parameter in self.named_parameters(recurse=False):
-            for place, expert in enumerate(self.numbers):
+            for row, expert in enumerate(self.numbers):
                 if expert >= 0:
-                    of_expert = parameter[place]
+                    of_expert = parameter[row]
                     destination[f"{prefix}{name}.{expert}"] = of_expert if keep_vars else of_expert.detach()
 
     def _load_from_state_dict(
@@ -335,8 +335,8 @@ class GroupedExperts(nn.Module):
             entries.pop(prefix + name, None)
             entries[prefix + name] = torch.stack(
                 [
-                    state_dict.get(key, parameter[place]).to(parameter) if key else torch.zeros_like(parameter[place])
-                    for place, key in enumerate(keys)
+                    state_dict.get(key, parameter[row]).to(parameter) if key else torch.zeros_like(parameter[row])
+                    for row, key in enumerate(keys)
                 ]
             ).detach()
         cast("Any", super())._load_from_state_dict(entries, prefix, local_metadata, strict, *found)

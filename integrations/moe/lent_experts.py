@@ -123,9 +123,9 @@ class _Way:
             total = totals[at]
             if total is None:  # nothing was computed with the own ones
                 total = totals[at] = came.new_zeros(self._shapes[at])
-            place = total[self._lent[number][0]]
-            dtype = torch.promote_types(place.dtype, torch.float32)
-            place.copy_(place.to(dtype) + came.to(dtype))
+            gradient = total[self._lent[number][0]]
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            gradient.copy_(gradient.to(dtype) + came.to(dtype))
         self._returning = {}
         return tuple(totals)
 

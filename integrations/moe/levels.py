@@ -78,8 +78,8 @@ class Levels:
     @property
     def rail(self) -> tuple[int, ...]:
         """The ranks of this one's place, on each node."""
-        place = self.nodes[self.here].index(self.rank)
-        return tuple(members[place] for members in self.nodes)
+        rail = self.nodes[self.here].index(self.rank)
+        return tuple(members[rail] for members in self.nodes)
 
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
         """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP]."""
@@ -163,7 +163,7 @@ def two_level_way(
     held = [to_ranks[to_ranks.any(1)] for to_ranks in held]
     to_ranks = torch.cat(held)
     # Arriving: from each rank of this node what it holds, of those the tokens that have an expert of this rank.
-    order = [members[place] for place in range(levels.width) for members in levels.nodes]
+    order = [members[rail] for rail in range(levels.width) for members in levels.nodes]
     weights, rows, arriving = _arriving(levels, by_source, order, capacity)
     per_place = [sum(arriving[at : at + len(levels.nodes)]) for at in range(0, size, len(levels.nodes))]
     return (

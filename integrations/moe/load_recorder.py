@@ -91,8 +91,8 @@ class LoadRecorder:
     def layer(self, num_experts: int, stage: int | None = None) -> LayerRecord:
         """Make the record of the next layer; ``stage``: of the pipeline, where there are several. How many layers the stages
         before have is not known here, and layers of one name would be added up."""
-        place = f"layer {len(self.layers)}"
-        self.layers.append(LayerRecord(place if stage is None else f"stage {stage}, {place}", num_experts))
+        label = f"layer {len(self.layers)}"
+        self.layers.append(LayerRecord(label if stage is None else f"stage {stage}, {label}", num_experts))
         return self.layers[-1]
 
     def write(self) -> None:

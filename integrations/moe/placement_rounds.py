@@ -165,8 +165,8 @@ class PlacementSearch:
         """Search, on the thread of rank 0."""
         placements = [slots_of(layer).placement for layer in self._layers]
         decisions = []
-        for place, counts in enumerate(self._loads.expected(self._horizon)):
-            layer = self._layers[place]
+        for index, counts in enumerate(self._loads.expected(self._horizon)):
+            layer = self._layers[index]
             config, spiller = layer.router.config, layer.dispatcher.spiller
             room = PlacementRoom(
                 num_groups=config.num_groups or 1,
@@ -174,8 +174,8 @@ class PlacementSearch:
                 may_spill=spiller is not None and spiller.spilling.rule == "priced",
                 decision_us=0.0 if spiller is None else spiller.decision_us,
             )
-            load, prices = LayerLoad(counts, config.top_k), self._prices_of(place)
-            decisions.append(place_layer(load, prices, placements[place], self._horizon, room))
+            load, prices = LayerLoad(counts, config.top_k), self._prices_of(index)
+            decisions.append(place_layer(load, prices, placements[index], self._horizon, room))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, placements, strict=True)]
         each_layer = list(zip(self._layers, decisions, strict=True))
         spills = [_shall_spill(*each) for each in each_layer]
@@ -188,9 +188,9 @@ class PlacementSearch:
         message = np.concatenate([np.array(spills, dtype=np.int64), *slots])
         return PlacementAnswer(MOVE if changes else STAY, _in_words(decisions), message, promise)
 
-    def _prices_of(self, place: int) -> PlacementPrices:
+    def _prices_of(self, index: int) -> PlacementPrices:
         """The prices of one layer: those by which it spills, where it does."""
-        layer, work = self._layers[place], self._works[place]
+        layer, work = self._layers[index], self._works[index]
         spiller = layer.dispatcher.spiller
         own = None if spiller is None else spiller.spilling.work
         if self._is_measured and own is not None:

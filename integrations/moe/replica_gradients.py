@@ -69,22 +69,22 @@ def sum_replica_gradients(module: nn.Module) -> None:
 
 def _sum_over_copies(ep: GroupCommunicator, layers: list[MoELayer]) -> None:
     messages = ExpertMessages(ep)
-    shared = [(place, ranks) for layer in layers for place, ranks in _shared_gradients(layer, ep.rank)]
-    for place, ranks in shared:
+    shared = [(gradient, ranks) for layer in layers for gradient, ranks in _shared_gradients(layer, ep.rank)]
+    for gradient, ranks in shared:
         for peer in ranks:
             if peer != ep.rank:
-                messages.send(place, peer)
-                messages.receive(place, peer)
+                messages.send(gradient, peer)
+                messages.receive(gradient, peer)
     messages.start()
     messages.wait()
     came = {peer: iter(messages.received(peer)) for peer in range(ep.size) if peer != ep.rank}
-    for place, ranks in shared:
-        parts = [place if rank == ep.rank else next(came[rank]) for rank in ranks]
-        dtype = torch.promote_types(place.dtype, torch.float32)
+    for gradient, ranks in shared:
+        parts = [gradient if rank == ep.rank else next(came[rank]) for rank in ranks]
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
         total = parts[0].to(dtype, copy=True)
         for part in parts[1:]:
             total += part
-        place.copy_(total)
+        gradient.copy_(total)
 
 
 def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
@@ -92,7 +92,7 @@ def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor
     their copies: by expert, so that two ranks name what they share in one order."""
     slots = slots_of(layer)
     placement = slots.placement
-    for expert, place in sorted((expert, place) for place, expert in enumerate(slots.here)):
+    for expert, slot in sorted((expert, slot) for slot, expert in enumerate(slots.here)):
         if expert < 0 or placement.logcnt[expert] < 2:
             continue
         ranks = placement.copies[expert].nonzero()[0].tolist()
@@ -100,4 +100,4 @@ def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                yield parameter.grad[place], ranks
+                yield parameter.grad[slot], ranks

@@ -143,8 +143,8 @@ def refuse_any(bad: torch.Tensor, values: torch.Tensor, message: str) -> None:
     if bad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if bool(bad.any()):
-        token, place = bad.nonzero()[0].tolist()
-        where = f"first {values[token, place].item()} at token {token}, {int(bad.any(-1).sum())} of {len(bad)} tokens"
+        token, column = bad.nonzero()[0].tolist()
+        where = f"first {values[token, column].item()} at token {token}, {int(bad.any(-1).sum())} of {len(bad)} tokens"
         raise TensorError(f"{who()}{message} ({where})")
 
 

@@ -114,13 +114,13 @@ def _separate(slots: Array) -> bool:
     ordered = np.sort(slots, axis=1)
     for rank in np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(1)):
         row = slots[rank]
-        for place in range(len(row)):
-            if not (row[:place] == row[place]).any():
+        for slot in range(len(row)):
+            if not (row[:slot] == row[slot]).any():
                 continue
             for other in np.roll(np.arange(len(slots)), -rank - 1)[:-1]:
                 takes = [at for at in range(len(row)) if slots[other, at] not in row]
-                if takes and row[place] not in slots[other]:
-                    row[place], slots[other, takes[0]] = slots[other, takes[0]], row[place]
+                if takes and row[slot] not in slots[other]:
+                    row[slot], slots[other, takes[0]] = slots[other, takes[0]], row[slot]
                     break
             else:
                 return False

@@ -67,9 +67,9 @@ class ExchangeTimes:
 
         crosses = self.node_of[sources] != self.node_of[targets]
         most = [0.0, 0.0]
-        for place, chosen in enumerate((crosses, ~crosses)):
+        for level, chosen in enumerate((crosses, ~crosses)):
             if chosen.any():
-                most[place] = max(
+                most[level] = max(
                     np.bincount(ends[chosen], weights=sizes[chosen], minlength=self.num_ranks).max()
                     for ends in (sources, targets)
                 )

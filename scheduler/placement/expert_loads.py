@@ -142,8 +142,8 @@ class ExpertLoads:
         steps = min(part.num_steps for part in thinned)
         sums: dict[str, Array] = {}
         for part in thinned:
-            for place, name in enumerate(part.layers):
-                sums[name] = sums.get(name, 0) + part.counts[:steps, place]
+            for layer, name in enumerate(part.layers):
+                sums[name] = sums.get(name, 0) + part.counts[:steps, layer]
         return cls(np.stack(list(sums.values()), 1), tuple(sums), first.top_k, stride, first.source)
 
     def with_stride(self, stride: int) -> ExpertLoads:

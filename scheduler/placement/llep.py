@@ -78,10 +78,10 @@ def llep_spilled(counts: Array, placement: ExpertPlacement, rule: LlepRule | Non
         rest -= min(rest, max(limit - others, 0))
         busy[home] = others + int(rows[expert]) - rest
         while rest and placement.num_ranks > 1:
-            target, taken = _taker(busy, home, rest, limit, rule.least_rows)
-            busy[target] += taken
-            rest -= taken
-            by_target[expert, target] = by_target.get((expert, target), 0) + taken
+            target, moved = _taker(busy, home, rest, limit, rule.least_rows)
+            busy[target] += moved
+            rest -= moved
+            by_target[expert, target] = by_target.get((expert, target), 0) + moved
     return tuple(
         (expert, int(homes[expert]), target, moved / int(rows[expert])) for (expert, target), moved in by_target.items()
     )

@@ -324,8 +324,8 @@ def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Arr
     per_node = len(node_of) // num_nodes
     of_nodes = common.reshape(num_nodes, per_node, num_nodes, per_node).sum((1, 3))
     slots = np.empty_like(placement.slots)
-    for node, place in _matched(of_nodes):
-        first, at = node * per_node, place * per_node
+    for node, old_node in _matched(of_nodes):
+        first, at = node * per_node, old_node * per_node
         for begin, there in _matched(common[first : first + per_node, at : at + per_node]):
             slots[at + there] = placement.slots[first + begin]
     return ExpertPlacement(slots, placement.num_experts, before.homes)
