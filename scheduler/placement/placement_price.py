@@ -332,6 +332,8 @@ class PlacementPrices:
                 f"a placement on the profile's {self.times.num_ranks} ranks of {len(load.counts)} experts: "
                 f"got {placement.num_experts} experts on {placement.num_ranks} ranks"
             )
+        import numpy as np
+
         ranks, nodes = self.totals(load, placement, spilled)
         most_rows = ranks.rows.max()
         if spilled:
@@ -339,9 +341,22 @@ class PlacementPrices:
             most_rows = rows_on_the_way(load.counts, placement, spilled, times.node_of, times.inside_weight)
         reach = ranks.reached(load).max(), nodes.reached(load).max()
         exchanges = self.exchanges(load, most_rows, *reach)
-        batch = self._micro_batch(load, placement, spilled, ranks.rows, exchanges)
+        work, guest_rows, num_guests = self.work, np.zeros(self.times.num_ranks), np.zeros(self.times.num_ranks)
+        for expert, _, target, part in spilled:
+            guest_rows[target] += load.counts[expert] * part
+            num_guests[target] += 1
+        num_experts = np.bincount(placement.held[1], minlength=self.times.num_ranks)
+        row_us = work.row_us / work.micro_batches
+        inside_us = float(exchanges.us) / _EXCHANGES - float(exchanges.beside_us)
+        batch = MicroBatch(
+            exchange_us=float(exchanges.us) / (_EXCHANGES * work.micro_batches),
+            inside_us=inside_us / work.micro_batches,
+            own_us=(ranks.rows - guest_rows) * row_us + num_experts * work.expert_us,
+            guests_us=guest_rows * row_us + num_guests * work.expert_us,
+            puts_off=work.puts_off,
+        )
         there_us, back_us = self._lent_us(spilled)
-        error, batches = 1 + self.times.profile.error, self.work.micro_batches
+        error, batches = 1 + self.times.profile.error, work.micro_batches
         quick_us, total_us = batch.total_us(0.0, 0.0), batch.total_us(there_us, back_us)
         late_us = batch.total_us(there_us * error, back_us * error) if spilled else total_us
         exchange_us, compute_us = float(exchanges.us), batch.computed_us * batches
@@ -356,35 +371,6 @@ class PlacementPrices:
             hidden_us=exchange_us + compute_us - quick_us * batches,
             levels=bool(exchanges.levels),
             busiest=float(ranks.rows.max()) / mean if mean else 1.0,
-        )
-
-    def _micro_batch(
-        self,
-        load: LayerLoad,
-        placement: ExpertPlacement,
-        spilled: Spilled,
-        rows: Array,
-        exchanges: Exchanges,
-    ) -> MicroBatch:
-        import numpy as np
-
-        work, guests, number = (
-            self.work,
-            np.zeros(self.times.num_ranks),
-            np.zeros(self.times.num_ranks),
-        )
-        for expert, _, target, part in spilled:
-            guests[target] += load.counts[expert] * part
-            number[target] += 1
-        held = np.bincount(placement.held[1], minlength=self.times.num_ranks)
-        row_us, batches = work.row_us / work.micro_batches, work.micro_batches
-        inside_us = float(exchanges.us) / _EXCHANGES - float(exchanges.beside_us)
-        return MicroBatch(
-            exchange_us=float(exchanges.us) / (_EXCHANGES * batches),
-            inside_us=inside_us / batches,
-            own_us=(rows - guests) * row_us + held * work.expert_us,
-            guests_us=guests * row_us + number * work.expert_us,
-            puts_off=work.puts_off,
         )
 
     def gradients_us(self, placement: ExpertPlacement) -> float:
