@@ -72,12 +72,12 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
             ``model`` has no MoE layer, or one without groups.
         GroupError: the groups are of another backend.
     """
-    sharded = _from("deepspeed.moe.sharded_moe").MOELayer
+    sharded = _imported("deepspeed.moe.sharded_moe").MOELayer
     layers = [module for module in model.modules() if isinstance(module, sharded)]
     if not layers:
         # A stage of DeepSpeed's pipeline, or an engine of one, may have none: others have them, and
         # make their groups' Communicators without this rank.
-        pipe = _from("deepspeed.pipe").PipelineModule
+        pipe = _imported("deepspeed.pipe").PipelineModule
         if any(isinstance(module, pipe) for module in model.modules()):
             return
         raise UsageError(f"{who()}{type(model).__name__} has no MoE layer of DeepSpeed's: nothing is to be planned")
@@ -124,7 +124,7 @@ def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | st
     planner = None if job is None else job.cpu_planner if device_type == "cpu" else job.device_planner(device_type)
     if job is None or planner is None:
         return f"there is no profile of the links of {device_type} tensors"
-    groups, bwc = _from("deepspeed.utils.groups"), _from("deepspeed.utils.bwc")
+    groups, bwc = _imported("deepspeed.utils.groups"), _imported("deepspeed.utils.bwc")
     if bwc.bwc_tensor_model_parallel_world_size(groups.mpu) == 1:
         if layer.use_tutel or not sends_places(type(layer)):
             return "this layer puts tokens into their places in another way"
@@ -164,7 +164,7 @@ class _Exchange:
         return self._communicator.all_to_all(rows)
 
 
-def _keep(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def _unchanged(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """``rows``, in the place of DeepSpeed's drop_tokens and gather_tokens."""
     return rows
 
@@ -172,7 +172,7 @@ def _keep(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def _planned_forward(layer: type[Any], communicator: Communicator) -> FunctionType:
     """The layer's own ``forward``, in which dropping, exchanging and gathering are one exchange."""
     stock: Any = layer.forward
-    names = {"drop_tokens": _keep, "gather_tokens": _keep, "_AllToAll": _Exchange(communicator)}
+    names = {"drop_tokens": _unchanged, "gather_tokens": _unchanged, "_AllToAll": _Exchange(communicator)}
     missing = sorted(set(names) - set(stock.__code__.co_names))
     if missing:
         raise UsageError(
@@ -186,7 +186,7 @@ def _planned_forward(layer: type[Any], communicator: Communicator) -> FunctionTy
     return made
 
 
-def _from(module: str) -> Any:
+def _imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -205,7 +205,7 @@ def plan_fsdp(
         module.set_custom_reduce_scatter(reduce_scatter)
     others = [module for module in modules if _has_several_meshes(module)]
     if others:
-        _say_left(others, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
+        _say_unplanned(others, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
     return group
 
 
@@ -220,7 +220,7 @@ def _parameter_groups(module: FSDPModule) -> Sequence[Any]:
     return groups
 
 
-def _say_left(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) -> None:
+def _say_unplanned(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) -> None:
     """Say on rank 0 how modules communicate that plan_fsdp leaves as they are."""
     if dist.get_rank() != 0:
         return

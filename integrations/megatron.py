@@ -1,4 +1,4 @@
-"""Megatron-Core's groups, which communicate at the same time along each axis of its mesh: told from the groups themselves."""
+"""Megatron-Core's groups, which communicate at the same time along each axis of its mesh, told of each other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tell_megatron_neighbours(groups: object | None = None) -> dict[str, int]:
             ``megatron.core.parallel_state``.
 
     Returns:
-        By axis, how many groups of it share this rank's node, at most; of the axes that were told.
+        By axis, how many groups of it share this rank's node, at most; of the axes that have such groups.
 
     Raises:
         UsageError: no groups are given, and Megatron-Core is not installed or has made none; what stands under an axis is no
@@ -67,20 +67,18 @@ def tell_megatron_neighbours(groups: object | None = None) -> dict[str, int]:
         raise GroupError(
             'tell_megatron_neighbours() needs init_process_group("commlayer"): nobody else knows which ranks share a node'
         )
-    own = _groups_of(_of_parallel_state() if groups is None else groups)
-    everyones = _everyones(own)
+    own = _planned_groups(_groups_of_megatron() if groups is None else groups)
+    everyones = _groups_of_all_ranks(own)
     siblings: dict[str, int] = {}
-    for (
-        axis,
-        group,
-    ) in own.items():  # in the order of _GETTERS on every rank: of two groups nobody waits in another order
+    # In the order of _GETTERS on every rank: of two groups nobody waits in another order.
+    for axis, group in own.items():
         use_neighbours(group, everyones[axis])
         siblings[axis] = group.siblings
     return siblings
 
 
-def _groups_of(groups: object) -> dict[str, Any]:
-    """The groups of this rank that can be told, by axis."""
+def _planned_groups(groups: object) -> dict[str, Any]:
+    """The groups of this rank that have several ranks and are planned, by axis."""
     by_axis: dict[str, Any] = {}
     for axis in _GETTERS:
         group = groups.get(axis) if isinstance(groups, Mapping) else getattr(groups, axis, None)
@@ -93,10 +91,10 @@ def _groups_of(groups: object) -> dict[str, Any]:
     return by_axis
 
 
-def _everyones(mine: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
+def _groups_of_all_ranks(own: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of all groups of the job, by axis. Collective over the job; what is raised, all ranks raise."""
     rank = dist.get_rank()
-    members = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in mine.items()}
+    members = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in own.items()}
     said = _Memberships(
         {axis: ranks for axis, ranks in members.items() if ranks[0] == rank},
         {axis: ranks[0] for axis, ranks in members.items() if ranks[0] != rank},
@@ -114,12 +112,12 @@ def _everyones(mine: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
     return by_axis
 
 
-def _check_members(told: Sequence[_Memberships], axis: str, first: int, ranks: Sequence[int]) -> None:
+def _check_members(messages: Sequence[_Memberships], axis: str, first: int, ranks: Sequence[int]) -> None:
     """Whether all ranks of a group of which ``first`` says that it is the first say so too."""
     if axis not in _GETTERS or tuple(ranks[:1]) != (first,) or len(set(ranks)) < len(ranks):
         _disagree(axis, first, f"a group of the ranks {list(ranks)}", first, "no such group")
     for rank in ranks[1:]:
-        other = told[rank].member_of.get(axis) if 0 <= rank < len(told) else None
+        other = messages[rank].member_of.get(axis) if 0 <= rank < len(messages) else None
         if other != first:
             knows = "of no group" if other is None else f"of a group of which rank {other} is the first"
             _disagree(axis, first, f"a group of the ranks {list(ranks)}", rank, knows)
@@ -132,7 +130,7 @@ def _disagree(axis: str, rank: int, knows: str, other: int, knows_instead: str) 
     )
 
 
-def _of_parallel_state() -> dict[str, Any]:
+def _groups_of_megatron() -> dict[str, Any]:
     try:
         state: ModuleType = importlib.import_module("megatron.core.parallel_state")
     except ImportError as error:
@@ -140,7 +138,7 @@ def _of_parallel_state() -> dict[str, Any]:
             f"rank {dist.get_rank()}: megatron.core.parallel_state cannot be imported ({error}): install megatron-core, or pass "
             "the groups, such as a ProcessGroupCollection"
         ) from error
-    by_axis = {axis: _got(state, name, options) for axis, (name, options) in _GETTERS.items()}
+    by_axis = {axis: _made_group(state, name, options) for axis, (name, options) in _GETTERS.items()}
     if not any(by_axis.values()):
         raise UsageError(
             f"rank {dist.get_rank()}: Megatron-Core has made no groups: call initialize_model_parallel() before "
@@ -149,7 +147,7 @@ def _of_parallel_state() -> dict[str, Any]:
     return by_axis
 
 
-def _got(state: ModuleType, name: str, options: Mapping[str, bool]) -> Any:
+def _made_group(state: ModuleType, name: str, options: Mapping[str, bool]) -> Any:
     """A group that this version of Megatron-Core has made; None for one that it has not, or does not know."""
     getter = getattr(state, name, None)
     try:

@@ -258,10 +258,10 @@ def _check_backend(backend: str | None) -> None:
             raise GroupError(f"backend: expected one that torch knows ({known}), got {backend!r}")
 
 
-def _check_agreed(mine: str) -> None:
+def _check_agreed(own: str) -> None:
     """Raise DisagreementError unless all ranks ask for the same mesh: they would make groups that never meet."""
     timeout_s = Settings.from_environment().timeout_s
-    everyones = gather_messages(_Arguments(mine), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
+    everyones = gather_messages(_Arguments(own), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise DisagreementError(

@@ -68,12 +68,12 @@ def tell_neighbours(mesh: DeviceMesh) -> None:
             use_neighbours(group, groups)
 
 
-def _siblings(job: world.World, mine: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
-    """How many groups have ranks on the node of ``mine`` that most of them share."""
+def _siblings(job: world.World, own_ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """How many groups have ranks on the node of ``own_ranks`` that most of them share."""
     index_of = {rank: index for index, rank in enumerate(job.ranks)}
 
     def nodes_of(members: Sequence[int]) -> set[int]:
         return {job.topology.node_of(index_of[rank]) for rank in members}
 
     touched = [nodes_of(members) for members in groups]
-    return max(sum(node in nodes for nodes in touched) for node in nodes_of(mine))
+    return max(sum(node in nodes for nodes in touched) for node in nodes_of(own_ranks))

@@ -172,7 +172,7 @@ class Rematerialise:
     def __enter__(self) -> Rematerialise:
         if self._hooks is not None:
             raise UsageError("this Rematerialise was entered before: make another")
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.get())
         self._hooks.__enter__()
         _entered.stack.append(self)
         return self
@@ -217,10 +217,6 @@ class Rematerialise:
         if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
             self._kept[key] = size
         return _Kept(tensor)
-
-    @staticmethod
-    def _unpack(saved: _Kept | _Saved) -> torch.Tensor:
-        return saved.get()
 
 
 def recomputable(

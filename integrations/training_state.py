@@ -239,16 +239,16 @@ def _rows_here(name: str, parameter: nn.Parameter) -> range:
     return range(first, first + local_part(parameter).shape[0])
 
 
-def _require_fit(mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    """Raises UsageError where ``state`` lacks one of ``mine``, TensorError where it has one of another shape."""
-    missing = [name for name in mine if name not in state]
+def _require_fit(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    """Raises UsageError where ``state`` lacks one of ``own``, TensorError where it has one of another shape."""
+    missing = [name for name in own if name not in state]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
             f"{who()}the state lacks {missing[0]}{more}: it is of another model or optimizer, or of "
             "one rank alone; load it by torch.distributed.checkpoint, or put the ranks' states together"
         )
-    for name, tensor in mine.items():
+    for name, tensor in own.items():
         if state[name].shape != tensor.shape:
             raise TensorError(
                 f"{who()}{name}: expected {list(tensor.shape)}, the state has {list(state[name].shape)}: it is of another model"
