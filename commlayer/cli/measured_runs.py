@@ -125,9 +125,10 @@ def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:
     if estimate.validity is None:
         raise AssertionError("an estimate in full has its kind")
     step_us = measured_step_us(text, request.job)
-    if (mfu := estimate.mfu * estimate.step_us / step_us) > 1:
+    mfu, gpu = estimate.mfu * estimate.step_us / step_us, request.cluster.gpu
+    if mfu > gpu.most_mfu(setup.precision):
         raise UsageError(
-            f"--measured {shortened(text)}: an MFU of {mfu:,.0%}, which no {request.cluster.gpu.name} has: give the time of "
+            f"--measured {shortened(text)}: an MFU of {mfu:,.0%}, which no {gpu.name} has: give the time of "
             "a whole step, or the tokens/s of all GPUs"
         )
     return MeasuredRun(estimate=estimate, kind=estimate.validity.kind, step_us=step_us)

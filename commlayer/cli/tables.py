@@ -38,7 +38,7 @@ __all__ = [
 
 _PIPE_WIDTH = 160
 _LEAST_LINE = 40
-"""The columns of a line of words on a terminal that is narrower, or does not say."""
+"""The columns of a line of words on a terminal that is narrower."""
 _EASY_WRAPPED, _LEAST_WRAPPED = 48, 16
 """How narrow a column of text that wraps becomes before spare columns are left out, and at all."""
 
@@ -52,7 +52,7 @@ def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool
 def echo_sentence(sentence: str, *, err: bool = False) -> None:
     """Write a sentence as :func:`echo` does, in lines of whole words where a terminal is narrower than it."""
     stream = sys.stderr if err else sys.stdout
-    if not stream.isatty() and "COLUMNS" not in os.environ:  # in a pipe a sentence is a line
+    if not stream.isatty() and "COLUMNS" not in os.environ:  # a pipe of no known width
         echo(sentence, err=err)
         return
     width = max(shutil.get_terminal_size().columns, _LEAST_LINE)

@@ -64,6 +64,11 @@ class Cluster:
             )
         if not self.measured and None in (self.inter, self.intra, self.device):
             raise UsageError(f"cluster {self.name!r}: expected inter, intra and device, or a measured profile")
+        if self.intra is not None and 0 < self.intra.mesh < self.domain:
+            raise UsageError(
+                f"cluster {self.name!r}, domain: expected at most the {self.intra.mesh} GPUs of the mesh that its links were "
+                f"measured in, got {self.domain}"
+            )
 
     @classmethod
     def from_profile(cls, profile: Profile, gpu: Gpu, *more: Profile) -> Cluster:

@@ -112,6 +112,10 @@ class Gpu:
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
 
+    def most_mfu(self, precision: str) -> float:
+        """The largest MFU of products in ``precision``: MFU counts by the peak of BF16, which FP8's exceeds."""
+        return 1.0 if precision == "bf16" else max(1.0, self.fp8_tflops / self.bf16_tflops)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -439,7 +443,7 @@ GPUS: dict[str, Gpu] = {
         waited_launch_us=_WAITED_LAUNCH_US * _GRACE_LAUNCHES,
         host_gbps=300.0,
         source="peaks: NVIDIA's preliminary figures (Vera Rubin NVL72's page, as ml-engineering quotes it on 2026-08-22); 224 "
-        " multiprocessors: NVIDIA's technical blog on the Rubin platform, not verified; everything that calls and products "
+        "multiprocessors: NVIDIA's technical blog on the Rubin platform, not verified; everything that calls and products "
         "reach of them is assumed: products and launches as on GB300, attention no faster than there, twice its link to the host",
     ),
 }
@@ -543,13 +547,14 @@ class NetworkKind(NamedTuple):
     """A kind of network between domains.
 
     ``link``: what calls reach of it. ``words``: for people to read. ``by_host``: a thread of the host posts what a library's
-    kernels send, as no GPU can ring such a card itself. ``most``: the part of a card's peak that nothing exceeds.
+    kernels send, as no GPU can ring such a card itself. ``has_rdma``: cards write into the memory of another node's
+    GPUs, which a library's kernels need.
     """
 
     link: Link
     words: str
     by_host: bool = False
-    most: float = 1.0
+    has_rdma: bool = True
 
 
 FABRICS = {
@@ -558,7 +563,7 @@ FABRICS = {
         NETWORK, "Ethernet with RDMA; curves as of InfiniBand, which public tables do not tell from it"
     ),
     "efa": NetworkKind(EFA, "AWS's Elastic Fabric Adapter", by_host=True),
-    "tcp": NetworkKind(TCP, "Ethernet without RDMA, by sockets", by_host=True, most=_TCP_REACHED),
+    "tcp": NetworkKind(TCP, "Ethernet without RDMA, by sockets", has_rdma=False),
 }
 """The known fabrics, by the names that --fabric and a cluster file have."""
 

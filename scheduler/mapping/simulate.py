@@ -201,7 +201,7 @@ class Estimator:
                 *self.notes,
                 *self._dispatch_notes(setup, stages),
                 *self._offload_notes(setup),
-                *self._doubts(of_step / self.cluster.gpu.bf16_tflops),
+                *self._doubts(of_step / self.cluster.gpu.bf16_tflops, setup),
             ),
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
@@ -230,9 +230,9 @@ class Estimator:
             if is_fit and self.memory(replace(setup, offload=others)).total <= needed.total:
                 yield f"offloading {module} frees nothing here"
 
-    def _doubts(self, mfu: float) -> Iterator[str]:
+    def _doubts(self, mfu: float, setup: Setup) -> Iterator[str]:
         """The caution that a reader of an estimate should know about its inputs."""
-        if mfu > 1:
+        if mfu > self.cluster.gpu.most_mfu(setup.precision):
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
     def _detailed(

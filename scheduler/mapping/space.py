@@ -113,7 +113,7 @@ class Space:
         }
         if not self.recompute:
             raise UsageError(f"recompute: expected some of {', '.join(RECOMPUTE)}, or modules, got {self.recompute!r}")
-        object.__setattr__(self, "recompute", tuple(map(canonical, self.recompute)))
+        object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(canonical, self.recompute))))
         if not self.offload:
             raise UsageError(f"offload: expected {KEPT}, or modules, got {self.offload!r}")
         object.__setattr__(self, "offload", tuple(map(canonical_offload, self.offload)))

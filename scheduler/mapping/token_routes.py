@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
@@ -78,11 +79,10 @@ class TokenRoutes:
         Raises PlanError for a measured cluster: its curves are of other calls.
         """
         longest, latency_us = 0.0, 0.0
-        fabric = FABRICS.get(cluster.fabric)
-        network = min(self.kernels.network, fabric.most) if fabric else self.kernels.network
+        inside = cluster.link(Resource.INTRA).used_by(self.ranks_per_node)
         ways = (
-            (Resource.INTER, self.network_rows, network),
-            (Resource.INTRA, self.inside_rows, self.kernels.inside_of(cluster.gpu.architecture)),
+            (Resource.INTER, self.network_rows, self.kernels.network),
+            (Resource.INTRA, self.inside_rows, inside * self.kernels.inside_of(cluster.gpu.architecture)),
         )
         row_bytes = self.out_bytes if to_experts else self.row_bytes
         for resource, rows, reached in ways:
@@ -95,9 +95,15 @@ class TokenRoutes:
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs.
 
-        Raises PlanError for a measured cluster, and where a thread of the host has to post for kernels that no published rate
-        says so of.
+        Raises PlanError for a measured cluster, between nodes whose network has no RDMA, and where a thread of the host has to
+        post for kernels that no published rate says so of.
         """
+        fabric = FABRICS.get(cluster.fabric)
+        if self.num_nodes > 1 and fabric is not None and not fabric.has_rdma:
+            raise PlanError(
+                f"{self.kernels.name} needs RDMA between nodes, which {cluster.name} has not ({fabric.words}): take another "
+                "dispatcher, or experts inside a node"
+            )
         prepared_us = self.kernels.prepare_us if exchange.name.partition("_")[::2] == ("dispatch", "") else 0.0
         to_experts = _goes_to_experts(exchange)
         us = self.us(cluster, to_experts=to_experts)

@@ -130,6 +130,10 @@ def test_a_measured_run_is_fitted_kept_and_found_again(tmp_path: Path) -> None:
 
 def test_a_measured_run_is_one_that_a_gpu_can_have() -> None:
     assert "which no H100 SXM 80GB has" in call("estimate", *JOB, "--ep", "8", "--measured", "1 ms", status=2).output
+    rubin = ["-m", "mixtral-8x22b", "-g", "64", "-c", "vr200-nvl72", "--global-batch", "256", "--sequence", "4K"]
+    rubin += ["--ep", "8", "--pp", "4", "--software", "megatron", "--measured", "900 ms"]
+    assert "an MFU of 110%" in call("estimate", *rubin, status=2).output
+    call("estimate", *rubin, "--precision", "fp8")  # whose peak is 4.4 times that of BF16, by which MFU counts
 
 
 def test_an_option_that_changes_nothing_is_said_to() -> None:

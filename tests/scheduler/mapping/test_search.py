@@ -197,6 +197,7 @@ def test_setups_are_those_that_setup_itself_accepts(gpus: int, model: ModelShape
 
 
 def test_words_are_combined_and_nothing_is_counted_twice() -> None:
+    assert Space(recompute=("selective", "core_attn", "none")).recompute == ("core_attn", "none")
     job = job_of(8)
     plain = Space(recompute=("none",), dispatch=("all_to_all",))
     every = replace(

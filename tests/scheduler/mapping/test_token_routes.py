@@ -356,3 +356,15 @@ def test_measured_clusters_have_no_rates_of_kernels() -> None:
     assert routes is not None
     with pytest.raises(PlanError, match="nothing is declared"):
         routes.us(cluster)
+
+
+def test_kernels_inside_a_mesh_have_the_links_of_their_group() -> None:
+    """Two of eight GPUs have one of a GPU's seven links between them, through a switch all of its peak."""
+    mesh, switch = (clusters.load(name) for name in ("mi300x", "h100-eos"))
+
+    def us(cluster: Cluster, ranks: int) -> float:
+        routes = TokenRoutes(DEEPEP, 1, ranks, tokens=1 << 20, nodes=1, ranks=8, row_bytes=14336, out_bytes=14336)
+        return routes.us(cluster) / routes.inside_rows
+
+    assert us(mesh, 2) == pytest.approx(7 * us(mesh, 8), rel=0.01)
+    assert us(switch, 2) == pytest.approx(us(switch, 8), rel=0.01)
