@@ -179,7 +179,7 @@ def _as_dict(job: TracedJob) -> dict[str, Any]:
                 "worst": each.worst,
                 "last": each.num_last,
             }
-            for each in lateness(ranks)
+            for each in lateness(ranks, job.host_errors_ns)
         ],
         "plans": [
             {
@@ -251,7 +251,7 @@ def _show(job: TracedJob, show_all: bool) -> None:
         echo(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {_within(ranks)}\n")
         _show_lanes(ranks)
     _show_groups(ranks, show_all)
-    _show_lateness(ranks, show_all)
+    _show_lateness(job, show_all)
     _show_plans(ranks)
 
 
@@ -324,8 +324,8 @@ def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:
     echo()
 
 
-def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
-    late = lateness(ranks)
+def _show_lateness(job: TracedJob, show_all: bool) -> None:
+    late = lateness(job.ranks, job.host_errors_ns)
     if not any(each.num_calls for each in late):
         return
     shown = late if show_all else late[:_MOST_ROWS]

@@ -3,8 +3,8 @@ torch's Flight Recorder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlayer.cli.progress_bars import progress
@@ -25,13 +25,15 @@ class TracedJob:
     """A job, or a replica of it.
 
     ``replica``: its name, "" where there are none; ``folder``: of its traces, None of dumps; ``ranks``:
-    in the window; ``notes``: cautions that a reader must know before believing the times.
+    in the window; ``notes``: cautions that a reader must know before believing the times; ``host_errors_ns``: by how
+    much stamps of a rank's host in a dump may be off.
     """
 
     replica: str
     folder: Path | None
     ranks: list[Selected]
     notes: list[str]
+    host_errors_ns: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_of_dumps(self) -> bool:
@@ -99,7 +101,7 @@ def _of_dumps(paths: Sequence[Path], job: str | None, window: Window, damaged: l
     echo(evidence.in_words(), err=True)
     traces = traces_of_dumps(evidence.dumps)
     ranks = select(traces.ranks, window)
-    return TracedJob("", None, ranks, [*_common_notes(ranks), *traces.notes])
+    return TracedJob("", None, ranks, [*_common_notes(ranks), *traces.notes], traces.host_errors_ns)
 
 
 def missing_ranks(ranks: Sequence[Selected]) -> list[int]:

@@ -4,7 +4,7 @@ files, no printing."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -70,7 +70,7 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
     window = window or Window()
     clocks = [trace.job_clock() for trace in traces]
     begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
-    since_ns = begin_ns + (window.since_us or 0.0) * 1e3
+    since_ns = begin_ns + round((window.since_us or 0.0) * 1e3)
     until_ns = float("inf") if window.until_us is None else begin_ns + window.until_us * 1e3
     if window.step is not None:
         _require_step(traces, window.step)
@@ -197,11 +197,16 @@ class RankLateness:
     late_us: list[float] = field(default_factory=list)
 
 
-def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
+def lateness(ranks: Sequence[Selected], host_errors_ns: Mapping[int, int] | None = None) -> list[RankLateness]:
     """Compute the lateness of each rank, also of one without calls; those that are last most often
     first. Calls of one rank alone do not count, and so no batch of messages: nobody says which of
     another rank's belongs to it.
+
+    Args:
+        host_errors_ns: by how much stamps of a rank's host may be off, for calls of dumps whose times no device has
+            recorded. Durations, from which the times of the others are, need no clock.
     """
+    host_errors = host_errors_ns or {}
     by_rank = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
     for shared in matched_calls(ranks).values():
@@ -210,7 +215,11 @@ def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
             continue
         first = min(came, key=lambda rank: came[rank])
         last = max(came, key=lambda rank: came[rank])
-        if came[last] - came[first] > errors[last] + errors[first]:
+        error_ns = sum(
+            errors[rank] if shared[rank][0].end_ns > 0 else max(errors[rank], host_errors.get(rank, 0))
+            for rank in (first, last)
+        )
+        if came[last] - came[first] > error_ns:
             by_rank[last].num_last += 1
         for rank, ns in came.items():
             each, late_us = by_rank[rank], (ns - came[first]) / 1e3

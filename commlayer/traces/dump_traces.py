@@ -39,9 +39,11 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class DumpTraces:
-    """The traces of a job's ranks, and ``notes``: the cautions that a reader must know of them."""
+    """The traces of a job's ranks. ``host_errors_ns``: by how much each rank's host stamps may be off from those of the
+    first rank, as far as that is known; ``notes``: the cautions that a reader must know."""
 
     ranks: list[RankTrace]
+    host_errors_ns: dict[int, int]
     notes: list[str]
 
 
@@ -60,9 +62,15 @@ class _RankCall:
 
     @property
     def duration_ns(self) -> int:
-        """The time that it took on the device, 0 where that is not recorded."""
+        """The time that it took on the device, 0 where that is not recorded or cannot be."""
         ms = self.entry.duration_ms
-        return round(ms * 1e6) if ms is not None and 0 < ms < _MOST_MS else 0
+        return round(ms * 1e6) if ms is not None and 0 < ms < _MOST_MS and not self.is_too_long else 0
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it is recorded to have taken longer than from when it was made until it was seen to have ended."""
+        seen_ns, ms = self.entry.time_discovered_completed_ns, self.entry.duration_ms
+        return bool(seen_ns) and ms is not None and ms * 1e6 > seen_ns - self.entry.time_created_ns
 
 
 _Calls = dict[tuple[str, tuple[int, ...], int, int], dict[int, _RankCall]]
@@ -83,7 +91,10 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
     bounds = _clock_bounds(dumps, calls)
     offsets = {rank: _offset_ns(bound) for rank, bound in bounds.items()}
     _lay_out(calls, offsets)
-    opened_ns = min((each.record.enqueue_ns for of_rank in by_rank.values() for each in of_rank), default=0)
+    origin_ns = min(
+        (each.record.enqueue_ns + offsets.get(rank, 0) for rank, of_rank in by_rank.items() for each in of_rank),
+        default=0,
+    )
     traces = [
         RankTrace(
             job="",
@@ -92,8 +103,8 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
             host="",
             pid=0,
             versions={},
-            readings=(ClockReading(opened_ns, offsets.get(dump.rank, 0), -1, opened_ns),),
-            opened_ns=opened_ns,
+            readings=(ClockReading(origin_ns, offsets.get(dump.rank, 0), -1, origin_ns),),
+            opened_ns=origin_ns - offsets.get(dump.rank, 0),
             closed_ns=max([dump.written_ns, *(each.record.end_ns for each in by_rank[dump.rank])]),
             num_dropped=0,
             calls=tuple(each.record for each in by_rank[dump.rank]),
@@ -101,7 +112,7 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
         )
         for dump in dumps
     ]
-    return DumpTraces(traces, list(_notes(dumps, groups, calls, bounds)))
+    return DumpTraces(traces, _host_errors_ns(bounds), list(_notes(dumps, groups, calls, bounds)))
 
 
 def _rank_calls(dump: Dump, groups: DumpGroups) -> Iterator[_RankCall]:
@@ -181,6 +192,11 @@ def _offset_ns(bounds: tuple[int, int] | None) -> int:
     return middle if abs(middle) > half else 0
 
 
+def _host_errors_ns(bounds: Mapping[int, tuple[int, int] | None]) -> dict[int, int]:
+    """The most by which each clock can still differ from the first rank's, with its correction."""
+    return {rank: abs(bound[0] - _offset_ns(bound)) + bound[1] for rank, bound in bounds.items() if bound is not None}
+
+
 # Times
 
 
@@ -245,6 +261,11 @@ def _notes_on_times(calls: _Calls) -> Iterator[str]:
             f"no time of {counted(without['device'], 'call')} on a device: not all of its ranks recorded how long it took "
             "(TORCH_NCCL_ENABLE_TIMING=1 has them do so)"
         )
+    if too_long := sum(each.is_too_long for shared in calls.values() for each in shared.values()):
+        yield (
+            f"{counted(too_long, 'recorded duration')} not believed: longer than from when the call was made until it was "
+            "seen to have ended"
+        )
     if num_rooted:
         yield f"no time of {counted(num_rooted, 'call')} with a root, or of a foreign kind: its ranks end one by one"
     if without["device"]:
@@ -262,9 +283,9 @@ def _notes_on_clocks(dumps: Sequence[Dump], bounds: Mapping[int, tuple[int, int]
                 f"the clock of rank {rank} differs from that of rank {first} by {format_us(abs(offset_ns) / 1e3)}, "
                 f"give or take {format_us(bound[1] / 1e3)}: corrected"
             )
-    agreeing = [bound for bound in bounds.values() if bound is not None and not _offset_ns(bound)]
+    agreeing = [error for rank, error in _host_errors_ns(bounds).items() if not _offset_ns(bounds[rank])]
     if agreeing:
-        worst_us = max(abs(middle) + half for middle, half in agreeing) / 1e3
+        worst_us = max(agreeing) / 1e3
         yield f"stamps are of the hosts' wall clocks, which may be apart by {format_us(worst_us)} for all that dumps tell"
     if unknown := [rank for rank, bound in bounds.items() if bound is None]:
         yield (

@@ -163,6 +163,14 @@ def test_a_duration_that_is_none_counts_as_missing(duration: float, tmp_path: Pa
     assert row.median_us is None
 
 
+def test_a_duration_longer_than_the_call_can_have_taken_is_not_believed(tmp_path: Path) -> None:
+    dumps = {rank: [entry(1, 0, took_ms=took, seen_ms=50)] for rank, took in enumerate((1.0, 5e8))}
+    traces = traced(put(tmp_path, dumps))
+    assert group_times(select(traces.ranks))[0].median_us is None
+    assert [each.worst_us for each in lateness(select(traces.ranks))] == [0, 0]
+    assert any("1 recorded duration not believed" in note for note in traces.notes)
+
+
 def test_gloo_says_when_calls_were_made(tmp_path: Path) -> None:
     dumps = {
         rank: [entry(n, 50 * n + 20 * (rank == 1), name="gloo:all_reduce") for n in (1, 2, 3)] for rank in range(3)
@@ -224,6 +232,52 @@ def test_clocks_that_may_agree_stay_as_they_are(tmp_path: Path) -> None:
     traces = traced(put(tmp_path, dumps))
     assert lateness(select(traces.ranks))[0].worst_us == pytest.approx(3000)
     assert any("may be apart by" in note for note in traces.notes)
+
+
+def test_nobody_is_last_by_less_than_its_host_clock_may_be_wrong(tmp_path: Path) -> None:
+    """Rank 1 is 10 ms late by its host's clock, which may be 60 ms wrong, and in the last call 90 ms."""
+    dumps = {
+        rank: [
+            *(entry(number, 100 * number + 10 * rank, seen_ms=100 * number + 50 + 10 * rank) for number in (1, 2)),
+            entry(3, 300 + 90 * rank, seen_ms=440),
+        ]
+        for rank in range(2)
+    }
+    folder = put(tmp_path, dumps)
+    traces = traced(folder)
+    assert traces.host_errors_ns == {1: 60 * MS}
+    late = {each.rank: each for each in lateness(select(traces.ranks), traces.host_errors_ns)}
+    assert (late[1].num_last, late[1].worst_us) == (1, pytest.approx(90_000))
+    assert {each["rank"]: each["last"] for each in json.loads(invoke(folder, "--json").stdout)["stragglers"]} == {
+        0: 0,
+        1: 1,
+    }
+
+
+def test_durations_need_no_clock(tmp_path: Path) -> None:
+    """Rank 1's clock is corrected by a minute, give or take 60 ms; its calls took 5 ms less than those of the others."""
+    traces = traced(slow_rank(tmp_path))
+    assert traces.host_errors_ns[1] > 5 * MS
+    assert lateness(select(traces.ranks), traces.host_errors_ns)[0].num_last == 20
+
+
+def test_no_call_is_lost_where_a_clock_is_far_off(tmp_path: Path) -> None:
+    """The first rank's clock is 57 years ahead: a float cannot hold its nanoseconds."""
+    dumps = {
+        rank: [
+            entry(
+                number,
+                0,
+                time_created_ns=begin_ns + 100 * MS * number,
+                time_discovered_completed_ns=begin_ns + 100 * MS * number + 50 * MS,
+            )
+            for number in (1, 2, 3)
+        ]
+        for rank, begin_ns in enumerate((START_NS + 200, 5))
+    }
+    traces = traced(put(tmp_path, dumps))
+    assert [len(rank.calls) for rank in select(traces.ranks)] == [3, 3]
+    assert traces.ranks[0].job_clock()(traces.ranks[0].calls[0].enqueue_ns) == 0, "times begin with the first call"
 
 
 # The command
