@@ -98,6 +98,7 @@ def search_command(
       commlayer search -m deepseek-v3 -c h800 -g 2048 --global-batch 15360 --sequence 4096 --export megatron
       commlayer search -m mixtral-8x22b -c h100-eos -g 1024 --global-batch 64 --sequence 64K --sequence 256K --sequence 1M
     """
+    sequences = tuple(sorted(set(sequences)))
     request = with_fit(read_request({**given, "sequence": sequences[0]}), runs_of(measured))
     space = read_space(given)
     request.check(

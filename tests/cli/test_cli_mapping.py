@@ -705,7 +705,7 @@ def test_what_if_reports(tmp_path: Path) -> None:
 def test_a_search_of_several_lengths_is_a_variation_of_the_sequence(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = tmp_path / "a.html"
-    lengths = ("--sequence", "8K", "--sequence", "32K")
+    lengths = ("--sequence", "32K", "--sequence", "8K", "--sequence", "8192")
     found = call_json("search", *JOB[:-2], *lengths, *FEW, "--report", str(report))
     varied = call_json("what-if", *JOB[:-1], "8K", *FEW, "--vary", "sequence", "--values", "8K,32768")
     assert found == varied
