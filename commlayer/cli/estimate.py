@@ -162,7 +162,7 @@ def _notes(found: StepEstimate) -> list[str]:
 
 
 def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
-    forms = closed_forms(request.job, found.setup, request.cluster)
+    forms = closed_forms(found, request.cluster)
     return {
         "job": job_dict(request.job),
         "cluster": found.cluster,
@@ -192,5 +192,5 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo_sentence(f"exposed, by lane: {exposed or 'nothing'}")
     for line in describe_validity(found):
         echo_sentence(line)
-    for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
+    for line in closed_form_words(closed_forms(found, request.cluster)):
         echo_sentence(line)

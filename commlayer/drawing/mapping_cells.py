@@ -12,6 +12,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.dispatch_kernels import DISPATCH_KERNELS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
 from commlayer.scheduler.mapping.search import SearchResult
@@ -162,12 +163,12 @@ def nodes_words(nodes: Sequence[int]) -> str:
     return "+".join(f"{len(list(equal))}x{each}" for each, equal in groupby(nodes))
 
 
-def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
+def closed_forms(estimate: StepEstimate, cluster: Cluster) -> dict[str, float]:
     """MegaScale-MoE's equations 1 to 4 for one layer's forward pass, in bytes that a rank sends (BF16), with tp·cp·… as they are;
     and R, the experts' matrix products over dispatch and combine at the peaks (equations 5 to 9). Empty values are left out: a
-    group of one rank sends nothing.
+    group of one rank sends nothing. So are those of experts where kernels dispatch tokens, which send fewer bytes.
     """
-    model = job.model
+    job, setup, model = estimate.job, estimate.setup, estimate.job.model
     own = setup.micro_batch * job.sequence // (setup.cp * setup.tp)
     forms: dict[str, float] = {}
     if setup.tp > 1:
@@ -176,12 +177,13 @@ def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
         ratio = model.heads / model.kv_heads
         forms["attention_by_sp"] = sequence_parallel_attention_sent(tokens, model.hidden, setup.tp, ratio)
     ranks = setup.ep if setup.ep > 1 else setup.etp
-    if ranks > 1:
+    by_calls = not any(each.plan in DISPATCH_KERNELS for each in estimate.traffics)
+    if ranks > 1 and by_calls:
         tokens = own * ranks
         forms["ffn_by_ep"] = expert_parallel_ffn(tokens, model.hidden, ranks, model.top_k)
         forms["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
     forms = {name: elements * _ACTIVATION_BYTES for name, elements in forms.items()}
-    if setup.ep > 1:
+    if setup.ep > 1 and by_calls:
         crosses = len(cluster.nodes_of(setup.layout("ep"), setup.gpus)) > 1
         link = Resource.INTER if crosses else Resource.INTRA
         tflops = cluster.gpu.fp8_tflops if setup.precision == "fp8" else cluster.gpu.bf16_tflops

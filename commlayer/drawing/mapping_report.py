@@ -141,7 +141,7 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> dict[str, object]:
         "parts": (PART_COLUMNS, part_cells(estimate)),
         "memory": (MEMORY_COLUMNS, memory_cells(estimate)),
         "traffic": (TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
-        "closed_forms": closed_form_words(closed_forms(estimate.job, estimate.setup, cluster)),
+        "closed_forms": closed_form_words(closed_forms(estimate, cluster)),
         "course": drawing("course", lambda: course_figure(estimate), "The course of a step") if has_course else None,
         "facts": facts,
     }

@@ -180,7 +180,10 @@ def _known(validity: Validity) -> str:
     if validity.is_new_attention:
         return f"no published run of a model with {validity.kind.attention} attention could be predicted ({kind})"
     if not validity.num_rows:
-        return f"no published run is of this kind ({kind})"
+        if not validity.nearest:
+            return f"no published run is known ({kind})"
+        others = counted(len(validity.kind.differs(validity.nearest[0].kind)), "trait")
+        return f"by published runs that differ from this kind ({kind}) in {others} or more"
     runs, sources = counted(validity.num_rows, "published run"), counted(validity.num_sources, "source")
     return f"{runs} of this kind ({kind}), of {sources}"
 

@@ -106,7 +106,8 @@ class CaseKind(NamedTuple):
     ``generation``: of the GPU (ampere, hopper, blackwell, other). ``fabric``: the network between
     nodes, or ``measured``: links as a profile has them. ``software``: the trainer's, by name.
     ``precision``: bf16 or fp8, of whichever recipe. ``dispatcher``: nccl, chunks (ours) or kernels
-    by name. ``experts``: where they lie: alone (no expert parallelism), inside (an NVLink domain)
+    by name, where there is expert parallelism.
+    ``experts``: where they lie: alone (no expert parallelism), inside (an NVLink domain)
     or between (them). ``overlap``: what hides the exchange: none, chunks, or merged (other
     micro-batches' passes). ``fused``: whether experts' activation functions are part of their
     products (this year's kernels, and their graphs). ``short``: whether a layer's passes are
@@ -234,7 +235,7 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
         experts = "alone"
     else:
         experts = "between" if len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1 else "inside"
-    kernels = software.kernels
+    kernels = software.kernels if setup.ep > 1 else None
     chunks = software.hides_dispatch or software.two_levels
     return CaseKind(
         generation=_generation(cluster.gpu.name),

@@ -187,7 +187,8 @@ def test_a_run_that_is_named_as_nearest_says_how_it_differs() -> None:
     assert [line.rpartition("; ")[2] for line in lines] == ["of this kind", "of this kind", "differs in precision"]
     none = assess(KIND._replace(family="kimi-k2"), known)
     first, *lines = describe_validity(estimate_with(none))
-    assert "no published run is of this kind" in first
+    assert "by published runs that differ from this kind" in first
+    assert "in 1 trait or more" in first
     assert not any(line.endswith("of this kind") for line in lines)
 
 
@@ -251,6 +252,13 @@ def test_kinds_follow_from_the_cluster_and_the_software() -> None:
     assert (alone.generation, alone.dispatcher, alone.experts) == ("blackwell", "nccl", "alone")
     said = "Ampere, infiniband, commlayer, BF16, experts inside a node, chunks, overlap chunks, short layers"
     assert kind_words(inside) == f"{said}, sharded weights"
+
+
+def test_kernels_are_no_trait_without_expert_parallelism() -> None:
+    cluster, deepep = clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep")
+    for setup in (Setup(gpus=1024), Setup(gpus=1024, tp=2, etp=2)):
+        assert kind_of(JOB, setup, cluster, deepep, 40e6) == kind_of(JOB, setup, cluster, MEGATRON, 40e6)
+    assert kind_of(JOB, Setup(gpus=1024, ep=8), cluster, deepep, 40e6).dispatcher == "deepep"
 
 
 def test_estimates_carry_it_and_say_it() -> None:
