@@ -185,9 +185,27 @@ def from_config(content: Mapping[str, Any], name: str, where: str, *, approximat
     config.refuse_unread()
     source = f"{where} ({kind})"
     try:
-        return ModelShape(name=name, source=source, approximates="; ".join(config.left_out), **shape)
+        return ModelShape(
+            name=name,
+            source=source,
+            approximates="; ".join(config.left_out),
+            rotary_base=_constant(content, where, "rope_theta"),
+            norm_epsilon=_constant(content, where, "rms_norm_eps"),
+            **shape,
+        )
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _constant(content: Mapping[str, Any], where: str, field: str) -> float:
+    """A number that changes no size; 0 where it is missing. transformers writes the rotary base also into rope_parameters."""
+    parameters = content.get("rope_parameters")
+    value = content.get(field, parameters.get(field) if isinstance(parameters, Mapping) else None)
+    if value is None:
+        return 0.0
+    if type(value) not in (int, float):
+        raise UsageError(f"{where}: {field}: expected a number, got {shortened(repr(value))}")
+    return float(value)
 
 
 def _unknown_type(content: Mapping[str, Any], where: str) -> str:

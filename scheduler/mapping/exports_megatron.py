@@ -27,12 +27,6 @@ __all__ = ["megatron", "megatron_notes", "refuse"]
 _MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
 way."""
-_QWEN3 = ("--rotary-base", "1000000", "--norm-epsilon", "1e-06")
-"""What differs in the models of _READ_QWEN3 from Megatron-LM's defaults, and changes no shape: its
-Qwen3-30B-A3B.sh and Qwen3-235B-A22B.sh in examples/post_training/modelopt/conf/qwen; and the epsilon of norms, rms_norm_eps in
-transformers 5.23.0, models/qwen3_moe/configuration_qwen3_moe.py; read 2026-11-28."""
-_READ_QWEN3 = frozenset({"qwen3-30b-a3b", "qwen3-235b-a22b"})
-"""The models that have _QWEN3; not their variants, which may have another base or epsilon."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
@@ -79,10 +73,10 @@ def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tup
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
             "more tp than query groups"
         )
-    if job.model.name not in _READ_QWEN3:
+    unknown = {"--rotary-base (10000)": job.model.rotary_base, "--norm-epsilon (1e-05)": job.model.norm_epsilon}
+    if flags := [flag for flag, value in unknown.items() if not value]:
         notes.append(
-            "the base of rotary embeddings and the epsilon of norms are Megatron-LM's, 10000 and 1e-05: add --rotary-base and "
-            "--norm-epsilon as your model's config.json has them"
+            f"Megatron-LM's defaults stand in for {' and '.join(flags)}: add them as your model's config.json has them"
         )
     kernels = software.kernels
     if kernels is not None and kernels.name == "uccl":
@@ -215,7 +209,10 @@ def _model(model: ModelShape) -> Iterator[str]:
         yield "--swiglu"
     if not model.ties_embeddings:
         yield "--untie-embeddings-and-output-weights"
-    yield from _QWEN3 if model.name in _READ_QWEN3 else ()
+    if model.rotary_base:
+        yield from _flag("rotary-base", round(model.rotary_base))
+    if model.norm_epsilon:
+        yield from _flag("norm-epsilon", model.norm_epsilon)
     yield "--disable-bias-linear"
     yield from _flag("normalization", "RMSNorm")
     yield from _flag("position-embedding-type", "rope")

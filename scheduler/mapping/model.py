@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal, get_args
@@ -197,6 +198,8 @@ class ModelShape:
         vectors, moe_vectors, expert_vectors, end_vectors: elements of vectors that nothing else here counts, of each layer that
             has scores (norms of queries and keys, sinks, the output's bias), of each one with experts (the router's bias, a
             shared expert's gate), of each expert (biases), and at the model's end (the head's bias).
+        rotary_base, norm_epsilon: the base of rotary embeddings and the epsilon of norms, which change no size and no time, for
+            exports; 0: unknown.
         family: whose compute efficiency is calibrated together (:mod:`commlayer.scheduler.mapping.compute`); the name if empty.
         published: parameters in all as published, 0 where nobody did. ``source``: where the numbers come from.
 
@@ -240,6 +243,8 @@ class ModelShape:
     moe_vectors: int = 0
     expert_vectors: int = 0
     end_vectors: int = 0
+    rotary_base: float = 0.0
+    norm_epsilon: float = 0.0
     family: str = ""
     published: float = 0.0
     source: str = ""
@@ -257,6 +262,8 @@ class ModelShape:
             if field.type == "int" and value > most:
                 raise UsageError(f"model {self.name!r}, {field.name}: expected at most {most:,}, got {value}")
         rules = {
+            "rotary_base": (0 <= self.rotary_base < math.inf, "a number of at least 0"),
+            "norm_epsilon": (0 <= self.norm_epsilon < 1, "a number from 0 to 1"),
             "kv_heads": (self.heads % self.kv_heads == 0, f"a divisor of heads={self.heads}"),
             "top_k": (self.top_k <= self.experts, f"at most experts={self.experts}"),
             "router_groups": (not self.experts % self.router_groups, f"a divisor of experts={self.experts}"),

@@ -30,7 +30,6 @@ from commlayer.scheduler.mapping.software import (
     with_optimizer,
     with_overlap,
 )
-from commlayer.scheduler.mapping.variations import split_experts
 
 JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
 BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
@@ -195,10 +194,14 @@ def test_qwen3_is_trained_as_it_was() -> None:
     for flag in ("--qk-layernorm\n", "--rotary-base 1000000\n", "--norm-epsilon 1e-06\n"):
         assert flag in exported.text
     assert not any("--rotary-base" in note for note in exported.notes)
-    for model in (catalog.load("mixtral-8x7b"), split_experts(catalog.load("qwen3-30b-a3b"), 2)):
-        other = export("megatron", Job(model=model, gpus=8, global_batch=8, sequence=4096), Setup(gpus=8))
-        assert "--rotary-base" not in other.text
-        assert any("add --rotary-base and --norm-epsilon" in note for note in other.notes)
+    mixtral = export(
+        "megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8)
+    )
+    assert "--norm-epsilon 1e-05\n" in mixtral.text
+    unknown = Job(model=catalog.load("qwen2-57b-a14b"), gpus=8, global_batch=8, sequence=4096)
+    other = export("megatron", unknown, Setup(gpus=8))
+    assert "--rotary-base" not in other.text
+    assert any("stand in for --rotary-base (10000) and --norm-epsilon (1e-05)" in note for note in other.notes)
 
 
 def test_more_tensor_parallelism_than_query_groups_needs_a_later_megatron() -> None:
@@ -567,7 +570,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-OTHER_NAMES = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+OTHER_NAMES = {
+    "num_experts": "num_moe_experts", "swiglu": "gated_linear_unit", "norm_epsilon": "layernorm_epsilon",
+}
 OF_ARGUMENTS = {  # what pretrain_gpt.py takes for itself, and no configuration of Megatron-Core has
     "untie_embeddings_and_output_weights", "position_embedding_type", "vocab_size", "micro_batch_size", "global_batch_size",
     "seq_length", "max_position_embeddings", "group_query_attention", "num_layers_per_virtual_pipeline_stage",
