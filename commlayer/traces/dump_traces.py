@@ -14,7 +14,7 @@ both at once; and the next call of a thread as the end of the one before it, whi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes
@@ -30,8 +30,8 @@ __all__ = ["DumpTraces", "traces_of_dumps"]
 
 _ENDS_TOGETHER = ("all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 """The collectives that no rank leaves before every rank has come."""
-_OUTPUT_IS_WHOLE = ("all_gather", "gather")
-_INPUT_IS_WHOLE = ("reduce_scatter", "scatter")
+_SIZED_BY_OUTPUT = ("all_gather", "gather")
+_SIZED_BY_INPUT = ("reduce_scatter", "scatter")
 _MOST_BYTES = 1 << 60
 _MOST_MS = 1e9
 _MOST_NAMED = 8
@@ -49,10 +49,12 @@ class DumpTraces:
 
 @dataclass(slots=True)
 class _RankCall:
-    """An entry of one rank, and the record that it becomes. ``nth``: among those of its number."""
+    """An entry of one rank, and the record that it becomes. ``life``: how often its group had been made anew by then, as
+    far as the ring tells; ``nth``: among the entries of its number, of which a coalesced call has several."""
 
     entry: Entry
     record: CallRecord
+    life: int
     nth: int
 
     @property
@@ -84,7 +86,7 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
         UsageError: dumps that contradict each other.
     """
     groups = DumpGroups(dumps)
-    by_rank = {dump.rank: list(_rank_calls(dump, groups)) for dump in dumps}
+    by_rank = _calls_by_rank(dumps, groups)
     calls: _Calls = {}
     for each in sorted((each for calls_ in by_rank.values() for each in calls_), key=lambda each: each.key):
         calls.setdefault(each.key, {})[each.record.rank] = each
@@ -115,51 +117,86 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
     return DumpTraces(traces, _host_errors_ns(bounds), list(_notes(dumps, groups, calls, bounds)))
 
 
-def _rank_calls(dump: Dump, groups: DumpGroups) -> Iterator[_RankCall]:
-    """The collectives of a dump, oldest first."""
-    of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
-    words = _group_words(of_name)
-    seen: Counter[tuple[str, int]] = Counter()
+def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[_RankCall]]:
+    """The collectives of each rank, oldest first, with groups named so that no two have one name and the same ranks."""
+    groups_of = {
+        dump.rank: {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
+        for dump in dumps
+    }
+    words = _group_words(group for of_rank in groups_of.values() for group in of_rank.values())
+    by_rank = {dump.rank: list(_rank_calls(dump, groups_of[dump.rank], words)) for dump in dumps}
+    _number_lives(by_rank, {dump.rank for dump in dumps if dump.lost})
+    return by_rank
+
+
+def _group_words(groups: Iterable[DumpGroup]) -> dict[str, str]:
+    """The words for each group, by its key: its description, with its name where another one of its ranks has the same."""
+    by_key = {group.key: group for group in groups}
+    counts = Counter((group.description, group.ranks) for group in by_key.values())
+    words = {}
+    for key, group in by_key.items():
+        is_only = counts[group.description, group.ranks] == 1
+        described = group.description if is_only or not group.description else f"{group.description} ({group.name})"
+        words[key] = shortened(described or group.name)
+    return words
+
+
+def _number_lives(by_rank: Mapping[int, Sequence[_RankCall]], with_losses: Set[int]) -> None:
+    """Add to the names of groups that were made anew which of them each one is.
+
+    A ring that has lost calls has lost the oldest lives of a group, so there they are counted from the newest one.
+    """
+    lives: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
+    for rank, calls in by_rank.items():
+        for each in calls:
+            lives[each.record.group, each.record.ranks, each.record.plan][rank] = each.life + 1
+    for rank, calls in by_rank.items():
+        for each in calls:
+            of_ranks = lives[each.record.group, each.record.ranks, each.record.plan]
+            num_lives = max(of_ranks.values())
+            lost = num_lives - of_ranks[rank] if rank in with_losses else 0
+            if num_lives > 1:
+                each.record.group += f" ({each.life + lost + 1} of {num_lives})"
+
+
+def _rank_calls(dump: Dump, groups: Mapping[str, DumpGroup], words: Mapping[str, str]) -> Iterator[_RankCall]:
+    """The collectives of a dump, oldest first. A group that is made anew counts its calls from 1 again; of a group on
+    several backends each one counts its own."""
+    latest: Counter[tuple[str, str]] = Counter()
+    lives: Counter[tuple[str, str]] = Counter()
+    seen: Counter[tuple[str, str, int, int]] = Counter()
     for entry in dump.entries:
         if entry.message is not None:
             continue
         backend, _, name = entry.profiling_name.partition(":")
         kind = collective_kind(name)
-        group = of_name[entry.process_group[0]]
+        group = groups[entry.process_group[0]]
         record = CallRecord(
             lane="",
-            group=words[group.name],
+            group=words[group.key],
             ranks=group.ranks,
             rank=dump.rank,
             sequence=entry.collective_seq_id,
             collective=kind,
             plan=shortened(backend),
             logical_bytes=_logical_bytes(entry, kind),
-            enqueue_ns=entry.time_created_ns,
+            enqueue_ns=max(entry.time_created_ns, 1),  # 0 is "not yet"
             start_ns=entry.time_created_ns,
             end_ns=-1 if entry.has_ended else 0,
         )
-        line = group.name, entry.collective_seq_id
-        yield _RankCall(entry, record, seen[line])
-        seen[line] += 1
-
-
-def _group_words(groups: Mapping[str, DumpGroup]) -> dict[str, str]:
-    """The words for each of a rank's groups: its description, with its name where another one has the same."""
-    counts = Counter((group.description, group.ranks) for group in groups.values())
-    words = {}
-    for name, group in groups.items():
-        is_only = counts[group.description, group.ranks] == 1
-        described = group.description if is_only or not group.description else f"{group.description} ({name})"
-        words[name] = shortened(described or name)
-    return words
+        line = group.name, backend
+        lives[line] += entry.collective_seq_id < latest[line]
+        latest[line] = entry.collective_seq_id
+        call = (*line, lives[line], entry.collective_seq_id)
+        yield _RankCall(entry, record, lives[line], seen[call])
+        seen[call] += 1
 
 
 def _logical_bytes(entry: Entry, kind: str) -> int:
     """The bytes of a call in nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what
     the rank sent or received, whichever is more."""
     sent, received = entry_bytes(entry)
-    size = received if kind in _OUTPUT_IS_WHOLE else sent if kind in _INPUT_IS_WHOLE else max(sent, received)
+    size = received if kind in _SIZED_BY_OUTPUT else sent if kind in _SIZED_BY_INPUT else max(sent, received)
     return size if kind != "barrier" and 0 < size < _MOST_BYTES else 0
 
 
@@ -174,7 +211,9 @@ def _clock_bounds(dumps: Sequence[Dump], calls: _Calls) -> dict[int, tuple[int, 
         stamps = {
             rank: (each.entry.time_created_ns, each.entry.time_discovered_completed_ns)
             for rank, each in shared.items()
-            if each.entry.time_discovered_completed_ns and each.record.collective in _ENDS_TOGETHER
+            if each.entry.time_created_ns
+            and each.entry.time_discovered_completed_ns
+            and each.record.collective in _ENDS_TOGETHER
         }
         of_first = stamps.pop(dumps[0].rank, None)
         if of_first is not None:
@@ -261,6 +300,9 @@ def _notes_on_times(calls: _Calls) -> Iterator[str]:
             f"no time of {counted(without['device'], 'call')} on a device: not all of its ranks recorded how long it took "
             "(TORCH_NCCL_ENABLE_TIMING=1 has them do so)"
         )
+    entries = [each.entry for shared in calls.values() for each in shared.values()]
+    if unstamped := sum(not entry.time_created_ns for entry in entries):
+        yield f"no stamp of {counted(unstamped, 'entry', 'entries')}: without a duration, their ranks are not compared"
     if too_long := sum(each.is_too_long for shared in calls.values() for each in shared.values()):
         yield (
             f"{counted(too_long, 'recorded duration')} not believed: longer than from when the call was made until it was "

@@ -190,8 +190,8 @@ def test_the_ranks_of_a_broadcast_end_one_by_one(tmp_path: Path) -> None:
 
 
 def test_calls_are_compared_from_where_a_full_ring_has_them(tmp_path: Path) -> None:
-    whole = [entry(number, 10.0 * number, took_ms=1) for number in range(1, 11)]
-    folder = put(tmp_path, {0: whole, 1: whole[6:]})
+    calls = [entry(number, 10.0 * number, took_ms=1) for number in range(1, 11)]
+    folder = put(tmp_path, {0: calls, 1: calls[6:]})
     traces = traced(folder)
     (row,) = group_times(select(traces.ranks))
     assert row.num_calls == 10
@@ -200,15 +200,56 @@ def test_calls_are_compared_from_where_a_full_ring_has_them(tmp_path: Path) -> N
 
 
 def test_two_groups_of_one_description_and_ranks_are_not_mixed_up(tmp_path: Path) -> None:
-    """Rank 1 has lost the first group's call."""
+    """Rank 1 has lost all calls of the first group."""
     first, second = (entry(1, 0, group=(name, "grad")) for name in ("3", "4"))
     folder = put(
         tmp_path,
-        {0: [first, second], 1: [second | {"record_id": 1}, first | {"collective_seq_id": 2}]},
+        {0: [first, second | {"record_id": 1}], 1: [second | {"record_id": 1}]},
         {"3": (0, 1), "4": (0, 1)},
     )
-    names = {call.group for rank in traced(folder).ranks for call in rank.calls}
-    assert names == {"grad (3)", "grad (4)"}
+    ranks = select(traced(folder).ranks)
+    assert [[call.group for call in rank.calls] for rank in ranks] == [["grad (3)", "grad (4)"], ["grad (4)"]]
+    assert [each.num_calls for each in lateness(ranks)] == [1, 1]
+
+
+def test_a_full_ring_has_lost_the_first_life_of_a_group_that_was_made_anew(tmp_path: Path) -> None:
+    """Rank 1's ring begins in the second life: its calls are not those of the first, 1000 s before."""
+    first, second = (
+        [
+            entry(number, begin_ms + 100 * number, seen_ms=begin_ms + 100 * number + 50) | {"record_id": begin + number}
+            for number in (1, 2, 3)
+        ]
+        for begin, begin_ms in ((-1, 0), (2, 1e6))
+    )
+    traces = traced(put(tmp_path, {0: first + second, 1: second}))
+    ranks = select(traces.ranks)
+    assert not any("corrected" in note for note in traces.notes)
+    assert [(each.num_calls, each.worst_us) for each in lateness(ranks)] == [(3, 0), (3, 0)]
+    assert {call.group for call in ranks[1].calls} == {"default_pg (2 of 2)"}
+
+
+def test_a_rank_that_saw_only_the_first_life_of_a_group_is_compared_in_it(tmp_path: Path) -> None:
+    """Rank 1's ring is whole: it died before the group was made anew."""
+    first = [entry(number, 100 * number) for number in (1, 2, 3)]
+    second = [entry(number, 900 + number) | {"record_id": number + 2} for number in (1, 2, 3)]
+    ranks = select(traced(put(tmp_path, {0: first + second, 1: first})).ranks)
+    assert {call.group for call in ranks[1].calls} == {"default_pg (1 of 2)"}
+    assert [each.worst_us for each in lateness(ranks)] == [0, 0]
+
+
+def test_backends_of_one_group_count_their_own_calls(tmp_path: Path) -> None:
+    """The group is on cpu:gloo,cuda:nccl, and was not made anew."""
+    calls = [entry(1, 0), entry(2, 1), entry(1, 2, name="gloo:barrier", into=[]), entry(3, 3)]
+    traces = traced(put(tmp_path, {0: calls, 1: calls}))
+    assert {call.group for rank in traces.ranks for call in rank.calls} == {"default_pg"}
+
+
+@pytest.mark.parametrize(("took_ms", "num_compared"), [(None, 0), (1.0, 3)])
+def test_calls_without_stamps_are_told_of(took_ms: float | None, num_compared: int, tmp_path: Path) -> None:
+    dumps = {rank: [entry(number, 0, took_ms=took_ms, time_created_ns=0) for number in (1, 2, 3)] for rank in range(2)}
+    traces = traced(put(tmp_path, dumps))
+    assert any("no stamp of 6 entries" in note for note in traces.notes)
+    assert [each.num_calls for each in lateness(select(traces.ranks))] == [num_compared] * 2
 
 
 def test_calls_that_have_not_ended_are_told_of(tmp_path: Path) -> None:
