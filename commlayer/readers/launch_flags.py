@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
+from commlayer.readers.launch_variables import logical_text, split_words, substituted, unread_expansion
 
-__all__ = ["Flags", "LaunchFormat", "is_assigned", "read_flags", "variables_of"]
+__all__ = ["Flags", "LaunchFormat", "is_assigned", "read_flags"]
 
 
 _ON_LINE = " of the launch line"
@@ -45,36 +45,48 @@ class Flags(dict[str, list[str]]):
         """The value of a flag, or ``default`` where it is not given. Raises UsageError for a flag without its value."""
         if name not in self and default is not None:
             return default
+        return self.values_of(name, most=1)[0]
+
+    def values_of(self, name: str, most: int | None = None) -> tuple[str, ...]:
+        """The first values of a flag, ``most`` of them. Raises UsageError for a flag without its value, and for one that only
+        the shell knows."""
         if not self.get(name):
             raise UsageError(
                 f"{self.origin(name)}: expected a value behind it, got none: write it as the shell gets it"
             )
-        text = self[name][0]
-        if _EXPANSION.fullmatch(text):
+        found = tuple(self[name][:most])
+        if unread := next(filter(None, map(unread_expansion, found)), ""):
             raise UsageError(
-                f"{self.origin(name)}: neither the text nor the environment says what {shortened(text)} holds: export it, "
-                "or write its value out"
+                f"{self.origin(name)}: neither the text nor the environment says what {shortened(unread)} holds: write its "
+                "value out, as echo prints it in front of the launch line"
             )
-        return text
+        return found
 
     def whole(self, name: str, least: int = 1, default: str = "1") -> int:
         """A whole number of at least ``least``. Raises UsageError for another."""
-        text = self.value(name, default)
+        return self._as_whole(name, self.value(name, default), least)
+
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """Whole numbers of at least 1. Raises UsageError for others."""
+        return tuple(self._as_whole(name, text, 1) for text in self.values_of(name))
+
+    def _as_whole(self, name: str, text: str, least: int) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
             raise UsageError(
                 f"{self.origin(name)}: expected a whole number of at least {least}, got {shortened(text)!r}"
             )
         return int(text)
 
-    def real(self, name: str) -> str:
-        """A number of at least 0, as it is written. Raises UsageError for another."""
+    def real(self, name: str, most: float = math.inf) -> str:
+        """A finite number from 0 to ``most``, as it is written. Raises UsageError for another."""
         text = self.value(name)
         try:
-            is_number = 0 <= float(text) < math.inf
+            is_number = 0 <= float(text) <= most and math.isfinite(float(text))
         except ValueError:
             is_number = False
         if not is_number:
-            raise UsageError(f"{self.origin(name)}: expected a number of at least 0, got {shortened(text)!r}")
+            expected = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+            raise UsageError(f"{self.origin(name)}: expected a number {expected}, got {shortened(text)!r}")
         return text
 
     def one_of(self, name: str, words: Mapping[str, object] | tuple[str, ...], default: str) -> str:
@@ -83,6 +95,14 @@ class Flags(dict[str, list[str]]):
         if text not in words and text != default:
             raise UsageError(f"{self.origin(name)}: expected one of {', '.join(words)}, got {shortened(text)!r}")
         return text
+
+    def some_of(self, name: str, words: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
+        """Words of ``words``, or ``default``. Raises UsageError for another."""
+        found = self.values_of(name) if name in self else default
+        for text in found:
+            if text not in words:
+                raise UsageError(f"{self.origin(name)}: expected some of {', '.join(words)}, got {shortened(text)!r}")
+        return found
 
 
 def _no_words(_: Flags) -> tuple[str, ...]:
@@ -110,28 +130,10 @@ class LaunchFormat:
     remarks: Callable[[Flags], tuple[str, ...]] = _no_words
 
 
-def variables_of(text: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the shell that hold one word: what ``text`` assigns, else what ``environment``
-    has, else a default in ``${NAME:-word}``."""
-    text = _COMMENT.sub("", text)
-    found = {**dict(_DEFAULT.findall(text)), **environment}
-    for name, quoted, plain in _ONE_WORD.findall(text):
-        found[name] = _substituted(quoted or plain, found)
-    return found
-
-
-def _substituted(word: str, variables: Mapping[str, str]) -> str:
-    """The word with the value of the variable that it is; as it is where nobody says what that holds."""
-    variable = _EXPANSION.fullmatch(word)
-    name = variable and (variable[1] or variable[2])
-    return variables.get(name, word) if name else word
-
-
 def is_assigned(word: str, text: str) -> bool:
     """Whether ``text`` says what a variable of the shell holds; nobody can of what is given to a script itself."""
-    variable = _EXPANSION.fullmatch(word)
-    name = variable and (variable[1] or variable[2])
-    return bool(name and re.search(rf"(?<!\w){re.escape(name)}\+?=", text))
+    name = re.match(r"\$\{?(\w+)", word)
+    return bool(name and re.search(rf"(?<!\w){name[1]}\+?=", text))
 
 
 def read_flags(text: str, variables: Mapping[str, str]) -> tuple[Flags, list[str]]:
@@ -140,47 +142,46 @@ def read_flags(text: str, variables: Mapping[str, str]) -> tuple[Flags, list[str
     found = Flags()
     expanded: list[str] = []
     values: list[str] = []
-    for word in _words(text):
+    for word in _words(logical_text(text)):
         if word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
-            values = [_substituted(value, variables)] if has_value else []
+            values = _values_in(value, variables) if has_value else []
             found.add(name, values, f"--{shortened(name)}{_ON_LINE}")
         elif word in _ENDS:
             values = []  # of no flag
-        elif word.endswith(_ARRAY) or (values and _EXPANSION.fullmatch(word)):
-            expanded.append(word)
         else:
-            values.append(_substituted(word, variables))
+            inner = _values_in(word, variables)
+            holds_flags = word.startswith("$") and any(each.startswith("--") for each in inner)
+            is_unread = word.startswith("$") and any(map(unread_expansion, inner))
+            if word.endswith(_ARRAY) or holds_flags or (values and is_unread):
+                expanded.append(word)
+            else:
+                values.extend(inner)
     return found, expanded
+
+
+def _values_in(word: str, variables: Mapping[str, str]) -> list[str]:
+    """The values that a word stands for: several, or none, where a variable holds a list."""
+    value = substituted(word, variables)
+    return [value] if value == word else value.split()
 
 
 # What an assignment, ``NAME=value`` or ``NAME+=value``, gives; and whether that holds flags.
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*\+?=(.*)", re.DOTALL)
 _HOLDS_OPTIONS = re.compile(r"(^|\s)--[a-z][a-z0-9_-]*(\s|$)")
-_EXPANSION = re.compile(r"\$(\w+|[@*])|\$\{(\w+).*\}")
-"""A variable, or all that was given to a script: its name alone."""
-_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*$")
-_ONE_WORD = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=(?:["']([^"'\s]*)["']|([^\s"'();]+))""")
-"""An assignment of one word."""
-_DEFAULT = re.compile(r"\$\{(\w+):[-=]([^}\s$]+)\}")
-"""A variable with what it is where nobody has set it."""
 _ARRAY = ("[@]}", "[*]}", "$@", "$*")
 """The ends of words that stand for several."""
 _ENDS = ("(", ")", "|", ";", "&", "&&", "||", ">", ">>", "2>&1")
 """Words of a shell behind which nothing is a value of the flag before them."""
 
 
-def _words(text: str, is_variable: bool = False) -> Iterator[str]:
+def _words(text: str, is_inner: bool = False) -> Iterator[str]:
     """The words of a shell's text, those inside arrays and inside variables that hold options among them. Raises UsageError
     for quotes that do not end."""
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise UsageError(f"cannot read the launch line: {error}: quote it as a shell would") from error
-    for word in words:
+    for word in split_words(text):
         assigned = _ASSIGNED.fullmatch(word)
-        if assigned and not is_variable and _HOLDS_OPTIONS.search(assigned[1]):
-            yield from (";", *_words(assigned[1], is_variable=True), ";")
+        if assigned and not is_inner and _HOLDS_OPTIONS.search(assigned[1]):
+            yield from (";", *_words(assigned[1], is_inner=True), ";")
             continue
         if assigned:
             word = assigned[1]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
-from commlayer.readers.launch_flags import Flags, LaunchFormat, is_assigned, read_flags, variables_of
+from commlayer.readers.launch_flags import Flags, LaunchFormat, is_assigned, read_flags
+from commlayer.readers.launch_variables import variables_of
 from commlayer.readers.megatron_args import MEGATRON_ARGS
 from commlayer.readers.torchtitan_args import TORCHTITAN_ARGS, is_torchtitan, with_configuration
 from commlayer.scheduler.mapping.model import ModelShape

@@ -20,6 +20,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.readers.launch_flags import Flags, LaunchFormat
+from commlayer.readers.launch_variables import variables_of
 from commlayer.scheduler.mapping import catalog
 
 __all__ = ["TORCHTITAN_ARGS", "is_torchtitan", "with_configuration"]
@@ -93,9 +94,10 @@ def with_configuration(text: str, flags: Flags, variables: Mapping[str, str]) ->
     Raises UsageError for a configuration that cannot be read.
     """
     if "run_train.sh" in text:
+        handed_on = variables_of(text, variables, is_handed_on=True)
         for variable, name in _SCRIPT.items():
-            if name not in flags and variable in variables:
-                flags.add(name, [variables[variable]], f"{variable} of the launch line")
+            if name not in flags and variable in handed_on:
+                flags.add(name, [handed_on[variable]], f"{variable} of the launch line")
     found = Flags()
     if "job.config-file" in flags:
         _add_file(found, flags.value("job.config-file"), flags.origin("job.config-file"))

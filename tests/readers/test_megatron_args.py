@@ -141,6 +141,66 @@ def test_variables_hold_what_the_text_or_the_environment_says() -> None:
         read_launch(text)
 
 
+LINE = "torchrun pretrain_gpt.py --micro-batch-size"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (f"A=1; B=6\n{LINE} ${{A}}${{B}}", "16"),
+        (f"{LINE} ${{A-3}}", "3"),
+        (f"A=\n{LINE} ${{A:-3}}", "3"),
+        (f"export B=4 A=3\n{LINE} $A", "3"),
+        (f"run() {{\n  local A=3  # it's one\n{LINE} $A\n}}", "3"),
+        (f"A=3; A=3\n{LINE} $A\nA=4", "3"),
+        (f"x --foo=A=4 -D A=5\nA=3\n{LINE} $A", "3"),
+        (f"case x in a) B=1 ;; esac; if (( 1 )); then B=1; fi\nA=3\n{LINE} $A", "3"),
+    ],
+)
+def test_a_variable_is_replaced_as_bash_does(script: str, expected: str) -> None:
+    assert read_launch(script).options["micro_batch"] == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "unread"),
+    [
+        *((f"A=16\n{LINE} {word}", word) for word in ("${A%6}", "${A/6/7}", "${A:0:1}", "${A:+4}", "${#A}", "${A#1}")),
+        *((f"{LINE} {word}", word) for word in ("$((2*4))", "$(nproc)", "`nproc`")),
+        (f"A=4\nif [ x = y ]; then A=8; fi\n{LINE} $A", "$A"),
+        (f"if [ x = y ]; then\n  A=8\nfi\n{LINE} ${{A:-4}}", "$A"),
+        (f"case x in a) A=4 ;; esac\n{LINE} $A", "$A"),
+        (f'[ -z "$A" ] && A=4\n{LINE} $A', "$A"),
+        (f"for A in 1 2; do\n{LINE} $A\ndone", "$A"),
+        (f"for ((i=0; i<2; i++)); do A=8; done\n{LINE} $A", "$A"),
+        (f"A=4\nA=8\n{LINE} $A", "$A"),
+        (f"A=4\nA+=4\n{LINE} $A", "$A"),
+        (f"A=4 {LINE} $A", "$A"),
+        (f"A=$((2*4))\n{LINE} $A", "$A"),
+        (f"A=$(nproc)\n{LINE} $A", "$A"),
+        (f"A=$(nproc)0\n{LINE} $A", "$A"),
+        (f"A=`nproc --all`\n{LINE} $A", "$A"),
+        (f"A=(4 8)\n{LINE} $A", "$A"),
+    ],
+)
+def test_what_only_bash_knows_is_refused(script: str, unread: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_launch(script, {"A": "99"} if "A=" in script else {})
+    message = f"--micro-batch-size of the launch line: neither the text nor the environment says what {unread} holds"
+    assert message in str(refused.value)
+    assert "as echo prints it" in str(refused.value)
+
+
+@pytest.mark.parametrize("script", [f"{LINE} $A\nA=4", f"x --foo=A=4\n{LINE} $A"])
+def test_what_a_script_does_not_assign_is_of_the_environment(script: str) -> None:
+    assert read_launch(script, {"A": "99"}).options["micro_batch"] == "99"
+
+
+def test_a_list_in_a_variable_is_several_values() -> None:
+    line = f"{LINE} 1 --recompute-granularity selective --recompute-modules"
+    assert read_launch(f'M="moe_act layernorm"\n{line} $M').options["recompute"] == "moe_act+layernorm"
+    assert read_launch(f'M="moe_act layernorm"\n{line} mlp $M').options["recompute"] == "mlp+moe_act+layernorm"
+
+
 def test_a_misspelt_flag_is_asked_about() -> None:
     notes = list(read_launch("x --micro-batch-size 1 --seq-lenght 4096 --ffn-hidden-size 8 --lr 1").notes())
     assert notes[0] == "--seq-lenght of the launch line is not read: did you mean --seq-length?"
