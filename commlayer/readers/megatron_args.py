@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import shortened
 from commlayer.readers.launch_flags import Flags, LaunchFormat
+from commlayer.scheduler.mapping.offloading import OFFLOADABLE
 from commlayer.scheduler.mapping.pipeline_layout import parse_layout
 from commlayer.scheduler.mapping.precisions import RECIPES
 from commlayer.scheduler.mapping.recomputation import MODULES
@@ -149,6 +149,8 @@ def _chunks(flags: Flags) -> Iterator[tuple[str, object]]:
 
 def _attention(flags: Flags) -> Iterator[tuple[str, object]]:
     """Ulysses, which is a kind of context parallelism there, and of tensor parallelism here."""
+    name = "hierarchical-context-parallel-sizes"
+    sizes = flags.wholes(name) if name in flags else ()
     kind = flags.value("cp-comm-type", "p2p")
     if kind not in ("a2a", "a2a+p2p"):
         return
@@ -157,21 +159,24 @@ def _attention(flags: Flags) -> Iterator[tuple[str, object]]:
             f"--cp-comm-type {kind} of the launch line: Ulysses beside tensor parallelism is not modelled: leave one of "
             "them out"
         )
-    sizes = flags.get("hierarchical-context-parallel-sizes") or [flags.value("context-parallel-size", "1")]
-    yield from (("attention", "ulysses"), ("tp", sizes[0]), ("cp", sizes[1] if len(sizes) > 1 else "1"))
+    degree = flags.whole("context-parallel-size")
+    if kind == "a2a":
+        sizes = (degree, 1)
+    if len(sizes) != 2 or sizes[0] * sizes[1] != degree:
+        raise UsageError(
+            f"{flags.origin(name)}: expected two sizes whose product is "
+            f"--context-parallel-size {degree}, got {' '.join(map(str, sizes[:3])) or 'none'}: Megatron-LM refuses others"
+        )
+    yield from (("attention", "ulysses"), ("tp", str(sizes[0])), ("cp", str(sizes[1])))
 
 
 def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
     granularity = flags.one_of("recompute-granularity", ("full", "selective"), "")
+    modules = flags.some_of("recompute-modules", MODULES, ("core_attn",))
     if granularity:
-        modules = flags.get("recompute-modules") or ["core_attn"]
-        if unknown := [word for word in modules if word not in MODULES]:
-            raise UsageError(
-                f"--recompute-modules of the launch line: expected some of {', '.join(MODULES)}, got {shortened(unknown[0])!r}"
-            )
         yield "recompute", "full" if granularity == "full" else "+".join(modules)
-    if flags.get("offload-modules"):
-        yield "offload", "+".join(flags["offload-modules"])
+    if offloaded := flags.some_of("offload-modules", OFFLOADABLE, ()):
+        yield "offload", "+".join(offloaded)
     if "fp8-format" in flags:
         recipes = {recipe.megatron: name for name, recipe in RECIPES.items() if recipe.megatron}
         yield "precision", recipes[flags.one_of("fp8-recipe", recipes, "delayed")]
@@ -180,9 +185,10 @@ def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
 def _optimizer(flags: Flags) -> Iterator[tuple[str, object]]:
     if "grad-reduce-in-bf16" in flags and "main-grads-dtype" not in flags:
         yield "main_grads_dtype", "bf16"
+    is_part = "optimizer-offload-fraction" in flags
+    fraction = flags.real("optimizer-offload-fraction", most=1) if is_part else "1.0"
     if "optimizer-cpu-offload" in flags:  # without it the fraction changes nothing
-        is_part = "optimizer-offload-fraction" in flags
-        yield "optimizer_offload_fraction", flags.real("optimizer-offload-fraction") if is_part else "1.0"
+        yield "optimizer_offload_fraction", fraction
 
 
 _GRAPH_FLAGS = ("cuda-graph-impl", "cuda-graph-modules", "cuda-graph-scope", "enable-cuda-graph", "external-cuda-graph")
@@ -193,7 +199,8 @@ def _graphs(flags: Flags) -> str:
     is_older = "enable-cuda-graph" in flags or "external-cuda-graph" in flags
     words = ("none", "local", "transformer_engine", "full_iteration")
     impl = flags.one_of("cuda-graph-impl", words, "local" if is_older else "none")
-    modules = flags.get("cuda-graph-modules") or flags.get("cuda-graph-scope") or []
+    named = next((name for name in ("cuda-graph-modules", "cuda-graph-scope") if flags.get(name)), None)
+    modules = flags.values_of(named) if named else ()
     if impl == "full_iteration" or "full_iteration" in modules:
         return "full-iteration"
     if impl == "none":
@@ -221,13 +228,13 @@ def _unlike(flags: Flags) -> tuple[str, ...]:
 def _dispatch(flags: Flags) -> Iterator[tuple[str, object]]:
     kind = flags.one_of("moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
     yield "dispatch", "all_gather" if kind == "allgather" else "all_to_all"
-    backend = flags.value("moe-flex-dispatcher-backend", "deepep")
+    backend = flags.one_of("moe-flex-dispatcher-backend", ("deepep", "hybridep"), "deepep")
     yield "dispatcher", backend if kind == "flex" or "moe-enable-deepep" in flags else "nccl"
 
 
 def _shape(flags: Flags) -> dict[str, str]:
     """The fields of the model's shape that the flags say."""
-    return {field: flags[name][0] for name, field in _SHAPE.items() if flags.get(name)}
+    return {field: str(flags.whole(name)) for name, field in _SHAPE.items() if name in flags}
 
 
 MEGATRON_ARGS = LaunchFormat(frozenset({*_READ, *_SHAPE}), frozenset(_CHANGES), _options, _shape, _unlike)
