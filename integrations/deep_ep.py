@@ -278,7 +278,7 @@ class DeepEPBuffer:
                     f"{who()}deep_ep: tokens {list(x.shape)} are to go the way of a handle of {handle.of_tokens.num_tokens} "
                     "tokens"
                 )
-            return self._go(x.contiguous(), handle.of_tokens), None, None, None, None, EventOverlap()
+            return self._send_rows(x.contiguous(), handle.of_tokens), None, None, None, None, EventOverlap()
         if is_token_in_rank is None or num_tokens_per_expert is None or topk_idx is None or topk_weights is None:
             raise UsageError(
                 f"{who()}deep_ep: dispatch needs a handle, or topk_idx, topk_weights and what get_dispatch_layout returns"
@@ -295,7 +295,7 @@ class DeepEPBuffer:
         experts, weights = self._choices(topk_idx, topk_weights, way)
         counts = torch.bincount(experts[experts >= 0], minlength=way.num_local_experts).tolist()
         padded = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        return self._go(x.contiguous(), prepared), experts, weights, padded, way, EventOverlap()
+        return self._send_rows(x.contiguous(), prepared), experts, weights, padded, way, EventOverlap()
 
     def combine(
         self,
@@ -313,8 +313,8 @@ class DeepEPBuffer:
         _wait_for(previous_event)
         if bias is not None:
             raise UsageError(f"{who()}deep_ep of commlayer adds no bias: add it to what combine returns")
-        weights = None if topk_weights is None else self._come(topk_weights.contiguous(), handle.of_tokens)
-        return self._come(x.contiguous(), handle.of_tokens), weights, EventOverlap()
+        weights = None if topk_weights is None else self._return_rows(topk_weights.contiguous(), handle.of_tokens)
+        return self._return_rows(x.contiguous(), handle.of_tokens), weights, EventOverlap()
 
     def _why_wrong(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, in_rank: torch.Tensor
@@ -338,17 +338,17 @@ class DeepEPBuffer:
         experts only, [R, K] both."""
         # One message of both: weights are 32 bits wide, as are numbers of experts.
         bits = torch.cat([topk_idx.to(torch.int32), topk_weights.float().contiguous().view(torch.int32)], 1)
-        experts, weights = self._go(bits, way.of_tokens).chunk(2, 1)
+        experts, weights = self._send_rows(bits, way.of_tokens).chunk(2, 1)
         local = experts.to(torch.int64) - self.rank * way.num_local_experts
         is_here = (local >= 0) & (local < way.num_local_experts)
         return torch.where(is_here, local, -1), weights.contiguous().view(torch.float32).masked_fill(~is_here, 0)
 
-    def _go(self, x: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
+    def _send_rows(self, x: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
         (chunk,) = way.chunks
         sent = chunk.token_dispatch(chunk.dispatch_preprocess(x))
         return chunk.dispatch_postprocess(sent.wait())
 
-    def _come(self, rows: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
+    def _return_rows(self, rows: torch.Tensor, way: DispatchHandle) -> torch.Tensor:
         (chunk,) = way.chunks
         if rows.shape[0] != sum(chunk.expert_rows):
             raise TensorError(

@@ -203,7 +203,7 @@ class ExpertPlacer:
         if self._every and not self._is_off:
             self._loads.end_step()
             if self._migration is None:
-                self._go_on()
+                self._advance_round()
         self._migration_times.begin_step()
 
     def move_to(self, placements: Sequence[ExpertPlacement], reason: str = "as told") -> None:
@@ -286,8 +286,8 @@ class ExpertPlacer:
         elif not self._is_closed:
             self._leave()  # others may know of no error, or be gone: the group ends with the default group
 
-    def _go_on(self) -> None:
-        """Do what the next step of a round is, or begin one that is due."""
+    def _advance_round(self) -> None:
+        """Take the next step of a round of loads, search and answer; begin a round that is due."""
         under_way = self._round
         if under_way is None:
             if self._loads.num_steps >= self._every:
@@ -313,12 +313,12 @@ class ExpertPlacer:
             if outcome is not None:
                 say_on_stderr(f"experts stay where they are from now on: {outcome.words}")
         elif answer == MOVE:
-            self._do(message.tolist(), outcome)
+            self._carry_out(message.tolist(), outcome)
         elif outcome is not None:
-            self._tell(outcome.words, 0, 0)
+            self._report(outcome.words, 0, 0)
 
-    def _do(self, message: list[int], outcome: PlacementAnswer | None) -> None:
-        """Do what rank 0 has announced: a migration, where experts move, and whether each layer
+    def _carry_out(self, message: list[int], outcome: PlacementAnswer | None) -> None:
+        """Carry out what rank 0 has announced: a migration, where experts move, and whether each layer
         spills from then on. No layer ceases to until experts have moved: the busiest rank would get
         all its rows at once."""
         spills, slots = list(map(bool, message[: len(self._layers)])), message[len(self._layers) :]
@@ -335,7 +335,7 @@ class ExpertPlacer:
             return
         self._let_spill(spills)
         if outcome is not None:
-            self._tell(words, 0, 0)
+            self._report(words, 0, 0)
 
     def _let_spill(self, spills: Sequence[bool] | None = None) -> None:
         """Turn spilling on and off; None: on. Alike on all ranks, between the same two steps."""
@@ -380,10 +380,10 @@ class ExpertPlacer:
         self.num_migrations += 1
         noted = None
         if not self._group.rank:
-            noted = self._tell(announced.reason, migration.num_layers, migration.num_copies)
+            noted = self._report(announced.reason, migration.num_layers, migration.num_copies)
         self._migration_times.switched(migration, noted, announced.promise)
 
-    def _tell(self, reason: str, layers: int, copies: int) -> PlacementStats:
+    def _report(self, reason: str, layers: int, copies: int) -> PlacementStats:
         """Note a decision, on rank 0, and say it."""
         noted: PlacementStats = {
             "step": self._steps,

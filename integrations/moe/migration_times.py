@@ -57,7 +57,7 @@ class MigrationTimes:
         self._before_us: float | None = None
         self._noted: PlacementStats | None = None
         self._switched: tuple[ExpertMigration, PlacementStats | None] | None = None
-        self._telling: tuple[torch.Tensor, dist.Work, PlacementStats | None] | None = None
+        self._asked: tuple[torch.Tensor, dist.Work, PlacementStats | None] | None = None
 
     def begin_step(self) -> None:
         """Note that the placer has done its part, and the next training step begins."""
@@ -72,8 +72,8 @@ class MigrationTimes:
             if self._noted is not None:
                 self._noted["step_us"] = self._median_us
         self._is_disturbed = is_moving
-        self._hear()
-        self._tell()
+        self._note_times()
+        self._ask_for_times()
 
     def begins(self) -> None:
         """Note that experts are on their way from now on."""
@@ -100,15 +100,15 @@ class MigrationTimes:
     def close(self) -> None:
         """Note the times of the last migration before the group closes. Collective over the
         stage."""
-        self._hear()
-        self._tell()
-        self._hear()
+        self._note_times()
+        self._ask_for_times()
+        self._note_times()
 
     @property
     def _median_us(self) -> float | None:
         return median(self._steps) if len(self._steps) >= _LEAST else None
 
-    def _tell(self) -> None:
+    def _ask_for_times(self) -> None:
         """Begin to find the slowest rank's times of a migration that has just been made."""
         switched, self._switched = self._switched, None
         if switched is None:
@@ -117,13 +117,13 @@ class MigrationTimes:
         times = [-1 if us is None else round(us * 1e3) for us in (migration.took_us, migration.waited_us)]
         message = torch.tensor(times)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
-        self._telling = message, work, noted
+        self._asked = message, work, noted
 
-    def _hear(self) -> None:
-        telling, self._telling = self._telling, None
-        if telling is None:
+    def _note_times(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is None:
             return
-        message, work, noted = telling
+        message, work, noted = asked
         work.wait()
         if noted is not None:
             noted["migration_us"], noted["waited_us"] = (ns / 1e3 if ns >= 0 else None for ns in message.tolist())
