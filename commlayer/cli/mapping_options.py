@@ -30,7 +30,7 @@ from commlayer.profiles.strict_json import parse_object
 from commlayer.profiles.topology import Topology
 from commlayer.readers.cluster_files import resolve as resolve_cluster
 from commlayer.readers.model_files import resolve as resolve_model
-from commlayer.scheduler.mapping import catalog, clusters, hardware
+from commlayer.scheduler.mapping import catalog, clusters, declared_links, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
 from commlayer.scheduler.mapping.fitted_estimator import FittedEstimator
@@ -149,7 +149,9 @@ _cluster_options = in_order(
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
     click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
     click.option(
-        "--fabric", type=click.Choice(list(hardware.FABRICS)), help="What the network is, in place of the cluster's."
+        "--fabric",
+        type=click.Choice(list(declared_links.FABRICS)),
+        help="What the network is, in place of the cluster's.",
     ),
     click.option("--intra-gbps", type=RATE_GBPS, help="Peak inside a node."),
     click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
@@ -398,7 +400,7 @@ class Request:
         if "step" not in software.graphs or job.capacity_factor is not None or software.host != "waits":
             return
         by_calls = software.kernels is None or (most_etp or 1) > 1
-        fabric = hardware.FABRICS.get(self.cluster.fabric)
+        fabric = declared_links.FABRICS.get(self.cluster.fabric)
         if not by_calls and not (fabric and fabric.by_host):
             return
         limit = 1 if by_calls else int(self.cluster.domain)
@@ -540,8 +542,8 @@ def ask_fabric(cluster: Cluster, option: str) -> None:
     with --fabric which network has it: latencies and efficiencies are those of the network."""
     if cluster.fabric:
         raise UsageError(
-            f"{option}: {cluster.name} has {hardware.FABRICS[cluster.fabric].words}: say what network has this rate with "
-            f"--fabric, one of {', '.join(hardware.FABRICS)}"
+            f"{option}: {cluster.name} has {declared_links.FABRICS[cluster.fabric].words}: say what network has this rate with "
+            f"--fabric, one of {', '.join(declared_links.FABRICS)}"
         )
 
 

@@ -17,9 +17,10 @@ from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.mapping.declared_links import FABRICS, Link, Points
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
-from commlayer.scheduler.mapping.hardware import FABRICS, Gpu, Link, Points
+from commlayer.scheduler.mapping.hardware import Gpu
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -32,7 +33,7 @@ class Cluster:
         domain: GPUs that NVLink joins (8 in a node; 72 in a rack): what the rest of this code calls a node.
         peaks: of one GPU, one direction (:class:`~commlayer.profiles.links.Peaks`).
         inter, intra, device: what calls reach of them; None in a measured cluster. ``device``: of copies and sums in memory.
-        fabric: the network's kind, of :data:`~commlayer.scheduler.mapping.hardware.FABRICS`; empty: not known, or measured.
+        fabric: the network's kind, of :data:`~commlayer.scheduler.mapping.declared_links.FABRICS`; empty: not known, or measured.
         interference: slowdowns of resources that work side by side; nothing listed, nothing slowed.
         measured: profiles instead, each for its own shape (:meth:`from_profile`).
 

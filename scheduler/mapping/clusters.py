@@ -14,7 +14,7 @@ from commlayer.profiles.known_names import closest_or_all
 from commlayer.profiles.links import Peaks
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.shipped import shipped_data
-from commlayer.scheduler.mapping import hardware
+from commlayer.scheduler.mapping import declared_links, hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 
 __all__ = ["fitted", "from_peaks", "load", "names"]
@@ -47,16 +47,16 @@ def from_peaks(
         gpu=gpu,
         domain=domain,
         peaks=Peaks(inter_gbps, intra_gbps, device_gbps or gpu.memory_gbps / 2),
-        inter=hardware.NETWORK,
-        intra=hardware.NVLINK,
-        device=hardware.MEMORY,
+        inter=declared_links.NETWORK,
+        intra=declared_links.NVLINK,
+        device=declared_links.MEMORY,
         source=source or _ASSUMED,
     )
 
 
 class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``, ``fabric``, ``scale_up``: its names in
-    :data:`hardware.GPUS`, :data:`hardware.FABRICS` and :data:`hardware.SCALE_UP`."""
+    :data:`hardware.GPUS`, :data:`declared_links.FABRICS` and :data:`declared_links.SCALE_UP`."""
 
     name: str
     gpu: str
@@ -97,7 +97,7 @@ def load(name: str) -> Cluster:
         )
     gpu, peaks = hardware.GPUS[declared.gpu], (declared.inter_gbps, declared.intra_gbps)
     cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source).on(declared.fabric)
-    return cluster.replace(intra=hardware.SCALE_UP[declared.scale_up])
+    return cluster.replace(intra=declared_links.SCALE_UP[declared.scale_up])
 
 
 def _monta() -> Cluster:
@@ -106,9 +106,9 @@ def _monta() -> Cluster:
         gpu=hardware.GPUS["a800"],
         domain=8,
         peaks=Peaks(25, 200, 1600),
-        inter=hardware.A800_MONTA_NETWORK,
-        intra=hardware.A800_MONTA_NVLINK,
-        device=hardware.MONTA_MEMORY,
+        inter=declared_links.A800_MONTA_NETWORK,
+        intra=declared_links.A800_MONTA_NVLINK,
+        device=declared_links.MONTA_MEMORY,
         source="MoNTA, table 8 and figure 13; its device peak is implied by table 8's copy",
     )
 

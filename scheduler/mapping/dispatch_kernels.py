@@ -58,8 +58,8 @@ class DispatchKernels:
         network_row_bytes, inside_row_bytes: what a row costs beyond its own bytes, as bytes.
         prepare_us: of a forward dispatch before its rows go.
         posted_us, posted_blackwell_us: of each chunk of rows that a thread of the host posts, where it has to
-            (:class:`~commlayer.scheduler.mapping.hardware.NetworkKind`), on Hopper and on Blackwell; 0: it cannot, or nobody
-            has published it.
+            (:class:`~commlayer.scheduler.mapping.declared_links.NetworkKind`), on Hopper and on Blackwell;
+            0: it cannot, or nobody has published it.
         not_posted: why these are 0.
         chunks: rows of such a chunk, by the group's largest number of ranks: to experts, and home.
         permutes: the calls put rows into the order of experts and back, and into blocks of as many as products in FP8 want

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Peaks, Resource
-from commlayer.scheduler.mapping.hardware import Link, Points
+from commlayer.scheduler.mapping.declared_links import Link, Points
 
 __all__ = ["SIZES", "curves_of_group"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.declared_links import FABRICS
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.dispatch_levels import parts_of_token
-from commlayer.scheduler.mapping.hardware import FABRICS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank

@@ -40,7 +40,7 @@ import msgspec
 
 from commlayer.profiles.shipped import shipped_data
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.hardware import FABRICS, Link
+from commlayer.scheduler.mapping.declared_links import FABRICS, Link
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import Software

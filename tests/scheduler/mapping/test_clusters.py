@@ -16,7 +16,7 @@ from commlayer.profiles.links import Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile, parse_profile
 from commlayer.readers.cluster_files import parse, resolve
 from commlayer.scheduler.decision import Policy, choose
-from commlayer.scheduler.mapping import clusters, hardware
+from commlayer.scheduler.mapping import clusters, declared_links, hardware
 from commlayer.scheduler.mapping.catalog import load as load_model
 from commlayer.scheduler.mapping.cluster import Cluster, Link
 from commlayer.scheduler.mapping.folded import FoldedMapping
@@ -575,7 +575,7 @@ def test_the_documented_file_is_a_cluster(tmp_path: Path) -> None:
     cluster = resolve(str(path))
     assert (cluster.name, cluster.domain, cluster.gpu) == ("ours", 8, hardware.GPUS["h100"])
     assert cluster.peaks.device_gbps == 1675
-    assert cluster.intra is hardware.NVLINK
+    assert cluster.intra is declared_links.NVLINK
     assert cluster.link(Resource.INTER).gbps == 25
     assert cluster.profile_of((8, 8)).slowdown(Resource.INTRA, Resource.DEVICE) == 1.2
     assert busbw(cluster, "all_to_all_v", 8 << 30, (1,) * 8) == pytest.approx(25 * 0.8, rel=0.02)
