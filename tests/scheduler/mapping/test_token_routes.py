@@ -194,6 +194,37 @@ def test_the_order_of_dispatchers_on_efa(
     assert (by_calls < by_kernels) is (nccl < deepep)
 
 
+_UCCL: list[tuple[Cluster, str, int, int, dict[str, object], float, float]] = [
+    # The same pages: GPUs, batch, s a step by NCCL and by UCCL-EP.
+    (P5, "qwen3-30b-a3b", 64, 256, {"ep": 16, "pp": 4, "micro_batch": 4}, 8.60, 14.81),
+    (P5, "qwen3-30b-a3b", 64, 256, {"ep": 16, "pp": 4, "micro_batch": 1}, 27.89, 37.23),
+    (P5, "qwen3-30b-a3b", 64, 256, {"ep": 32, "pp": 2, "micro_batch": 4}, 9.24, 26.51),
+    (P5, "qwen3-30b-a3b", 64, 256, {"ep": 32, "pp": 2, "micro_batch": 1}, 27.14, 48.22),
+    (B300, "qwen3-235b-a22b", 64, 256, {"ep": 32, "pp": 2, "micro_batch": 4, "recompute": "core_attn"}, 15.76, 19.16),
+    (B300, "qwen3-235b-a22b", 64, 256, {"ep": 32, "pp": 2, "micro_batch": 1, "recompute": "core_attn"}, 33.36, 46.88),
+    (B300, "qwen3-235b-a22b", 64, 256, {"ep": 16, "pp": 4, "micro_batch": 4, "recompute": "core_attn"}, 12.21, 13.06),
+    (B300, "qwen3-235b-a22b", 64, 256, {"ep": 16, "pp": 4, "micro_batch": 1, "recompute": "core_attn"}, 34.17, 40.00),
+    (B300, "qwen3-235b-a22b", 32, 128, {"ep": 16, "pp": 2, "micro_batch": 4, "recompute": "full"}, 15.18, 17.85),
+    (B300, "qwen3-235b-a22b", 32, 128, {"ep": 16, "pp": 2, "micro_batch": 1, "recompute": "full"}, 46.81, 56.00),
+    (B300, "qwen3-235b-a22b", 32, 128, {"ep": 32, "pp": 1, "micro_batch": 4, "recompute": "full"}, 22.20, 20.96),
+    (B300, "qwen3-235b-a22b", 32, 128, {"ep": 32, "pp": 1, "micro_batch": 1, "recompute": "full"}, 45.45, 57.94),
+]
+
+
+def test_the_order_of_nccl_and_uccl_on_efa() -> None:
+    """Right in 9 of 12, as docs/clusters.md says."""
+    right = 0
+    for cluster, model, gpus, batch, degrees, nccl, uccl in _UCCL:
+        job = Job(model=catalog.load(model), gpus=gpus, global_batch=batch, sequence=4096)
+        setup = Setup(gpus=gpus, tp=8, **degrees)  # type: ignore[arg-type]
+        by_calls, by_kernels = (
+            Estimator(job, cluster, with_dispatcher(MEGATRON, name)).estimate(setup, detail=False).step_us
+            for name in ("nccl", "uccl")
+        )
+        right += (by_calls < by_kernels) is (nccl < uccl)
+    assert right >= 9
+
+
 def test_popular_experts_that_lie_together_are_met_on_fewer_nodes() -> None:
     even, together = Loads.even(QWEN.experts), Loads.of_counts([9.0] * 16 + [1.0] * (QWEN.experts - 16))
     routes = [
