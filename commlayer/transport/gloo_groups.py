@@ -43,7 +43,8 @@ def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dis
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._threads, options._timeout = _shared_devices(), 1, timeout
-    options.group_name = INNER_NAME
+    if hasattr(options, "group_name"):  # torch before 2.8 has no such field
+        options.group_name = INNER_NAME
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
 
