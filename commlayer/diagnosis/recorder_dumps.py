@@ -305,7 +305,6 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
                 content = msgspec.json.decode(data, type=_Content, strict=False)
             else:
                 content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
-            _check_names(content.entries)
             if _is_of_torchcomms(content):
                 _as_of_torch(content.entries)
             entries = _kept(content.entries, keeps_all=keeps_all)
@@ -322,6 +321,7 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             f"{where}: expected a dump of version 2.0 or later, got {shortened(content.version)}: record it with "
             "torch ≥ 2.4"
         )
+    _check_names(where, content.entries)
     group_ranks = {name: _ranks(config.ranks) for name, config in content.pg_config.items()}
     _check_rank(where, rank, entries, group_ranks)
     return Dump(
@@ -347,15 +347,19 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
             )
 
 
-def _check_names(entries: Sequence[Entry]) -> None:
-    """Raise ValueError for calls that cannot be told apart by the names of their groups, or are not all of a group's calls."""
+def _check_names(where: str, entries: Sequence[Entry]) -> None:
+    """Raise UsageError for calls that cannot be told apart by the names of their groups, or are not all of a group's calls."""
     if any(entry.process_group[0] == INNER_NAME for entry in entries):
-        raise ValueError(
-            "it has calls of the Gloo inside of commlayer's groups, which makes only some of their calls: give the "
-            "calls-*.json of commlayer's ranks"
+        raise UsageError(
+            f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
+            "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "
+            "COMMLAYER_DIAGNOSE_DIR when its calls hang"
         )
     if len({entry.pg_id for entry in entries if not entry.process_group[0]}) > 1:
-        raise ValueError("it has calls of several groups without a name: make groups by torch.distributed")
+        raise UsageError(
+            f"{where}: expected groups that have names, got calls of several without one, which cannot be told apart: make "
+            "groups by torch.distributed"
+        )
 
 
 def _is_of_torchcomms(content: _Content) -> bool:

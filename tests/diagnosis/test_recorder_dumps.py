@@ -233,8 +233,8 @@ def _entry_of(name: str, pg_id: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ([("", 0), ("", 2)], "calls of several groups without a name"),
-        ([("0", 0), (INNER_NAME, 1)], "the Gloo inside of commlayer's groups"),
+        ([("", 0), ("", 2)], "calls of several without one"),
+        ([("0", 0), (INNER_NAME, 1)], "those of commlayer's groups that run by no plan.*COMMLAYER_DIAGNOSE_DIR"),
     ],
 )
 def test_calls_whose_groups_cannot_be_told_apart_are_refused(
@@ -243,22 +243,32 @@ def test_calls_whose_groups_cannot_be_told_apart_are_refused(
     """They would be taken for calls of one group that differ."""
     path = tmp_path / "rank_1"
     path.write_bytes(pickle.dumps({"version": "2.10", "entries": [_entry_of(*group) for group in groups]}))
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as refused:
         read_dumps([path])
+    assert str(path) in str(refused.value)
+    assert "damaged" not in str(refused.value)  # another copy of it would be refused too
     path.write_bytes(pickle.dumps({"version": "2.10", "entries": [_entry_of("", 3), _entry_of("", 3)]}))
     assert len(read_dumps([path])) == 1
 
 
+def _records_the_gloo_inside(folder: str) -> None:
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    group: Any = gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9))
+    group.allreduce([torch.ones(2)]).wait()
+    Path(folder, "rank_0").write_bytes(c10d._dump_fr_trace())  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("emulated_cluster")
 def test_torch_records_the_gloo_inside_of_a_group_under_its_name(tmp_path: Path) -> None:
     """Its calls are those that run by no plan, so that a rank in another one would look as if it were in none."""
-    torch = pytest.importorskip("torch")
     c10d = pytest.importorskip("torch._C._distributed_c10d")
     if not hasattr(c10d, "_dump_fr_trace"):
         pytest.skip("this torch does not record Gloo's calls")
-    group: Any = gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9))
-    group.allreduce([torch.ones(2)]).wait()
-    (tmp_path / "rank_0").write_bytes(c10d._dump_fr_trace())
-    with pytest.raises(UsageError, match="the Gloo inside of commlayer's groups"):
+    with EmulatedCluster(1, 1) as cluster:  # what this process records itself is in the dumps of its children
+        cluster.run(_records_the_gloo_inside, str(tmp_path))
+    with pytest.raises(UsageError, match="those of commlayer's groups that run by no plan"):
         read_dumps([tmp_path / "rank_0"])
 
 
