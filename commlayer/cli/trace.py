@@ -16,7 +16,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.traced_jobs import TracedJob, missing_ranks, read_jobs
 from commlayer.profiles import catalog
-from commlayer.profiles.counted import counted
+from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.topology import Topology
 from commlayer.traces.analyse import LaneTimes, Selected, Window, group_times, lane_times, lateness, plans
 from commlayer.traces.chrome_of_job import merged_events
@@ -84,6 +84,10 @@ def trace(
     jobs = read_jobs(paths, job, Window(step, since_us, until_us), refused, damaged)
     work = [workload(each.ranks, Topology.parse(profile.topology)) if profile is not None else [] for each in jobs]
     for each in jobs:
+        if profile is not None and (missing := missing_ranks(each.ranks)):
+            each.notes.append(
+                f"groups of {listed('rank', missing)} alone are unknown: --plan may count too few siblings"
+            )
         target = output or (each.folder / "merged.json" if each.folder is not None else None)
         if target is not None:
             _write_merged(target, each.ranks)
@@ -242,7 +246,8 @@ def _show(job: TracedJob, show_all: bool) -> None:
     ranks = job.ranks
     hosts = len({rank.trace.host for rank in ranks})
     calls = counted(sum(len(rank.calls) for rank in ranks), "call")
-    whose = f"{len(ranks)} of {counted(ranks[0].trace.world_size, 'rank')}"
+    least = "" if job.is_size_known else "at least "
+    whose = f"{len(ranks)} of {least}{counted(ranks[0].trace.world_size, 'rank')}"
     span = format_us(max(rank.span_ns for rank in ranks) / 1e3)
     if job.is_of_dumps:
         echo(f"dumps of {whose}, {calls} in {span}\n")

@@ -18,6 +18,7 @@ from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder
 __all__ = ["TracedJob", "missing_ranks", "read_jobs"]
 
 _TRACES = "rank-*.json"
+_TRACE_BEGINS = b'"traceEvents"'
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TracedJob:
 
     ``replica``: its name, "" where there are none; ``folder``: of its traces, None of dumps; ``ranks``:
     in the window; ``notes``: cautions that a reader must know before believing the times; ``host_errors_ns``: by how
-    much stamps of a rank's host in a dump may be off.
+    much stamps of a rank's host in a dump may be off; ``is_size_known``: whether the files say how many ranks the job has.
     """
 
     replica: str
@@ -34,6 +35,7 @@ class TracedJob:
     ranks: list[Selected]
     notes: list[str]
     host_errors_ns: Mapping[int, int] = field(default_factory=dict)
+    is_size_known: bool = True
 
     @property
     def is_of_dumps(self) -> bool:
@@ -60,13 +62,28 @@ def read_jobs(
             ranks = select(_traces(folder, job, damaged), window)
             jobs.append(TracedJob(name, folder, ranks, _notes(ranks)))
         return jobs
+    if files := [path for path in paths if _is_trace(path)]:
+        raise UsageError(f"{files[0]}: expected a folder of traces, got one of its files: give its folder")
     if folders := [path for path in paths if _has_traces(path)]:
         raise UsageError(f"{folders[0]} has traces: expected one folder of traces, or dumps: give it alone")
     return [_of_dumps(paths, job, window, damaged)]
 
 
 def _has_traces(path: Path) -> bool:
-    return path.is_dir() and any(any(path.glob(pattern)) for pattern in (_TRACES, f"*/{_TRACES}"))
+    """Whether a folder has a file of that name which is a trace: dumps may be named so too."""
+    patterns = (_TRACES, f"*/{_TRACES}")
+    return path.is_dir() and any(_is_trace(file) for pattern in patterns for file in path.glob(pattern))
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file begins as a trace does."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return _TRACE_BEGINS in file.read(64)
+    except OSError:
+        return False
 
 
 def _traces(folder: Path, job: str | None, damaged: list[str]) -> list[RankTrace]:
@@ -101,7 +118,8 @@ def _of_dumps(paths: Sequence[Path], job: str | None, window: Window, damaged: l
     echo(evidence.in_words(), err=True)
     traces = traces_of_dumps(evidence.dumps)
     ranks = select(traces.ranks, window)
-    return TracedJob("", None, ranks, [*_common_notes(ranks), *traces.notes], traces.host_errors_ns)
+    notes = [*_common_notes(ranks), *traces.notes]
+    return TracedJob("", None, ranks, notes, traces.host_errors_ns, traces.is_size_known)
 
 
 def missing_ranks(ranks: Sequence[Selected]) -> list[int]:
@@ -121,7 +139,9 @@ def _common_notes(ranks: Sequence[Selected]) -> list[str]:
     if not any(rank.calls for rank in ranks):
         notes.append("no call was recorded here")
     if unfinished := sum(not call.end_ns for rank in ranks for call in rank.calls):
-        notes.append(f"{counted(unfinished, 'call')} never ended: in the trace, and in no time below")
+        notes.append(
+            f"{counted(unfinished, 'call')} had not ended when the ranks' files were written: in no time below"
+        )
     return notes
 
 

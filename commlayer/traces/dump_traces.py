@@ -40,10 +40,12 @@ _MOST_NAMED = 8
 @dataclass(frozen=True)
 class DumpTraces:
     """The traces of a job's ranks. ``host_errors_ns``: by how much each rank's host stamps may be off from those of the
-    first rank, as far as that is known; ``notes``: the cautions that a reader must know."""
+    first rank, as far as that is known; ``is_size_known``: whether a dump lists all ranks of the job; ``notes``: the
+    cautions that a reader must know."""
 
     ranks: list[RankTrace]
     host_errors_ns: dict[int, int]
+    is_size_known: bool
     notes: list[str]
 
 
@@ -92,6 +94,8 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
         calls.setdefault(each.key, {})[each.record.rank] = each
     bounds = _clock_bounds(dumps, calls)
     offsets = {rank: _offset_ns(bound) for rank, bound in bounds.items()}
+    world_size = max(groups.ranks) + 1
+    is_size_known = any(len(ranks) == world_size for each in groups.listed.values() for ranks in each)
     _lay_out(calls, offsets)
     origin_ns = min(
         (each.record.enqueue_ns + offsets.get(rank, 0) for rank, of_rank in by_rank.items() for each in of_rank),
@@ -101,7 +105,7 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
         RankTrace(
             job="",
             rank=dump.rank,
-            world_size=max(groups.ranks) + 1,
+            world_size=world_size,
             host="",
             pid=0,
             versions={},
@@ -114,7 +118,7 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
         )
         for dump in dumps
     ]
-    return DumpTraces(traces, _host_errors_ns(bounds), list(_notes(dumps, groups, calls, bounds)))
+    return DumpTraces(traces, _host_errors_ns(bounds), is_size_known, list(_notes(dumps, groups, calls, bounds)))
 
 
 def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[_RankCall]]:
@@ -275,7 +279,9 @@ def _notes(
         )
     if groups.inferred:
         yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
-    yield from _notes_on_times(calls)
+    if alone := sum(len(ranks) < 2 for _, ranks, *_ in calls):
+        yield f"{counted(alone, 'call')} of groups of one rank, as far as the dumps tell: in no table"
+    yield from _notes_on_times({key: shared for key, shared in calls.items() if len(key[1]) > 1})
     yield from _notes_on_clocks(dumps, bounds)
 
 

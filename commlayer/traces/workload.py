@@ -1,8 +1,7 @@
 """The workload of a job: what its groups called, how large and where, as ``commlayer plan`` takes it.
 
-Sizes are those that were recorded. How tokens chose experts is in neither our traces nor dumps of
-torch's Flight Recorder, whose splits (from torch 2.15 on) are by rank; how unequal the ranks of an
-all_to_all were is there, in each rank's own size.
+Sizes are those that were recorded. Dumps have no choice of experts. The sizes of each rank of an
+all_to_all are recorded.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def workload(ranks: Sequence[Selected], topology: Topology) -> list[GroupWork]:
     Raises:
         UsageError: a group with a rank that the topology does not have.
     """
-    node_of = {rank: place for place, node in enumerate(topology.nodes) for rank in node}
+    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
     rows: defaultdict[tuple[str, str, tuple[int, ...]], _Calls] = defaultdict(_Calls)
     for (group, members, *_), shared in matched_calls(ranks).items():
         sizes = [call.logical_bytes for call, _ in shared.values()]
@@ -106,14 +105,14 @@ def _on_nodes(members: Sequence[int], node_of: dict[int, int], topology: Topolog
             f"expected ranks of the profile's {topology.world_size}, got rank {beyond[0]} in a group: take a profile "
             "of a cluster as large as the job"
         )
-    places = [node_of[rank] for rank in members]
-    return tuple(places.count(place) for place in sorted(set(places)))
+    nodes = [node_of[rank] for rank in members]
+    return tuple(nodes.count(node) for node in sorted(set(nodes)))
 
 
 def _siblings(groups: set[tuple[int, ...]], node_of: dict[int, int]) -> int:
     """The most groups that use one node."""
     used: defaultdict[int, int] = defaultdict(int)
     for members in groups:
-        for place in {node_of[rank] for rank in members}:
-            used[place] += 1
+        for node in {node_of[rank] for rank in members}:
+            used[node] += 1
     return max(used.values())

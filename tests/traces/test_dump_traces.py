@@ -254,7 +254,7 @@ def test_calls_without_stamps_are_told_of(took_ms: float | None, num_compared: i
 
 def test_calls_that_have_not_ended_are_told_of(tmp_path: Path) -> None:
     folder = put(tmp_path, {rank: [entry(1, 0, took_ms=1), entry(2, 5, has_ended=False)] for rank in range(2)})
-    assert "2 calls never ended" in invoke(folder).stderr
+    assert "2 calls had not ended when the ranks' files were written" in invoke(folder).stderr
 
 
 # Clocks
@@ -397,6 +397,32 @@ def test_hostile_texts_and_sizes_obey_the_gate(tmp_path: Path) -> None:
     assert "no size is recorded" in result.stdout
 
 
+def test_dumps_may_be_named_as_traces_are(tmp_path: Path) -> None:
+    for rank in range(2):
+        content = {"version": "2.10", "pg_config": {"0": {"ranks": "[0, 1]"}}, "entries": [entry(1, rank)]}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "dumps of 2 of 2 ranks" in invoke(tmp_path).stdout
+
+
+def test_a_foreign_file_named_as_a_trace_hides_no_dumps(tmp_path: Path) -> None:
+    folder = slow_rank(tmp_path)
+    (folder / "rank-00000.json").write_text('{"commlayer": 1}', encoding="utf-8")
+    result = invoke(folder)
+    assert "dumps of 3 of 3 ranks" in result.stdout
+    assert "1 file not understood" in result.stderr
+
+
+def test_one_trace_is_refused_with_a_word_on_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.json").write_text('{"traceEvents":[]}', encoding="utf-8")
+    assert "give its folder" in invoke(tmp_path / "rank-00000.json", status=2).stderr
+
+
+def test_a_dump_of_gloo_alone_does_not_say_how_many_ranks_there_are(tmp_path: Path) -> None:
+    result = invoke(put(tmp_path, {0: [entry(1, 0, name="gloo:all_reduce")]}, {}))
+    assert "dumps of 1 of at least 1 rank" in result.stdout
+    assert "1 call of groups of one rank, as far as the dumps tell: in no table" in result.stderr
+
+
 # The workload
 
 
@@ -428,6 +454,13 @@ def test_the_workload_is_commands_that_plan_takes(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     rows = json.loads(invoke(tmp_path / "dumps", "--plan", "emulated-2x8", "--json").stdout)["workload"]
     assert rows[2]["command"] == plan_command(work[2], "emulated-2x8")
+
+
+def test_siblings_may_be_more_where_dumps_are_missing(tmp_path: Path) -> None:
+    dumps = {rank: [entry(1, 0, group=("tp0", "tp"))] for rank in (0, 1)}
+    folder = put(tmp_path, dumps, {"0": (0, 1, 2, 3), "tp0": (0, 1), "tp1": (2, 3)})
+    assert "groups of ranks 2, 3 alone are unknown" in invoke(folder, "--plan", "emulated-2x8").stderr
+    assert "alone are unknown" not in invoke(folder).stderr
 
 
 def test_a_cluster_that_is_too_small_is_refused(tmp_path: Path) -> None:

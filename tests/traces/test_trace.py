@@ -876,7 +876,7 @@ def test_traces_that_say_less_say_so(tmp_path: Path) -> None:
     errors = invoke(put(tmp_path, [job()[0], full, job()[2], alone])).stderr
     assert "1 of 4 traces had no room left before the end (rank 1 lacks 12 entries)" in errors
     assert "clocks of rank 3 were not compared" in errors
-    assert "1 call never ended" in errors
+    assert "1 call had not ended when the ranks' files were written" in errors
 
 
 def test_bad_folders(tmp_path: Path) -> None:
