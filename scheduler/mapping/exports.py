@@ -182,9 +182,8 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
-        f"it recomputes no modules by name, got {setup.recompute}: choose none, megascale or full": bool(
-            modules_of(setup.recompute)
-        ),
+        f"it recomputes no modules by name, got {setup.recompute}: choose none, full, or megascale, which is "
+        "exported as its selective": bool(modules_of(setup.recompute)),
         f"it offloads no modules by name, got {setup.offload}: choose offload none": setup.offload != KEPT,
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,

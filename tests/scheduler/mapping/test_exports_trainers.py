@@ -326,6 +326,7 @@ def test_torchtitan_parses_its_options() -> None:
         (Setup(gpus=128, ep=8, pp=8, dispatch="all_gather"), "all_to_all"),
         (Setup(gpus=128, cp=2, ep=8, pp=8, folded=False), "ep ranks are neighbours"),
         (Setup(gpus=128, ep=8, pp=8, zero=0), "zero 1 or more"),
+        (Setup(gpus=128, ep=8, pp=8, recompute="core_attn"), "megascale, which is exported as its selective"),
     ],
 )
 def test_torchtitan_refuses_what_it_cannot_run(setup: Setup, reason: str) -> None:
