@@ -5,6 +5,7 @@ Only what a mapping, a batch or software depends on is read; the other flags are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -105,10 +106,13 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
 
 
 def _question(name: str, flags: Flags, launch_format: LaunchFormat) -> str:
-    """Which flag an unread one may have been meant to be; empty where it is like none."""
+    """Which flag an unread one may have been meant to be; empty where it is like none. A flag with another number or another
+    ``no-`` says something else, however alike."""
     import difflib
 
-    known = sorted({*launch_format.read, *launch_format.changing})
+    said = (re.findall(r"\d+", name), name.startswith("no-"))
+    flags_known = sorted({*launch_format.read, *launch_format.changing})
+    known = [flag for flag in flags_known if (re.findall(r"\d+", flag), flag.startswith("no-")) == said]
     close = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     return f"{flags.origin(name)} is not read: did you mean {flags.like(name, close[0])}?" if close else ""
 

@@ -63,6 +63,7 @@ _CHANGES = {
     *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "attention-backend"),
     *("ddp-bucket-size", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
     *("defer-embedding-wgrad-compute", "distribute-saved-activations", "first-last-layers-bf16", "fp4-format"),
+    *("fp4-param-gather", "fp4-recipe", "no-overlap-grad-reduce", "tp-comm-overlap-ag", "tp-comm-overlap-rs"),
     *("microbatch-group-size-per-virtual-pipeline-stage", "moe-expert-rank-capacity-factor", "moe-layer-recompute"),
     *("moe-paged-stash", "moe-permute-fusion", "moe-router-fusion", "no-gradient-accumulation-fusion"),
     *("no-overlap-p2p-communication", "num-distributed-optimizer-instances", "overlap-cpu-optimizer-d2h-h2d"),

@@ -207,6 +207,22 @@ def test_a_misspelt_flag_is_asked_about() -> None:
     assert not any("did you mean" in note for note in notes[1:])
 
 
+@pytest.mark.parametrize(
+    "flag", ["fp4-recipe", "fp4-param-gather", "no-overlap-grad-reduce", "tp-comm-overlap-ag", "tp-comm-overlap-rs"]
+)
+def test_a_flag_of_megatron_is_not_taken_for_another(flag: str) -> None:
+    launch = read_launch(f"x --micro-batch-size 1 --{flag}")
+    assert launch.changing == (f"--{flag}",)
+    assert not launch.misspelt
+
+
+@pytest.mark.parametrize("flag", ["fp16-recipe", "no-overlap-param-gather", "fp4-recipes"])
+def test_no_other_number_or_negation_is_asked_about(flag: str) -> None:
+    notes = "".join(read_launch(f"x --micro-batch-size 1 --{flag}").notes())
+    assert "did you mean --fp8" not in notes
+    assert "did you mean --overlap" not in notes
+
+
 def test_an_optimizer_that_is_not_offloaded_has_no_fraction() -> None:
     fraction = "x --micro-batch-size 1 --optimizer-offload-fraction 0.5"
     assert "optimizer_offload_fraction" not in read_launch(fraction).options
@@ -252,6 +268,42 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
         (
             "x --micro-batch-size 1 --recompute-granularity selective --recompute-modules mla",
             "--recompute-modules of the launch line: expected some of core_attn",
+        ),
+        *(
+            (
+                f"x --micro-batch-size 1 {flag} $L",
+                f"{flag.split()[-1]} of the launch line: neither the text nor the environment says what $L holds",
+            )
+            for flag in (
+                *("--num-layers", "--hidden-size", "--num-experts", "--moe-router-topk"),
+                *("--recompute-granularity selective --recompute-modules", "--offload-modules"),
+                *("--hierarchical-context-parallel-sizes", "--cuda-graph-impl local --cuda-graph-modules"),
+            )
+        ),
+        (
+            "x --micro-batch-size 1 --recompute-granularity selective --recompute-modules mlp a$L",
+            "says what $L holds",
+        ),
+        (
+            "x --micro-batch-size 1 --hierarchical-context-parallel-sizes x y",
+            "--hierarchical-context-parallel-sizes of the launch line: expected a whole number of at least 1, got 'x'",
+        ),
+        (
+            "x --micro-batch-size 1 --context-parallel-size 8 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 2",
+            "expected two sizes whose product is --context-parallel-size 8, got 2 2",
+        ),
+        (
+            "x --micro-batch-size 1 --optimizer-offload-fraction 3",
+            "--optimizer-offload-fraction of the launch line: expected a number from 0 to 1, got '3'",
+        ),
+        (
+            "x --micro-batch-size 1 --offload-modules foo",
+            "--offload-modules of the launch line: expected some of attn_norm",
+        ),
+        (
+            "x --micro-batch-size 1 --moe-flex-dispatcher-backend foo",
+            "--moe-flex-dispatcher-backend of the launch line: expected one of deepep, hybridep",
         ),
         ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
     ],
