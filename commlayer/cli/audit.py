@@ -26,7 +26,7 @@ from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.profiles.counted import counted, listed
 
 __all__ = ["audit_command"]
@@ -77,7 +77,7 @@ def audit_command(
         tell("report", output)
     for name, lines in notes.items():
         for line in lines:
-            echo(f"note: {name + ': ' if name else ''}{line}", err=True)
+            echo_sentence(f"note: {name + ': ' if name else ''}{line}", err=True)
     if as_prometheus:
         _print_prometheus([audit for each in audits.values() for audit in each])
     elif as_json:

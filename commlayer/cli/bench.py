@@ -12,7 +12,7 @@ import click
 from commlayer.cli.commands import Command
 from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, STEP_FACTOR, in_order, json_option
 from commlayer.cli.place import Place, check_has_links, check_place, emulation, place_options, read_place, run_job
-from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def print_result(result: BenchResult) -> None:
     if result.is_emulated and compares:
         where += f", inter {result.inter}, intra {result.intra or 'unshaped'}"
     if not compares:
-        echo("no links known to be shaped here: these times say that the plans run, not which is faster")
+        echo_sentence("no links known to be shaped here: these times say that the plans run, not which is faster")
     columns = ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong")
     for point in result.points:
         limit = f", wire limit {format_us(point.wire_limit_us)}" if point.wire_limit_us is not None and compares else ""

@@ -19,7 +19,7 @@ from commlayer.cli.option_types import (
     json_option,
 )
 from commlayer.cli.output_files import save_profile
-from commlayer.cli.tables import echo, print_json
+from commlayer.cli.tables import echo, echo_sentence, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
@@ -167,7 +167,7 @@ def tuner_command(
         rows, comments = _of_runs(sources)
     text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)
     for comment in comments[1:]:
-        echo(f"note: {comment}", err=True)
+        echo_sentence(f"note: {comment}", err=True)
     if output is None:
         echo(text.rstrip("\n"))
     else:
@@ -183,7 +183,7 @@ def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[
         file_runs, left_out = read_nccl_runs(path, collective, nodes)
         runs += file_runs
         for what in left_out:
-            echo(f"note: {path}: left out {what}", err=True)
+            echo_sentence(f"note: {path}: left out {what}", err=True)
     return runs
 
 

@@ -8,7 +8,7 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.option_types import json_option
-from commlayer.cli.tables import echo, print_json, print_table
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table
 from commlayer.scheduler.mapping import catalog, parameters
 from commlayer.scheduler.mapping.model import ModelShape, mechanisms
 
@@ -46,7 +46,7 @@ def models_command(as_json: bool) -> None:
     if without := [model for model in models if model.approximates]:
         echo()
         for model in without:
-            echo(f"{model.name} is planned without {model.approximates}")
+            echo_sentence(f"{model.name} is planned without {model.approximates}")
 
 
 def _summary(model: ModelShape) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from commlayer.cli.plan_options import (
     refuse_ignored,
     traffic_options,
 )
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.cli.traffic_options import check_siblings, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
@@ -202,12 +202,14 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
     if hidden:
         echo(f"{counted(hidden, 'slower chunk count')} not shown (--all)")
     if any(timeline.is_extrapolated for timeline in shown):
-        echo("extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted")
+        echo_sentence(
+            "extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted"
+        )
     if decision.unpriced:
-        echo(decision.unpriced)
+        echo_sentence(decision.unpriced)
     objection = decision.plan.capture_objection
-    echo(f"on a device, in a CUDA graph: {f'no, for {objection}' if objection else 'yes'}")
-    echo(decision.reason())
+    echo_sentence(f"on a device, in a CUDA graph: {f'no, for {objection}' if objection else 'yes'}")
+    echo_sentence(decision.reason())
 
 
 def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:

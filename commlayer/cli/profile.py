@@ -20,7 +20,7 @@ from commlayer.cli.option_types import (
     json_option,
 )
 from commlayer.cli.place import Place, check_has_links, emulation, place_options, read_place, run_job
-from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.sweep import doubts
@@ -213,7 +213,7 @@ def _warn(measured: Profile) -> None:
     """Say on stderr which curves rest on too few times or sizes, and how to have more."""
     warnings = doubts(measured.curves)
     for doubt in warnings:
-        echo(f"warning: {doubt}", err=True)
+        echo_sentence(f"warning: {doubt}", err=True)
     if warnings:
         echo(
             "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",

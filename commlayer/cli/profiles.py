@@ -13,7 +13,7 @@ from commlayer.cli.failure import fitting
 from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.output_files import draw, save_profile
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
 from commlayer.profiles.counted import counted
@@ -108,7 +108,7 @@ def merge(base: str, learnt: str, output: Path, force: bool, as_json: bool) -> N
     merged = merge_learnt(catalog.load_profile(base), catalog.load_profile(learnt))
     save_profile(merged.profile, output, replaces=force)
     for note in merged.notes:
-        echo(f"note: {note}", err=True)
+        echo_sentence(f"note: {note}", err=True)
     if as_json:
         print_json({**_summary(merged.profile), "path": str(output), "taken": merged.curves, "notes": merged.notes})
     else:
@@ -230,7 +230,7 @@ def _show(profile: Profile) -> None:
     if doubtful := doubts(profile.curves):
         echo()
         for doubt in doubtful:
-            echo(f"few times: {doubt}")
+            echo_sentence(f"few times: {doubt}")
     if profile.environment:
         echo()
         print_table(["environment", "~"], sorted(profile.environment.items()))

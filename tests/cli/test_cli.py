@@ -627,3 +627,14 @@ def test_a_full_disk_behind_stdout_is_said_without_a_traceback(more: tuple[str, 
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: output: No space left on device\n"
+
+
+def test_sentences_of_a_plan_wrap_at_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("plan", "--profile", "h100-eos-2x8", "--bytes", "16MiB")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    reason = call(*asked).stdout.splitlines()[-1]
+    assert len(reason) > 60
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = call(*asked).stdout.splitlines()[-2:]
+    assert " ".join(lines) == reason
+    assert all(len(line) <= 60 for line in lines)
