@@ -110,6 +110,10 @@ def _of_dumps(paths: Sequence[Path], job: str | None, window: Window, damaged: l
     if not evidence.dumps:
         if damaged:
             raise UsageError("\n".join(damaged))
+        if paths[0].is_dir() and any(paths[0].glob(_TRACES)):
+            _traces(
+                paths[0], job, damaged
+            )  # raises what is wrong with files that are named as traces and begin as none
         raise UsageError(
             f"{paths[0]}: expected files such as rank-00000.json, got {evidence.in_words() or 'none'}: run the job with "
             f"COMMLAYER_TRACE={paths[0]}, and collect the files of all machines; a rank writes its own when it ends. Or give "

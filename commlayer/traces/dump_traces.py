@@ -74,7 +74,7 @@ class _RankCall:
     def is_too_long(self) -> bool:
         """Whether it is recorded to have taken longer than from when it was made until it was seen to have ended."""
         seen_ns, ms = self.entry.time_discovered_completed_ns, self.entry.duration_ms
-        return bool(seen_ns) and ms is not None and ms * 1e6 > seen_ns - self.entry.time_created_ns
+        return bool(seen_ns and ms is not None and ms * 1e6 > seen_ns - self.entry.time_created_ns)
 
 
 _Calls = dict[tuple[str, tuple[int, ...], int, int], dict[int, _RankCall]]
