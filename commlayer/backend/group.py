@@ -38,6 +38,7 @@ from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.calls.counters import GroupCounters
+from commlayer.calls.group_life import INNER_NAME
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.engine.executor import Executor
@@ -398,6 +399,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     gather_into_tensor = gather_single
     """Torch's other name of it."""
+
+    def _set_group_desc(self, description: str) -> None:
+        """Take torch's description. torch gives it to the inner backends too: they keep one by which a dump of
+        torch's recorder shows that it lacks the calls of plans. Their name has to be the group's, which C++ looks up by it."""
+        super()._set_group_desc(description)
+        for device in self._device_types:
+            around = _ProcessGroup(self.rank(), self.size())
+            around.bound_device_id = self.bound_device_id  # registering a backend binds it to that device
+            around._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, self._get_backend(device))
+            around._set_group_desc(INNER_NAME)
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the numbers start at 0 on every rank, because a group is made by all of them

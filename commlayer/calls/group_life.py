@@ -20,7 +20,7 @@ __all__ = ["INNER_NAME", "LIFE_KEY", "making_group", "stage"]
 LIFE_KEY = "/life"
 """The end of the key of such a track."""
 INNER_NAME = "inside commlayer"
-"""The name of every Gloo group inside of one of ours, by which torch's recorder notes the calls that go to it."""
+"""The name, or the description, of every group inside of one of ours, by which torch's recorder notes the calls that go to it."""
 
 _MOST_LISTED = 16
 

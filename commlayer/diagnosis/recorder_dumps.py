@@ -349,7 +349,7 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
 
 def _check_names(where: str, entries: Sequence[Entry]) -> None:
     """Raise UsageError for calls that cannot be told apart by the names of their groups, or are not all of a group's calls."""
-    if any(entry.process_group[0] == INNER_NAME for entry in entries):
+    if any(INNER_NAME in entry.process_group for entry in entries):
         raise UsageError(
             f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
             "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, Work
 from torch.distributed import distributed_c10d as c10d
 
+from commlayer.calls.group_life import INNER_NAME
 from commlayer.devices.device_contract import Addressed, Received
 from commlayer.failures.waits import within
 from commlayer.profiles.errors import UsageError
@@ -223,6 +224,7 @@ def make_nccl(
     process_group: Any = dist.ProcessGroup  # its annotations lack this form
     around = process_group(rank, len(global_ranks))
     around._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, made)
+    around._set_group_desc(INNER_NAME)
     return Nccl(made, None if is_given else options, around)
 
 

@@ -30,7 +30,6 @@ from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
 from commlayer.diagnosis.recorder_dumps import rank_in_name, read_dumps
 from commlayer.emulation import EmulatedCluster
 from commlayer.profiles.errors import UsageError
-from commlayer.transport.gloo_groups import gloo_in_order
 
 A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
 HANGS = {
@@ -251,25 +250,41 @@ def test_calls_whose_groups_cannot_be_told_apart_are_refused(
     assert len(read_dumps([path])) == 1
 
 
-def _records_the_gloo_inside(folder: str) -> None:
+def _records_what_is_inside(folder: str) -> None:
     import torch
+    import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
-    group: Any = gloo_in_order(torch.distributed.HashStore(), 0, 1, timedelta(seconds=9))
-    group.allreduce([torch.ones(2)]).wait()
-    Path(folder, "rank_0").write_bytes(c10d._dump_fr_trace())  # type: ignore[attr-defined]
+    import commlayer.backend  # noqa: F401  registers the backend
+
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    for group in (dist.group.WORLD, dist.new_group(range(dist.get_world_size()))):
+        inside: Any = group._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        inside.allreduce([torch.ones(2)]).wait()  # as C++ calls it, without asking Python
+    content = c10d._dump_fr_trace()  # type: ignore[attr-defined]
+    names = {entry["process_group"] for entry in pickle.loads(content)["entries"]}
+    assert len(names) == 2, names
+    assert dist.group.WORLD.group_desc == "default_pg"  # type: ignore[union-attr]
+    assert all(INNER_NAME in each for each in names), names
+    Path(folder, f"rank_{rank}").write_bytes(content)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("emulated_cluster")
-def test_torch_records_the_gloo_inside_of_a_group_under_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_torch_records_what_is_inside_of_a_group_under_its_name(tmp_path: Path, num_ranks: int) -> None:
     """Its calls are those that run by no plan, so that a rank in another one would look as if it were in none."""
     c10d = pytest.importorskip("torch._C._distributed_c10d")
     if not hasattr(c10d, "_dump_fr_trace"):
         pytest.skip("this torch does not record Gloo's calls")
-    with EmulatedCluster(1, 1) as cluster:  # what this process records itself is in the dumps of its children
-        cluster.run(_records_the_gloo_inside, str(tmp_path))
-    with pytest.raises(UsageError, match="those of commlayer's groups that run by no plan"):
-        read_dumps([tmp_path / "rank_0"])
+    with EmulatedCluster(1, num_ranks) as cluster:  # what this process records itself is in the dumps of its children
+        cluster.run(_records_what_is_inside, str(tmp_path))
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(UsageError, match="those of commlayer's groups that run by no plan"):
+            read_dumps([path])
+    assert len(list(tmp_path.iterdir())) == num_ranks
 
 
 def test_dumps_of_torchcomms_are_read_as_torchs(tmp_path: Path) -> None:

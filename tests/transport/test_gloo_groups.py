@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from commlayer.transport.gloo_groups import gloo_in_order
 
@@ -36,5 +37,5 @@ real_gloo: Any = dist.ProcessGroupGloo
 
 def test_a_group_is_made_where_options_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupGloo", GlooWithoutName)
-    group: Any = gloo_in_order(dist.HashStore(), 0, 1, timedelta(seconds=9))
+    group: Any = gloo_in_order(HashStore(), 0, 1, timedelta(seconds=9))
     assert (group.rank(), group.size(), group.options._threads) == (0, 1, 1)
