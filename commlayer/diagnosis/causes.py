@@ -321,6 +321,7 @@ def _absent(missing: Sequence[Missing]) -> Cause:
     is_unseen = first.why == "silent" and first.at is None
     doubt = first.doubt or ("it is dead, stopped, or its dump is not here" if is_unseen else "")
     state += f" ({doubt})" if doubt else ""
+    absence = "may not have come" if is_unseen else "has not come"  # no file says so of a rank that is not seen
     others = sorted({waiter.call.rank for waiter in first.waiting})
     ranks = tuple(sorted({each.call.rank for each in missing}))
     others_missing = [rank for rank in ranks if rank != first.call.rank]
@@ -331,7 +332,7 @@ def _absent(missing: Sequence[Missing]) -> Cause:
         ranks=ranks,
         calls=tuple(each.last or each.call for each in missing),
         words=(
-            f"rank {first.call.rank} {state}, and has not come to {short_call(first.call)} of group "
+            f"rank {first.call.rank} {state}, and {absence} to {short_call(first.call)} of group "
             f"{first.call.group}, for which {_waiting(others)}"
             f"{more}"
         ),
