@@ -17,6 +17,8 @@ from commlayer.profiles.printable import shortened
 
 __all__ = ["DumpGroup", "DumpGroups", "collective_kind", "entry_bytes", "entry_dtype"]
 
+_MOST_RANKS = 1 << 20
+"""The number of ranks that a message is believed to tell of: numbers in files may be of any size."""
 _KINDS = (
     ("barrier", "barrier"),
     ("all_reduce", "all_reduce"),
@@ -131,7 +133,8 @@ def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:
 
 
 def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
-    """How many ranks groups have at least, by name: those in which a call is overdue, or data was gathered."""
+    """How many ranks groups have at least, by name: those in which a call is overdue, data was gathered, or a message went
+    to a later member."""
     sizes: dict[str, int] = {}
     for dump in dumps:
         for entry in dump.entries:
@@ -139,6 +142,8 @@ def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
             sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
             if collective_kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
                 size = max(size, received // sent)
+            if entry.message is not None:
+                size = max(size, entry.message.peer + 1)
             name = entry.process_group[0]
             sizes[name] = max(sizes.get(name, 0), size)
     return sizes

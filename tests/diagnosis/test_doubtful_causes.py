@@ -11,10 +11,10 @@ from hanging_programs import hangs, judged
 
 from commlayer.diagnosis.call_logs import Site
 from commlayer.diagnosis.diagnosis_words import in_words
-from commlayer.diagnosis.dump_readings import diagnose_dumps
+from commlayer.diagnosis.dump_readings import diagnose_dumps, without_contradictions
 from commlayer.diagnosis.findings import Diagnosis
 from commlayer.diagnosis.program_stacks import ProgramPlace
-from commlayer.diagnosis.recorder_dumps import CallFrame, Dump, Entry
+from commlayer.diagnosis.recorder_dumps import CallFrame, Dump, Entry, MessageEnd
 
 START_NS = 1_795_000_000_000_000_000
 
@@ -152,6 +152,19 @@ def test_ranks_in_no_collective_of_gloo_are_not_called_sound() -> None:
         assert not diagnosis.has_found
         assert "nothing is wrong" not in text
         assert "cannot tell who waits in messages" in text
+
+
+def test_a_message_to_a_rank_without_a_dump_does_not_contradict_the_others() -> None:
+    """Of ranks in a row, the last one left no dump, and no dump lists the ranks."""
+    message = call("world", 0, kind="send 1->2")
+    message.is_p2p, message.message = True, MessageEnd("send", 2, 1)
+    message.process_group = ("world", "default_pg")
+    before = call("world", 1, has_ended=True)
+    before.process_group = ("world", "default_pg")
+    dumps = [dump(0, {}, [before]), dump(1, {}, [before, message])]
+    damaged: list[str] = []
+    assert without_contradictions(dumps, damaged) == dumps
+    assert damaged == []
 
 
 def test_a_circle_of_gloo_is_likely_as_calls_may_be_asynchronous() -> None:
