@@ -27,6 +27,7 @@ from commlayer.diagnosis.findings import (
     Mismatch,
     Missing,
     NamedCall,
+    Waiter,
 )
 from commlayer.diagnosis.matching import shared_signature
 
@@ -345,11 +346,12 @@ def _waiting(ranks: Sequence[int]) -> str:
 
 
 def _stalled(diagnosis: Diagnosis) -> Cause | None:
-    calls = tuple(waiter.call for waiter in diagnosis.under_way)
-    if not calls:
+    if not diagnosis.under_way:
         return None
+    first = _first_in_line(diagnosis.under_way)
+    calls = tuple(waiter.call for waiter in first)
     ranks = tuple(sorted({call.rank for call in calls}))
-    longest = max(diagnosis.under_way, key=lambda waiter: waiter.waited_s)
+    longest = max(first, key=lambda waiter: waiter.waited_s)
     where = f"{call_words(longest.call)}, at {longest.site}"
     if diagnosis.without:
         return Cause(
@@ -369,6 +371,19 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
             "stopped, or roots, operations or splits that differ, which dumps do not record"
         ),
     )
+
+
+def _first_in_line(waiters: Sequence[Waiter]) -> list[Waiter]:
+    """Those who wait in calls that no rank has behind another one: only enqueued, it cannot hold up others."""
+    oldest: dict[int, Waiter] = {}
+    for each in sorted(waiters, key=lambda waiter: -waiter.waited_s):
+        oldest.setdefault(each.call.rank, each)
+    behind = {_call_key(each) for each in waiters if _call_key(each) != _call_key(oldest[each.call.rank])}
+    return [each for each in waiters if _call_key(each) not in behind] or list(oldest.values())
+
+
+def _call_key(waiter: Waiter) -> tuple[str, int]:
+    return waiter.call.group, waiter.call.number
 
 
 # Last calls

@@ -81,6 +81,13 @@ def test_each_kind_is_named(
     assert words in cause.words
 
 
+def test_calls_that_wait_behind_another_one_are_not_where_a_job_stalls(tmp_path: Path) -> None:
+    """Without times all of them are only enqueued."""
+    hang = named("broadcasts 4: network")
+    verdict = judged(hang, explain(written(hang, tmp_path / "dumps", has_timing=False)), has_messages=True)
+    assert (verdict.words, verdict.places) == ("stalled 0,1,2,3 (unknown)", True)
+
+
 def test_programs_of_other_sizes_and_orders_are_judged_alike(tmp_path: Path) -> None:
     verdicts = [
         (hang.name, judged(hang, explain(written(hang, tmp_path / str(index), seed=index)), has_messages=True))

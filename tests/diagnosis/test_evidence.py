@@ -280,7 +280,9 @@ def test_lines_of_watchdogs_do_not_contradict_dumps(tmp_path: Path) -> None:
 def test_lines_of_watchdogs_say_more_of_a_rank_without_a_dump(tmp_path: Path) -> None:
     """The log says more of the rank without a dump; of the others it may not."""
     in_one_call(tmp_path, 8, absent=(7,))
-    words = "rank 7 has left no dump (it is dead, stopped, or its dump is not here), and may not have come to all_reduce #1"
+    words = (
+        "rank 7 has left no dump (it is dead, stopped, or its dump is not here), and may not have come to all_reduce #1"
+    )
     assert f"likely cause: {words}" in diagnose(tmp_path).output
     (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
     assert "likely cause: rank 7 is in no call" in diagnose(tmp_path).output
