@@ -155,7 +155,7 @@ def test_ranks_in_no_collective_of_gloo_are_not_called_sound() -> None:
 
 
 def test_a_message_to_a_rank_without_a_dump_does_not_contradict_the_others() -> None:
-    """Of ranks in a row, the last one left no dump, and no dump lists the ranks."""
+    """The last rank in a row left no dump, and no dump lists the ranks."""
     message = call("world", 0, kind="send 1->2")
     message.is_p2p, message.message = True, MessageEnd("send", 2, 1)
     message.process_group = ("world", "default_pg")
