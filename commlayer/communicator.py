@@ -170,7 +170,7 @@ class Communicator:
     def _open_track(self, size: int) -> Track:
         """Open the track of its calls in the ring of the process; of a device's the host does not
         see the end."""
-        board, lane = weakref.ref(self._board), self.lane
+        board_ref, lane = weakref.ref(self._board), self.lane
         track = open_track(
             size,
             self._board.key,
@@ -181,7 +181,7 @@ class Communicator:
             self._board.detector.numbering,
         )
         track.rank = dist.get_rank()
-        track.is_broken = lambda: (known := board()) is None or known.is_broken
+        track.is_broken = lambda: (board := board_ref()) is None or board.is_broken
         return track
 
     def _signature_check(self, store: Store) -> SignatureCheck:

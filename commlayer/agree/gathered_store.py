@@ -44,8 +44,8 @@ class GatheredStore(Store):
     def set(self, key: str, value: bytes | str) -> None:
         """Tell all ranks ``value``, and hear theirs. Collective; raises as
         :func:`commlayer.agree.tree.gather_by_tree`."""
-        mine = _Entry(key, value.encode() if isinstance(value, str) else bytes(value), self._note)
-        entries = gather_by_tree(mine, _Entry, self._peers, self._timeout_s, self._purpose)
+        own_entry = _Entry(key, value.encode() if isinstance(value, str) else bytes(value), self._note)
+        entries = gather_by_tree(own_entry, _Entry, self._peers, self._timeout_s, self._purpose)
         self._entries |= {entry.key: entry.value for entry in entries}
         self._notes = [entry.note for entry in entries]
 

@@ -252,10 +252,10 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _all_gather(peers: Peers, mine: torch.Tensor, until: float | None) -> list[torch.Tensor]:
-    mine = mine.to(peers.device)
-    parts = [torch.empty_like(mine) for _ in peers.ranks]
-    wait_for(peers.group.allgather([parts], [mine]), until, peers.board)
+def _all_gather(peers: Peers, message: torch.Tensor, until: float | None) -> list[torch.Tensor]:
+    message = message.to(peers.device)
+    parts = [torch.empty_like(message) for _ in peers.ranks]
+    wait_for(peers.group.allgather([parts], [message]), until, peers.board)
     return [part.cpu() for part in parts]
 
 

@@ -108,12 +108,12 @@ class SignatureCheck:
         )
         for source in range(size):
             for target in range(size):
-                sends, wanted = gathered[source][target], gathered[target][size + source]
-                if sends != wanted:
+                num_sent, num_expected = gathered[source][target], gathered[target][size + source]
+                if num_sent != num_expected:
                     raise DisagreementError(
-                        f"group {self._group}, all_to_all #{sequence}: rank {self._global_ranks[source]} sends {sends} {unit} to "
-                        f"rank {self._global_ranks[target]}, which expects {wanted}: the input splits of one rank must be the "
-                        "output splits of the other (nothing was moved)"
+                        f"group {self._group}, all_to_all #{sequence}: rank {self._global_ranks[source]} sends {num_sent} {unit} "
+                        f"to rank {self._global_ranks[target]}, which expects {num_expected}: the input splits of one rank must "
+                        "be the output splits of the other (nothing was moved)"
                     )
 
     def compare_replicas(

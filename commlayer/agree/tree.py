@@ -96,8 +96,8 @@ def _parts(span: range) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:]))  # noqa: B905, RUF007  one shorter by design
 
 
-_Told = list[tuple[bytes, list[int]]]
-_Steps = Generator[Outgoing | Awaited, bytes | None, _Told]
+_RanksOfWords = list[tuple[bytes, list[int]]]
+_Steps = Generator[Outgoing | Awaited, bytes | None, _RanksOfWords]
 
 
 def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
@@ -123,7 +123,7 @@ def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
         yield Outgoing(child.start, answer)
     if bundle.trouble is not None:
         raise DisagreementError(bundle.trouble)
-    values: _Told = [(each, []) for each in bundle.words]
+    values: _RanksOfWords = [(each, []) for each in bundle.words]
     for first, count, index in bundle.runs:
         values[index][1].extend(range(first, first + count))
     return values
@@ -192,7 +192,7 @@ def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | No
 _Wait = Callable[[dist.Work], None]
 
 
-def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _Told:
+def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _RanksOfWords:
     sent: list[tuple[dist.Work, torch.Tensor]] = []  # Gloo reads the memory until the message has gone
     answer: bytes | None = None
     try:
@@ -204,7 +204,7 @@ def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _Told:
             else:
                 answer = _receive(peers, step, wait)
     except StopIteration as end:
-        result: _Told = end.value
+        result: _RanksOfWords = end.value
         _settle(sent, wait)
         return result
     except DisagreementError:

@@ -70,7 +70,7 @@ class _Trail:
             wanted = earlier
         return hops
 
-    def _back(self, place: _Place, step: int, writes: Sequence[_Write], found: set[Hop], earlier: set[_Place]) -> None:
+    def _back(self, place: _Place, step: int, writes: Sequence[_Write], hops: set[Hop], earlier: set[_Place]) -> None:
         """Add to ``earlier`` where bytes were before a step; ``writes``: of the step, the last one
         first."""
         for nth, write in enumerate(writes):
@@ -78,7 +78,7 @@ class _Trail:
             target = write.target
             if not (region.buffer is target.buffer and region.start < target.stop and target.start < region.stop):
                 continue
-            found.add(write.hop)
+            hops.add(write.hop)
             start, stop = max(region.start, target.start), min(region.stop, target.stop)
             for source in write.sources:
                 before = _Place(
@@ -87,11 +87,11 @@ class _Trail:
                 if write.is_sent:
                     earlier.add(before)
                 else:
-                    self._back(before, step, writes[nth + 1 :], found, earlier)
+                    self._back(before, step, writes[nth + 1 :], hops, earlier)
             for edge in ((region.start, start), (stop, region.stop)):
                 if edge[0] < edge[1]:
                     rest = _Place(place.member, Region(region.buffer, *edge))
-                    self._back(rest, step, writes[nth + 1 :], found, earlier)
+                    self._back(rest, step, writes[nth + 1 :], hops, earlier)
             return
         earlier.add(place)
 
@@ -101,7 +101,7 @@ class _Trail:
         return region
 
     def _writes(self, member: int, step: int) -> list[_Write]:
-        """What a member writes in a step, the last write first."""
+        """The writes of a member in a step, the last one first."""
         known = self._written.get((member, step))
         if known is not None:
             return known

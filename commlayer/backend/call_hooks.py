@@ -112,10 +112,11 @@ def _tensors_of(verb: str, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], l
     return _flat(args[1]) if len(args) > 1 else [], first
 
 
-def _flat(given: Any) -> list[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [x for each in given for x in _flat(each)] if isinstance(given, (list, tuple)) else []
+def _flat(argument: Any) -> list[torch.Tensor]:
+    """Return the tensors in an argument of a verb, also of nested lists, in their order."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [x for each in argument for x in _flat(each)] if isinstance(argument, (list, tuple)) else []
 
 
 def require_hooks() -> None:

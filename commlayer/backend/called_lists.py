@@ -72,7 +72,7 @@ class CalledLists:
         Where the first list is another one this raises DisagreementError, also on the ranks that wait with the first list.
         Else raises as :func:`commlayer.failures.store_answers.asked_store`.
         """
-        own_list = self._told()
+        own_list = self._own_words()
         try:
             first = self._ask(lambda: self._store.compare_set("first", "", own_list)).decode(errors="replace")
         except NotImplementedError:
@@ -99,7 +99,7 @@ class CalledLists:
 
     def _differ(self) -> None:
         number = self._store.add("others", 1)
-        self._store.set(f"other/{number}", self._told())
+        self._store.set(f"other/{number}", self._own_words())
 
     def _words(self) -> str:
         """Who called with which list, as far as ranks have come."""
@@ -124,7 +124,7 @@ class CalledLists:
         )
         return f"{self._where()}: ranks called new_group with different lists: {each}: {_REMEDY}"
 
-    def _told(self) -> str:
+    def _own_words(self) -> str:
         return f"{self._rank} {self._digest} {self._shown()}"
 
     def _shown(self) -> str:

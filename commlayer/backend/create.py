@@ -147,7 +147,8 @@ def _make(
 
 def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_of_job: bool) -> None:
     """Give a group its instruments."""
-    request, (order, calls, inner, _, _) = connect.request, group.parts
+    request, parts = connect.request, group.parts
+    calls, inner = parts.calls, parts.inner
     if request.stands_alone:
         me, world_size = _rank_in_job(), len(request.global_ranks)
     else:
@@ -156,7 +157,7 @@ def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_o
     made = NewGroup(
         instruments=group.instruments,
         counters=group.counters,
-        order=order,
+        order=parts.order,
         calls=calls,
         planned=inner.planned,
         gloo=inner.gloo,

@@ -149,7 +149,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             described = members.describe()
             return f"{described}{where}" if described and described != "undefined" else described
 
-        me, runs, board = weakref.ref(self), weakref.ref(engine), weakref.ref(planned.board)
+        me, running, board_ref = weakref.ref(self), weakref.ref(engine), weakref.ref(planned.board)
         track = open_track(
             int(planned.settings.ring),
             planned.board.key + where,
@@ -159,8 +159,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             lambda: group.lane if (group := me()) is not None else "",
             planned.board.detector.numbering,
         )
-        track.predict = lambda call: promised(group, call) if (group := runs()) is not None else None
-        track.is_broken = lambda: (known := board()) is None or known.is_broken
+        track.predict = lambda call: promised(executor, call) if (executor := running()) is not None else None
+        track.is_broken = lambda: (board := board_ref()) is None or board.is_broken
         return track
 
     # Synchronisation

@@ -136,10 +136,10 @@ class _Devices:
         def timeout_s() -> float:
             return groups.timeout.total_seconds()
 
-        def tell(mine: Sequence[int]) -> list[list[int]]:
+        def tell(counts: Sequence[int]) -> list[list[int]]:
             alive = me()
             assert alive is not None  # it has been called
-            return everyones_numbers(alive, mine, "to exchange the counts of an all_to_all")
+            return everyones_numbers(alive, counts, "to exchange the counts of an all_to_all")
 
         survey = self._survey()
         plans = DevicePlans(
@@ -200,7 +200,7 @@ class _Devices:
         return self._messenger(make, timeout, purpose)
 
     def own_of(self, maker: MakeInner, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
-        """The same of a registered device, which knows no lanes, and connects when it is made."""
+        """A communicator of a registered device, which knows no lanes, and connects when it is made."""
         del lane, device
         request = self.connector.request
         own, name = PrefixStore(f"{purpose}/", self.connector.store), f"{request.name}: {purpose}"

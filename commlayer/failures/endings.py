@@ -54,10 +54,10 @@ _HANDOVERS = 10
 _PATIENCE_S = 10.0
 """The time that a call under way at the program's end may still take: its peers may be late."""
 _CRASH_PATIENCE_S = 1.0
-"""The same after an exception that nobody caught: the peers are to see soon that this rank is
+"""The time that such a call may take after an exception that nobody caught: the peers are to see soon that this rank is
 gone."""
 _ABANDONED_PATIENCE_S = 1.0
-"""The same for waits that were let go of: for what they wait nobody knows, but where a rank died
+"""The time that is left for waits that were let go of: for what they wait nobody knows, but where a rank died
 they end at once."""
 _IN_HASTE_S = 3.0
 """How long ``os._exit(0)`` may take: whatever holds it up, the process ends."""

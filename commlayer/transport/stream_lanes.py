@@ -81,7 +81,7 @@ class DeviceLanes:
         return index
 
     def leave(self, level: int, place: int) -> None:
-        """It has none any more."""
+        """A group has no calls of this level from now on, and gives back its place there."""
         self._groups[level][place] -= 1
 
     def note(self, level: int, place: int) -> torch.Tensor:

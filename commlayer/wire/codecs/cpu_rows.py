@@ -53,9 +53,9 @@ class HostRows:
                 target.copy_(wide)
         else:
             for places, wide in zip(pieces(index, height), tiles, strict=True):
-                is_wanted = dtype is torch.float32
+                is_float32 = dtype is torch.float32
                 out.index_copy_(
-                    0, places, wide if is_wanted else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
+                    0, places, wide if is_float32 else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
                 )
 
     @staticmethod
