@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commlayer.diagnosis.recorder_dumps import Dump, Entry
+from commlayer.diagnosis.recorder_dumps import RANK_LIMIT, Dump, Entry
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
@@ -141,9 +141,10 @@ def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
             size = 1 if entry.has_ended else 2
             sent, received = sum(map(math.prod, entry.input_sizes)), sum(map(math.prod, entry.output_sizes))
             if collective_kind(entry.profiling_name.partition(":")[2]) == "all_gather" and sent:
-                size = max(size, received // sent)
+                parts = received // sent
+                size = max(size, parts) if parts < RANK_LIMIT else size  # else the parts are uneven
             if entry.message is not None:
-                size = max(size, entry.message.peer + 1)
+                size = max(size, min(entry.message.peer + 1, RANK_LIMIT))
             name = entry.process_group[0]
             sizes[name] = max(sizes.get(name, 0), size)
     return sizes

@@ -33,6 +33,7 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 
 __all__ = [
+    "RANK_LIMIT",
     "CallFrame",
     "Dump",
     "Entry",
@@ -57,6 +58,8 @@ _LAST_DIGITS = re.compile(r"(\d+)\D*$", re.ASCII)
 _MESSAGE = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})", re.ASCII)
 _MOST_MEMORY = 4 << 30
 """Bytes that reading a dump may take: a small pickle can ask for any amount."""
+RANK_LIMIT = 1 << 20
+"""No job has so many ranks: a larger number in a file's name is a date, and in a dump it is damaged."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Size = Annotated[list[_Count], msgspec.Meta(max_length=64)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=1 << 16)]
@@ -203,14 +206,17 @@ def read_dumps(
 
 
 def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump]:
-    """Yield one dump of each rank, by rank: the newest, where it continues the others. ``errors`` takes those left out."""
+    """Yield one dump of each rank, by rank: the newest, where it continues the others. ``errors`` takes
+    those left out, save copies."""
     by_rank: dict[int, list[Dump]] = {}
     for dump in dumps:
-        by_rank.setdefault(dump.rank, []).append(dump)
-    for rank, (*older, newest) in sorted(
-        (rank, sorted(each, key=lambda dump: dump.entries[-1].record_id if dump.entries else -1))
-        for rank, each in by_rank.items()
-    ):
+        of_rank = by_rank.setdefault(dump.rank, [])
+        if not dump.entries or not any(
+            dump.entries == each.entries and dump.group_ranks == each.group_ranks for each in of_rank
+        ):
+            of_rank.append(dump)
+    for rank, each in sorted(by_rank.items()):
+        *older, newest = sorted(each, key=_progress)
         if all(_continues(newest, each) for each in older):
             yield newest
             errors += [
@@ -224,6 +230,12 @@ def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump
                 f"{names}: expected one dump of each rank, got several of rank {rank} that are not of one run: they are "
                 "left out; give the dumps of one moment"
             )
+
+
+def _progress(dump: Dump) -> tuple[int, int, int]:
+    """How far a rank had come when its dump was written: its last call, how many have ended, the time."""
+    last = dump.entries[-1].record_id if dump.entries else -1
+    return last, sum(entry.has_ended for entry in dump.entries), dump.written_ns
 
 
 def _continues(newer: Dump, older: Dump) -> bool:
@@ -329,7 +341,7 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
         rank=rank,
         written_ns=written_ns,
         entries=entries,
-        group_ranks={name: ranks for name, ranks in group_ranks.items() if ranks},
+        group_ranks={name: tuple(sorted(ranks)) for name, ranks in group_ranks.items() if ranks},
         backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
         lost=content.entries[0].record_id if content.entries else 0,
@@ -337,7 +349,14 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
 
 
 def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: dict[str, tuple[int, ...]]) -> None:
-    """Raise UsageError where a rank made calls of a group that its own dump lists without it."""
+    """Raise UsageError for lists of ranks that no group has, and where a rank made calls of a group
+    that its own dump lists without it."""
+    for name, listed in group_ranks.items():
+        if len(set(listed)) < len(listed) or max(listed, default=0) >= RANK_LIMIT:
+            raise UsageError(
+                f"{where}: expected ranks below {RANK_LIMIT}, each once, in group {shortened(name)}, got "
+                f"{', '.join(map(str, listed[:8]))}: the dump is damaged. Copy it again, or remove it to go on without"
+            )
     for name in dict.fromkeys(entry.process_group[0] for entry in entries):
         ranks = group_ranks.get(name)
         if ranks and rank not in ranks:
@@ -391,7 +410,8 @@ def rank_in_name(name: str, *, or_last_number: bool = False) -> int | None:
     numbers = _RANK.findall(path.name)
     if not numbers and or_last_number:
         numbers = _LAST_DIGITS.findall(suffix if suffix.isdigit() else path.stem)
-    return int(numbers[-1]) if numbers and len(numbers[-1]) <= 9 else None
+    rank = int(numbers[-1]) if numbers and len(numbers[-1]) <= 9 else RANK_LIMIT
+    return rank if rank < RANK_LIMIT else None
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from commlayer.calls.group_life import INNER_NAME
 from commlayer.cli.main import main
 from commlayer.diagnosis import recorder_dumps
 from commlayer.diagnosis.diagnosis_words import in_words
+from commlayer.diagnosis.dump_groups import DumpGroups
 from commlayer.diagnosis.dump_readings import diagnose_dumps
 from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
@@ -432,3 +433,59 @@ def test_dumps_of_torchs_own_recorder_on_gloo_name_the_circle(tmp_path: Path) ->
         "no dump lists the ranks of 3 groups (default_pg, dp, tp): taken from who recorded their calls",
         "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous",
     )
+
+
+# Dumps that contradict what jobs are
+
+
+def _at(folder: Path, name: str, *, ended: int = 3, written_s: int = 0, **fields: Any) -> Path:
+    """A dump of three calls, of which ``ended`` have."""
+    entries = [_entry(record_id=i, collective_seq_id=i + 1, retired=i < ended) for i in range(3)]
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps({"version": "2.10", "entries": entries, **fields}), encoding="utf-8")
+    os.utime(path, ns=(START_NS + written_s * 10**9,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("ranks", ["[0, 999999999]", "[0, 0, 1, 1]"])
+def test_ranks_that_no_group_has_are_refused(tmp_path: Path, ranks: str) -> None:
+    path = _at(tmp_path, "trace_rank_0.json", pg_config={"dp": {"ranks": ranks}})
+    with pytest.raises(UsageError, match="expected ranks below 1048576, each once, in group dp"):
+        read_dumps([path])
+
+
+def test_a_date_in_a_name_is_no_rank() -> None:
+    assert rank_in_name("dump0-20261128.json", or_last_number=True) is None
+
+
+def test_the_dump_in_which_more_calls_have_ended_is_the_newer(tmp_path: Path) -> None:
+    newer = _at(tmp_path / "a", "trace_rank_0.json", written_s=2)
+    older = _at(tmp_path / "b", "trace_rank_0.json", ended=2, written_s=1)
+    damaged: list[str] = []
+    (dump,) = read_dumps([newer, older], damaged)
+    assert dump.path == newer
+    assert "the older one is left out" in damaged[0]
+
+
+def test_a_copy_of_a_dump_is_no_error(tmp_path: Path) -> None:
+    paths = [_at(tmp_path / name, "trace_rank_0.json") for name in "ab"]
+    assert [dump.path for dump in read_dumps(paths)] == paths[:1]
+
+
+def test_ranks_listed_in_another_order_are_the_same_group(tmp_path: Path) -> None:
+    paths = [
+        _at(tmp_path, f"trace_rank_{rank}.json", pg_config={"dp": {"ranks": ranks}})
+        for rank, ranks in enumerate(["[1, 0]", "[0, 1]"])
+    ]
+    logs, _ = diagnose_dumps(read_dumps(paths))
+    assert len({group.key for log in logs for group in log.groups}) == 1
+
+
+def test_uneven_parts_make_no_group_of_millions(tmp_path: Path) -> None:
+    entry = _entry(
+        profiling_name="gloo:all_gather", process_group=("0", "x"), input_sizes=[[1]], output_sizes=[[1 << 30]]
+    )
+    path = tmp_path / "trace_rank_0.json"
+    path.write_text(json.dumps({"version": "2.10", "entries": [entry]}), encoding="utf-8")
+    assert len(DumpGroups(read_dumps([path])).ranks) < 3
