@@ -15,7 +15,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["DumpGroup", "DumpGroups", "collective_kind", "entry_bytes", "entry_dtype"]
+__all__ = ["DumpGroup", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
 _MOST_RANKS = 1 << 20
 """The number of ranks that a message is believed to tell of: numbers in files may be of any size."""
@@ -119,6 +119,36 @@ class DumpGroups:
                 f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
             )
         return DumpGroup(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+
+
+def contradicted_lists(dumps: Sequence[Dump]) -> set[tuple[str, tuple[int, ...]]]:
+    """The lists of a group's ranks, with the group's name, that more dumps contradict than have them, or as many.
+
+    Two lists of one name contradict each other where they differ and have a rank in common: groups of other ranks may
+    share a name. A dump without a list contradicts those of a group that it has calls of if no list has its rank.
+    """
+    having: dict[tuple[str, tuple[int, ...]], int] = {}
+    for dump in dumps:
+        for each in dump.group_ranks.items():
+            having[each] = having.get(each, 0) + 1
+    by_rank: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    for name, ranks in having:
+        for rank in ranks:
+            by_rank.setdefault((name, rank), []).append(ranks)
+    listed = {name for name, _ in having}
+    against: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, ranks in having:
+        others = {other for rank in ranks for other in by_rank[name, rank]} - {ranks}
+        against[name, ranks] = sum(having[name, other] for other in others)
+    outside: dict[str, int] = {}
+    for dump in dumps:
+        for name in {entry.process_group[0] for entry in dump.entries} & listed - dump.group_ranks.keys():
+            outside[name] = outside.get(name, 0) + ((name, dump.rank) not in by_rank)
+    return {
+        (name, ranks)
+        for (name, ranks), count in having.items()
+        if 0 < against[name, ranks] >= count or outside.get(name, 0) > count
+    }
 
 
 def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:

@@ -39,7 +39,14 @@ from commlayer.diagnosis.call_logs import (
     as_foreign,
 )
 from commlayer.diagnosis.causes import with_cause
-from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes, entry_dtype
+from commlayer.diagnosis.dump_groups import (
+    DumpGroup,
+    DumpGroups,
+    collective_kind,
+    contradicted_lists,
+    entry_bytes,
+    entry_dtype,
+)
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
 from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
@@ -89,8 +96,19 @@ def diagnose_dumps(
 
 def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
     """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what is wrong with the rest."""
-    groups = DumpGroups(dumps)
     sound = []
+    wrong_lists = contradicted_lists(dumps)
+    for dump in dumps:
+        names = [name for name, ranks in dump.group_ranks.items() if (name, ranks) in wrong_lists]
+        if names:
+            damaged.append(
+                f"{dump.path}: expected of group {shortened(names[0])} the ranks that the other dumps tell of, got others: "
+                "give the dumps of one job; it is left out"
+            )
+        else:
+            sound.append(dump)
+    dumps, sound = sound, []
+    groups = DumpGroups(dumps)
     for dump in dumps:
         try:
             _records(dump, groups)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 from hanging_programs import hangs, judged
 
 from commlayer.diagnosis.call_logs import Site
@@ -165,6 +166,28 @@ def test_a_message_to_a_rank_without_a_dump_does_not_contradict_the_others() -> 
     damaged: list[str] = []
     assert without_contradictions(dumps, damaged) == dumps
     assert damaged == []
+
+
+@pytest.mark.parametrize(
+    ("lists", "sound"),
+    [
+        ([(0, 1), (0, 1, 2, 3)], []),  # of two jobs, and nobody says of which
+        ([(0, 1, 2), (0, 1, 2), (1, 2)], [0, 1]),
+        ([None, None, None, (3,)], [0, 1, 2]),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], [0, 1, 2, 3]),  # groups of other ranks may share a name
+        ([(0, 1), None], [0, 1]),
+    ],
+)
+def test_the_list_that_more_dumps_contradict_is_left_out(
+    lists: Sequence[tuple[int, ...] | None], sound: list[int]
+) -> None:
+    dumps = [
+        dump(rank, {} if ranks is None else {"dp": ranks}, [call("dp", 1, has_ended=True)])
+        for rank, ranks in enumerate(lists)
+    ]
+    damaged: list[str] = []
+    assert [each.rank for each in without_contradictions(dumps, damaged)] == sound
+    assert len(damaged) == len(lists) - len(sound)
 
 
 def test_a_circle_of_gloo_is_likely_as_calls_may_be_asynchronous() -> None:
