@@ -177,9 +177,9 @@ def measured(folder: Path) -> str:
         seconds = time.perf_counter() - began
         child.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
-        found: dict[str, Any] = json.loads(output.read() or b"{}")
+        answer: dict[str, Any] = json.loads(output.read() or b"{}")
     num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    cause = found.get("cause") or {"words": "; ".join(found.get("open", ["nothing"]))}
+    cause = answer.get("cause") or {"words": "; ".join(answer.get("open", ["nothing"]))}
     return (
         f"{folder.name} ({num_bytes / 1e6:.0f} MB): {seconds:.1f} s, processor {usage.ru_utime + usage.ru_stime:.1f} s, "
         f"largest process {usage.ru_maxrss / 1e6:.2f} GB, exit status {child.returncode}: {cause['words']}"

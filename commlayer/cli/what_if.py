@@ -180,19 +180,19 @@ def answer(
     measure: str = "mfu",
 ) -> None:
     """Estimate every way at every value, and print, draw and write what comes out."""
-    found = _estimated(request, variation, ways, hold)
-    _check_some(found)
+    answers = _estimated(request, variation, ways, hold)
+    _check_some(answers)
     crossing = _crossing(request, variation, ways) if len(ways) > 1 and variation.kind not in WORDS else None
     if picture is not None:
-        draw(picture, _figure(found, crossing, measure))
+        draw(picture, _figure(answers, crossing, measure))
     if report is not None:
-        _write_report(report, request, found, crossing)
-    for note in _notes(request, found):
+        _write_report(report, request, answers, crossing)
+    for note in _notes(request, answers):
         echo_sentence(f"note: {note}", err=True)
     if as_json:
-        print_json(_as_dict(request, found, crossing))
+        print_json(_as_dict(request, answers, crossing))
     else:
-        _show(request, found, crossing)
+        _show(request, answers, crossing)
 
 
 def _refuse_replaced(kind: str, given: Collection[str]) -> None:

@@ -374,7 +374,7 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
 
 
 def _first_in_line(waiters: Sequence[Waiter]) -> list[Waiter]:
-    """Those who wait in calls that no rank has behind another one: only enqueued, it cannot hold up others."""
+    """Choose the waiters whose call is the oldest of every rank that waits in it: a call behind another holds up nobody."""
     oldest: dict[int, Waiter] = {}
     for each in sorted(waiters, key=lambda waiter: -waiter.waited_s):
         oldest.setdefault(each.call.rank, each)

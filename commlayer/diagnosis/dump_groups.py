@@ -17,8 +17,6 @@ from commlayer.profiles.printable import shortened
 
 __all__ = ["DumpGroup", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
-_MOST_RANKS = 1 << 20
-"""The number of ranks that a message is believed to tell of: numbers in files may be of any size."""
 _KINDS = (
     ("barrier", "barrier"),
     ("all_reduce", "all_reduce"),

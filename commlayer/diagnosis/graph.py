@@ -218,10 +218,10 @@ class Graph:
 
     def needs(self, node: Node) -> list[Need]:
         """All of them, or ``node`` does not happen."""
-        found = self._needs.get(node)
-        if found is None:
-            found = self._needs[node] = self._needs_of_met(node) if node.what == "met" else self._needs_of(node)
-        return found
+        needs = self._needs.get(node)
+        if needs is None:
+            needs = self._needs[node] = self._needs_of_met(node) if node.what == "met" else self._needs_of(node)
+        return needs
 
     def _needs_of(self, node: Node) -> list[Need]:
         view = self.views.get(node.rank)

@@ -54,13 +54,13 @@ class Flags(dict[str, list[str]]):
             raise UsageError(
                 f"{self.origin(name)}: expected a value behind it, got none: write it as the shell gets it"
             )
-        found = tuple(self[name][:most])
-        if unread := next(filter(None, map(unread_expansion, found)), ""):
+        values = tuple(self[name][:most])
+        if unread := next(filter(None, map(unread_expansion, values)), ""):
             raise UsageError(
                 f"{self.origin(name)}: neither the text nor the environment says what {shortened(unread)} holds: write its "
                 "value out, as echo prints it in front of the launch line"
             )
-        return found
+        return values
 
     def whole(self, name: str, least: int = 1, default: str = "1") -> int:
         """A whole number of at least ``least``. Raises UsageError for another."""
@@ -98,11 +98,11 @@ class Flags(dict[str, list[str]]):
 
     def some_of(self, name: str, words: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
         """Words of ``words``, or ``default``. Raises UsageError for another."""
-        found = self.values_of(name) if name in self else default
-        for text in found:
+        values = self.values_of(name) if name in self else default
+        for text in values:
             if text not in words:
                 raise UsageError(f"{self.origin(name)}: expected some of {', '.join(words)}, got {shortened(text)!r}")
-        return found
+        return values
 
 
 def _no_words(_: Flags) -> tuple[str, ...]:

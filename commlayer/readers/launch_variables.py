@@ -56,10 +56,10 @@ def split_words(text: str, punctuation: str = "") -> list[str]:
 def substituted(word: str, variables: Mapping[str, str]) -> str:
     """The word with the values of its variables; those that nobody knows stay as they are written."""
 
-    def value(found: re.Match[str]) -> str:
-        held = variables.get(found[1] or found[2])
-        if held is None or (not held and found[3]):
-            return found[0] if found[4] is None else found[4]
+    def value(expansion: re.Match[str]) -> str:
+        held = variables.get(expansion[1] or expansion[2])
+        if held is None or (not held and expansion[3]):
+            return expansion[0] if expansion[4] is None else expansion[4]
         return held
 
     return _VARIABLE.sub(value, word)
@@ -67,8 +67,8 @@ def substituted(word: str, variables: Mapping[str, str]) -> str:
 
 def unread_expansion(word: str) -> str:
     """The first part of a substituted word that still depends on the shell; empty where none does."""
-    found = _EXPANSION.search(word)
-    return found[0] if found else ""
+    expansion = _EXPANSION.search(word)
+    return expansion[0] if expansion else ""
 
 
 def variables_of(text: str, environment: Mapping[str, str], is_handed_on: bool = False) -> dict[str, str]:
@@ -82,7 +82,7 @@ def variables_of(text: str, environment: Mapping[str, str], is_handed_on: bool =
         environment: the values of names that the text does not assign.
         is_handed_on: read also assignments in front of a command, which that command sees, and its own words do not.
     """
-    found = dict(environment)
+    values = dict(environment)
     assigned: dict[str, str] = {}
     depth = 0
     for words, is_conditional in _statements(split_words(logical_text(text), _PUNCTUATION)):
@@ -92,7 +92,7 @@ def variables_of(text: str, environment: Mapping[str, str], is_handed_on: bool =
                 break
             words = words[1:]
         if words and words[0] in _SETS_NAMES:
-            found.update((word.partition("=")[0], f"${word.partition('=')[0]}") for word in words[1:])
+            values.update((word.partition("=")[0], f"${word.partition('=')[0]}") for word in words[1:])
             continue
         is_declared = bool(words) and words[0] in _DECLARE
         assignments = [_ASSIGNMENT.fullmatch(word) for word in words[is_declared:]]
@@ -103,15 +103,15 @@ def variables_of(text: str, environment: Mapping[str, str], is_handed_on: bool =
                     continue  # an option, or a name alone
                 break
             name, plus, value = assignment.groups()
-            value = substituted(value, found)
+            value = substituted(value, values)
             is_certain = not (plus or is_conditional or depth or unread_expansion(value))
             is_certain &= is_plain or is_handed_on
             if not is_certain or assigned.setdefault(name, value) != value:
                 assigned[name] = value = f"${name}"
-            found[name] = value
+            values[name] = value
         if any(_LAUNCH.fullmatch(word) for word in words) and not is_plain:
             break
-    return found
+    return values
 
 
 def _statements(words: list[str]) -> Iterator[tuple[list[str], bool]]:

@@ -257,17 +257,17 @@ def _unlike(flags: Flags) -> tuple[str, ...]:
 
 
 def _remarks(flags: Flags) -> tuple[str, ...]:
-    found = [
+    remarks = [
         "the launch line is of torchtitan, whose overlap is not modelled: it is estimated as Megatron-LM's software"
     ]
     if flags.value(_MODE, "selective") == "selective":
-        found.append("selective activation checkpointing is estimated as megascale, the nearest that is modelled")
+        remarks.append("selective activation checkpointing is estimated as megascale, the nearest that is modelled")
     if flags.whole("parallelism.pipeline-parallel-degree") > 1 and any(flags.value(end, "1") != "0" for end in _LESS):
-        found.append(
+        remarks.append(
             "torchtitan gives its first and last stage fewer layers (pipeline_parallel_first_stage_less_layers): estimated "
             "with even stages, unless --pipeline-layout says otherwise"
         )
-    return tuple(found)
+    return tuple(remarks)
 
 
 TORCHTITAN_ARGS = LaunchFormat(_READ, _CHANGING, _options, _shape, _unlike, _remarks)

@@ -173,7 +173,7 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
 
 
 def _without_flag(model: ModelShape) -> dict[str, bool]:
-    """What a model may have, by Megatron-Core's count of parameters, that none of its flags give it."""
+    """Name the parameters that no flag of Megatron-LM gives a model, and say of each whether this model has it."""
     return {
         "a norm of queries and keys across all heads, or another vector of attention": (
             model.vectors > 0 and not _has_head_norms(model)

@@ -88,7 +88,7 @@ def _experts(num_ranks: int, width: int) -> Shape:
 
 
 def _uneven_experts(num_ranks: int, width: int) -> Shape:
-    """As by a router: what each rank sends to another is its own number, and both know it."""
+    """Exchange tokens as a router does: the split of each pair of ranks is a number of its own, which both know."""
 
     def part(sender: int, receiver: int) -> int:
         return 16 + 4 * ((3 * sender + 5 * receiver) % 7)

@@ -279,7 +279,7 @@ def test_torch_records_what_is_inside_of_a_group_under_its_name(tmp_path: Path, 
     """Its calls are those that run by no plan, so that a rank in another one would look as if it were in none."""
     c10d = pytest.importorskip("torch._C._distributed_c10d")
     if not hasattr(c10d, "_dump_fr_trace"):
-        pytest.skip("this torch does not record Gloo's calls")
+        pytest.skip("NOT TESTED: this torch has no _dump_fr_trace, so it records no calls of Gloo")
     with EmulatedCluster(1, num_ranks) as cluster:  # what this process records itself is in the dumps of its children
         cluster.run(_records_what_is_inside, str(tmp_path))
     for path in sorted(tmp_path.iterdir()):
