@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.simulate import Estimator
     from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED
     from commlayer.scheduler.mapping.space import Space
-    from commlayer.scheduler.mapping.variations import ALTERNATIVES, Variation, compare, what_if
+    from commlayer.scheduler.mapping.variations import ALTERNATIVES, Alternative, Variation, vary
     from commlayer.scheduler.placement.expert_loads import ExpertLoads
     from commlayer.scheduler.placement.expert_placement import ExpertPlacement
     from commlayer.scheduler.placement.llep import LlepRule
@@ -45,6 +45,7 @@ __all__ = [
     "COMMLAYER",
     "MEGATRON",
     "PLANNED",
+    "Alternative",
     "Buffer",
     "Cluster",
     "Decision",
@@ -81,14 +82,13 @@ __all__ = [
     "WirePolicy",
     "build",
     "choose",
-    "compare",
     "explain",
     "moe_bytes",
     "place",
     "price",
     "search",
     "synthetic_loads",
-    "what_if",
+    "vary",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -61,7 +61,7 @@ from commlayer.scheduler.mapping.software import (
     with_overlap,
 )
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.variations import vary
+from commlayer.scheduler.mapping.variations import at_value
 
 __all__ = [
     "EXPORT",
@@ -533,7 +533,7 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
     for kind in ("inter_gbps", "intra_gbps", "domain"):
         value = given.pop(kind)
         if value is not None:
-            _, cluster = vary(job, cluster, kind, value)
+            _, cluster = at_value(job, cluster, kind, value)
     return cluster
 
 

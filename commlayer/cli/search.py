@@ -27,7 +27,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.simulator_exports import simulator_export
 from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
-from commlayer.cli.what_if import answer
+from commlayer.cli.varied_output import answer
 from commlayer.drawing.mapping_cells import (
     MAPPING_COLUMNS,
     MAPPING_SPARE,
@@ -106,7 +106,7 @@ def search_command(
     )
     if len(sequences) > 1:
         _refuse_for_several(given_options(ctx))
-        way = Alternative(name="", space=space, software=request.software, margin=margin)
+        way = Alternative(space=space, software=request.software, margin=margin)
         answer(
             request,
             Variation("sequence", sequences),

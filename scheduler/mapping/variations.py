@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -11,7 +13,6 @@ import msgspec
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover_of_values
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
@@ -28,16 +29,17 @@ __all__ = [
     "Alternative",
     "Crossover",
     "MakeEstimates",
+    "Progress",
     "Value",
     "Variation",
     "VariationKind",
-    "WhatIf",
-    "WhatIfPoint",
-    "compare",
+    "Varied",
+    "VariedPoint",
+    "VariedWay",
+    "at_value",
     "crossover",
     "split_experts",
     "vary",
-    "what_if",
 ]
 
 VariationKind = Literal[
@@ -60,11 +62,13 @@ Value = float | int | str
 FindCluster = Callable[[str], Cluster]
 MakeEstimates = Callable[[Job, Cluster, Software], Estimates]
 Progress = Callable[[float, int], None]
+PartDone = Callable[[int, int], None]
 
 _REAL = ("inter_gbps", "inter_factor", "intra_gbps", "intra_factor")
 _WHOLE = ("gpus", "domain", "top_k", "split", "sequence", "global_batch")
 _SMOOTH = (*_REAL, "skew")
-_FINENESS = 0.002  # of the interval: to what a crossing of bandwidths is found
+_FINENESS = 0.002
+"""The part of the interval between the least and the greatest value to which a crossing of rates is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,40 +102,11 @@ class Variation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIfPoint:
-    """One value. ``estimate``: None where nothing is valid or fits, and then ``note`` says why. ``cluster``: its name."""
-
-    value: Value
-    job: Job
-    cluster: str
-    estimate: StepEstimate | None
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """The result of a variation. ``setup``: what all points run (but for what varies); None: each runs its best."""
-
-    variation: Variation
-    job: Job
-    cluster: str
-    software: str
-    setup: Setup | None
-    points: tuple[WhatIfPoint, ...]
-
-    @property
-    def fastest(self) -> WhatIfPoint | None:
-        """The point with the most tokens a second; None where there is none at all."""
-        known = [(point.estimate.tokens_per_s, -index) for index, point in enumerate(self.points) if point.estimate]
-        return self.points[-max(known)[1]] if known else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One of two ways: a setup, or (None) the best of a space; by what software, and with what part of each GPU's memory limit
-    left free."""
+    """One way to do a job: a setup, or (None) the best of a space; by what software, and with what part of each GPU's memory
+    limit left free."""
 
-    name: str
+    name: str = ""
     setup: Setup | None = None
     space: Space = field(default_factory=Space)
     software: Software = COMMLAYER
@@ -160,23 +135,99 @@ ALTERNATIVES: dict[str, tuple[Alternative, Alternative]] = {
 """Pairs that people ask about, by name."""
 
 
-def what_if(
+@dataclass(frozen=True, kw_only=True)
+class VariedPoint:
+    """One value. ``estimate``: None where nothing is valid or fits, and then ``note`` says why. ``cluster``: its name."""
+
+    value: Value
+    job: Job
+    cluster: str
+    estimate: StepEstimate | None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariedWay:
+    """One way at every value: by its setup (but for what varies), or where it has none by the best of its space."""
+
+    way: Alternative
+    points: tuple[VariedPoint, ...]
+
+    @property
+    def fastest(self) -> VariedPoint | None:
+        """The point with the most tokens a second; None where there is none at all."""
+        known = [(point.estimate.tokens_per_s, -index) for index, point in enumerate(self.points) if point.estimate]
+        return self.points[-max(known)[1]] if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossover:
+    """Where two alternatives change places between ``low`` and ``high``. ``str`` says it in words.
+
+    Attributes:
+        first, second: what they are called.
+        crossings: where the other becomes the faster one, ascending; empty where one is never the slower one.
+        at_low, at_high: the faster one at either end; empty where both are equal there.
+        is_exact: crossings are points; else they are the first values of a list at which the order has changed.
+    """
+
+    first: str
+    second: str
+    low: float
+    high: float
+    crossings: tuple[float, ...]
+    at_low: str
+    at_high: str
+    is_exact: bool = True
+
+    @property
+    def at(self) -> float | None:
+        """The first crossing."""
+        return self.crossings[0] if self.crossings else None
+
+    def __str__(self) -> str:
+        between = f"between {self.low:g} and {self.high:g}"
+        if not self.crossings:
+            if not self.at_low and not self.at_high:
+                return f"no crossing {between}: {self.first} and {self.second} are equally fast"
+            if not self.at_low or not self.at_high:
+                equal = self.high if self.at_low else self.low
+                return f"no crossing {between}: {self.at_low or self.at_high} is never slower, and as fast at {equal:g}"
+            return f"no crossing {between}: {self.at_low} is always faster"
+        where = ", ".join(f"{place:.4g}" for place in self.crossings)
+        other = self.second if self.at_low == self.first else self.first
+        if len(self.crossings) == 1:
+            return f"{self.at_low} is faster below {where}, {other} from there on ({between})"
+        return f"{self.at_low} is faster at {self.low:g}; they change places at {where} ({between})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Varied:
+    """A job with one thing varied. ``crossover``: where its two ways change places; None where there are not two of them, or
+    not two values, in an order, at which both run."""
+
+    variation: Variation
+    job: Job
+    cluster: str
+    ways: tuple[VariedWay, ...]
+    crossover: Crossover | None
+
+
+def vary(
     job: Job,
     cluster: Cluster,
     variation: Variation,
-    *,
-    setup: Setup | None = None,
-    space: Space | None = None,
-    software: Software = COMMLAYER,
-    margin: float = 0.0,
+    *ways: Alternative,
     make: MakeEstimates | None = None,
     named: FindCluster = clusters.load,
     progress: Progress | None = None,
-) -> WhatIf:
-    """Estimate ``job`` at every value of ``variation``: by ``setup``, or by the best of ``space``.
+) -> Varied:
+    """Estimate ``job`` at every value of ``variation``, each of ``ways`` (unless given, the best of all setups).
+
+    Of two ways it is found where they change places, too: of rates between two values by bisection, to 0.2 % of the interval
+    of all; of anything else from which of the values on. Two crossings between neighbouring values are not seen.
 
     Args:
-        margin: the part of each GPU's memory limit that stays free, from 0 to below 1.
         make: an estimator of a job; :class:`commlayer.scheduler.mapping.simulate.Estimator` unless given.
         named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
         progress: called with points done, the part that is searched of the one under way among them, and points in all.
@@ -186,70 +237,130 @@ def what_if(
             valid or does not fit, its note says so instead.
     """
     _check_links(cluster, variation.kind)
-    check_margin(margin)
-    way = Alternative(name="", setup=setup, space=space or Space(), software=software, margin=margin)
-    points: list[WhatIfPoint] = []
+    ways = ways or (Alternative(),)
+    for way in ways:
+        check_margin(way.margin)
+    points: list[VariedPoint] = []
 
     def tell(done: int, of: int) -> None:
         if progress:
-            progress(len(points) + done / of, len(variation.values))
+            progress(len(points) + done / of, len(ways) * len(variation.values))
 
-    for value in variation.values:
-        tell(0, 1)
-        points.append(_point(job, cluster, variation.kind, value, way, make, named, tell))
+    def point_at(value: Value, way: Alternative, part_done: PartDone | None) -> VariedPoint:
+        return _point(job, cluster, variation.kind, value, way, make or Estimator, named, part_done)
+
+    for way in ways:
+        for value in variation.values:
+            tell(0, 1)
+            points.append(point_at(value, way, tell))
     tell(0, 1)
-    return WhatIf(
+    number = len(variation.values)
+    found = [VariedWay(way=way, points=tuple(points[at * number :][:number])) for at, way in enumerate(ways)]
+    return Varied(
         variation=variation,
         job=job,
         cluster=cluster.name,
-        software=software.name,
-        setup=setup,
-        points=tuple(points),
+        ways=tuple(found),
+        crossover=_crossover_of(variation.kind, found, lambda value, way: point_at(value, way, None)),
     )
 
 
-def compare(
-    job: Job,
-    cluster: Cluster,
-    variation: Variation,
-    first: Alternative,
-    second: Alternative,
-    *,
-    make: MakeEstimates | None = None,
-) -> Crossover:
-    """Where two ways change places. Bandwidths: between the least and the greatest value, by bisection to 0.2 % of that
-    interval; anything else: from which of the values on.
-
-    Raises:
-        UsageError: fewer than two values, values that are no numbers, or one at which one of the two cannot run, and why.
-    """
+def _crossover_of(
+    kind: VariationKind, ways: Sequence[VariedWay], point_at: Callable[[float, Alternative], VariedPoint]
+) -> Crossover | None:
+    """Where two ways change places, between the values at which both run."""
+    if len(ways) != 2 or kind not in (*_SMOOTH, *_WHOLE):
+        return None
+    first, second = ways
+    known = {
+        float(one.value): one.estimate.step_us - other.estimate.step_us
+        for one, other in zip(first.points, second.points, strict=True)
+        if one.estimate and other.estimate
+    }
 
     def difference(value: float) -> float:
+        if value in known:
+            return known[value]
         times = []
-        for way in (first, second):
-            point = _point(job, cluster, variation.kind, value, way, make)
+        for each in ways:
+            point = point_at(value, each.way)
             if point.estimate is None:
                 raise UsageError(
-                    f"{variation.kind}={value:g}: {way.name} cannot run there, so nothing crosses: {point.note}"
+                    f"{kind}={value:g}: {each.way.name} cannot run there, so nothing crosses: {point.note}"
                 )
             times.append(point.estimate.step_us)
         return times[0] - times[1]
 
-    _check_links(cluster, variation.kind)
-    if variation.kind not in (*_SMOOTH, *_WHOLE):
-        raise UsageError(f"{variation.kind} has no order in which two ways could cross: use what_if for each")
-    values = sorted({float(value) for value in variation.values})
+    values = sorted(known)
     if len(values) < 2:
-        raise UsageError(f"{variation.kind}: expected at least two values to look between, got {variation.values!r}")
-    if variation.kind in _SMOOTH:
-        low, high = values[0], values[-1]
-        return crossover(difference, low, high, (high - low) * _FINENESS, first=first.name, second=second.name)
-    return crossover_of_values(
-        [difference(int(value)) for value in values], values, first=first.name, second=second.name
+        return None
+    tolerance = (values[-1] - values[0]) * _FINENESS * (kind in _SMOOTH)
+    return crossover(difference, values, tolerance, first=first.way.name, second=second.way.name)
+
+
+def crossover(
+    difference: Callable[[float], float],
+    values: Sequence[float],
+    tolerance: float = 0.0,
+    *,
+    first: str = "the first",
+    second: str = "the second",
+) -> Crossover:
+    """Every change of places that ``values`` show.
+
+    Args:
+        difference: time of the first less time of the second; negative: the first is faster. It may jump.
+        values: at which it is asked, ascending. Two crossings between neighbours are not seen.
+        tolerance: how wide the interval of a crossing may remain, which is bisected; its middle is returned. 0: only
+            ``values`` make sense (numbers of GPUs), and a crossing is the first of them behind it.
+
+    Raises:
+        UsageError: fewer than two values, values that do not ascend, or a difference that is no number.
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
+        raise UsageError(f"expected at least two ascending values, got {values!r}")
+    signs = [(value, _sign(difference, value)) for value in values]
+    # what is equal belongs to no side, and is passed over
+    unequal = [(value, sign) for value, sign in signs if sign]
+    crossings = tuple(
+        _bisect(difference, left, right, before, tolerance) if tolerance else right
+        for (left, before), (right, after) in pairwise(unequal)
+        if before != after
+    )
+    names, ends = {-1: first, 1: second, 0: ""}, unequal if crossings else signs
+    return Crossover(
+        first=first,
+        second=second,
+        low=values[0],
+        high=values[-1],
+        crossings=crossings,
+        at_low=names[ends[0][1]],
+        at_high=names[ends[-1][1]],
+        is_exact=tolerance > 0,
     )
 
 
-def vary(
+def _bisect(difference: Callable[[float], float], left: float, right: float, before: int, tolerance: float) -> float:
+    """Between ``left``, with sign ``before``, and ``right``, with the other."""
+    while right - left > tolerance:
+        middle = (left + right) / 2
+        if not left < middle < right:  # no number lies between them
+            break
+        sign = _sign(difference, middle)
+        if sign == 0:
+            return middle
+        left, right = (middle, right) if sign == before else (left, middle)
+    return (left + right) / 2
+
+
+def _sign(difference: Callable[[float], float], place: float) -> int:
+    value = difference(place)
+    if math.isnan(value):
+        raise UsageError(f"the difference at {place!r} is no number: neither alternative could be estimated there")
+    return (value > 0) - (value < 0)
+
+
+def at_value(
     job: Job, cluster: Cluster, kind: VariationKind, value: Value, named: FindCluster = clusters.load
 ) -> tuple[Job, Cluster]:
     """``job`` and ``cluster`` where one thing is different; ``precision`` changes neither. ``named``: the cluster of a
@@ -317,16 +428,16 @@ def _point(
     kind: VariationKind,
     value: Value,
     way: Alternative,
-    make: MakeEstimates | None,
-    named: FindCluster = clusters.load,
-    progress: Callable[[int, int], None] | None = None,
-) -> WhatIfPoint:
+    make: MakeEstimates,
+    named: FindCluster,
+    progress: PartDone | None,
+) -> VariedPoint:
     try:
-        job, cluster = vary(job, cluster, kind, value, named)
-        estimate, note = _estimate(job, cluster, kind, value, way, make or Estimator, progress)
+        job, cluster = at_value(job, cluster, kind, value, named)
+        estimate, note = _estimate(job, cluster, kind, value, way, make, progress)
     except UsageError as error:
         estimate, note = None, str(error)
-    return WhatIfPoint(value=value, job=job, cluster=cluster.name, estimate=estimate, note=note)
+    return VariedPoint(value=value, job=job, cluster=cluster.name, estimate=estimate, note=note)
 
 
 def _estimate(
@@ -336,7 +447,7 @@ def _estimate(
     value: Value,
     way: Alternative,
     make: MakeEstimates,
-    progress: Callable[[int, int], None] | None,
+    progress: PartDone | None,
 ) -> tuple[StepEstimate | None, str]:
     estimator = make(job, cluster, way.software)
     if way.setup is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,6 @@ from commlayer.profiles import catalog as profiles
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.crossing import crossover, crossover_of_values
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
@@ -23,11 +23,15 @@ from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import (
     ALTERNATIVES,
     Alternative,
+    Crossover,
+    MakeEstimates,
+    Progress,
     Variation,
-    compare,
+    VariedWay,
+    at_value,
+    crossover,
     split_experts,
     vary,
-    what_if,
 )
 
 EOS = clusters.load("h100-eos")
@@ -83,80 +87,77 @@ class Fake:
 
 @given(root=st.floats(-50, 50), slope=st.sampled_from([-3.0, -0.1, 0.1, 3.0]), tolerance=st.floats(1e-6, 1.0))
 def test_the_crossing_of_a_line_is_found_within_the_tolerance(root: float, slope: float, tolerance: float) -> None:
-    found = crossover(lambda x: slope * (x - root), -60, 60, tolerance, first="A", second="B")
+    found = crossover(lambda x: slope * (x - root), (-60, 60), tolerance, first="A", second="B")
     assert found.at == pytest.approx(root, abs=tolerance)
     assert (found.at_low, found.at_high) == (("A", "B") if slope > 0 else ("B", "A"))
 
 
 def test_every_crossing_that_samples_show_is_found() -> None:
-    found = crossover(math.sin, 1.0, 10.0, 1e-6, first="A", second="B")
+    found = crossover(math.sin, range(1, 11), 1e-6, first="A", second="B")
     assert found.crossings == pytest.approx((math.pi, 2 * math.pi, 3 * math.pi), abs=1e-6)
     assert found.at_low == "B"
     assert "change places at 3.142, 6.283, 9.425" in str(found)
 
 
 def test_a_jump_is_a_crossing() -> None:
-    found = crossover(lambda x: -1.0 if x < 0.3 else 5.0, 0.0, 1.0, 1e-9)
+    found = crossover(lambda x: -1.0 if x < 0.3 else 5.0, (0.0, 1.0), 1e-9)
     assert found.at == pytest.approx(0.3, abs=1e-9)
 
 
 def test_no_crossing_says_who_wins() -> None:
-    always = crossover(lambda x: -1.0 - x, 0.0, 1.0, 0.1, first="A", second="B")
+    always = crossover(lambda x: -1.0 - x, (0.0, 0.5, 1.0), 0.1, first="A", second="B")
     assert not always.crossings
     assert str(always) == "no crossing between 0 and 1: A is always faster"
-    assert "equally fast" in str(crossover(lambda x: 0.0, 0.0, 1.0, 0.1))
-    touches = crossover(lambda x: abs(x - 0.5), 0.0, 1.0, 0.1, first="A", second="B")
+    assert "equally fast" in str(crossover(lambda x: 0.0, (0.0, 1.0), 0.1))
+    touches = crossover(lambda x: abs(x - 0.5), (0.0, 0.5, 1.0), 0.1, first="A", second="B")
     assert not touches.crossings
     assert "B is always faster" in str(touches)
-    begins_equal = crossover(lambda x: x, 0.0, 1.0, 0.1, first="A", second="B")
+    begins_equal = crossover(lambda x: x, (0.0, 0.5, 1.0), 0.1, first="A", second="B")
     assert str(begins_equal) == "no crossing between 0 and 1: B is never slower, and as fast at 0"
 
 
 def test_one_crossing_is_said_in_words() -> None:
-    said = str(crossover(lambda x: x - 3.0, 1.0, 9.0, 1e-9, first="folded", second="unfolded"))
+    said = str(crossover(lambda x: x - 3.0, (1.0, 9.0), 1e-9, first="folded", second="unfolded"))
     assert said == "folded is faster below 3, unfolded from there on (between 1 and 9)"
 
 
 def test_a_crossing_of_values_is_the_first_on_the_other_side() -> None:
-    found = crossover_of_values([-2.0, -1.0, 0.0, 4.0], [8, 16, 32, 64], first="A", second="B")
+    found = crossover(
+        lambda x: {8.0: -2.0, 16.0: -1.0, 32.0: 0.0, 64.0: 4.0}[x], (8, 16, 32, 64), first="A", second="B"
+    )
     assert list(found.crossings) == [64]
     assert not found.is_exact
-    assert crossover_of_values([-2.0, 0.0], [8, 16], first="A").crossings == ()
+    assert crossover(lambda x: {8.0: -2.0, 16.0: 0.0}[x], (8, 16), first="A").crossings == ()
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "tolerance", "samples"),
-    [(1.0, 1.0, 0.1, 3), (0.0, math.inf, 0.1, 3), (0.0, 1.0, 0.0, 3), (0.0, 1.0, 0.1, 1)],
-)
-def test_a_crossing_needs_an_interval(low: float, high: float, tolerance: float, samples: int) -> None:
-    with pytest.raises(UsageError, match="expected"):
-        crossover(lambda x: x, low, high, tolerance, samples=samples)
+@pytest.mark.parametrize("values", [(1.0,), (1.0, 1.0), (2.0, 1.0), (0.0, math.inf)])
+def test_a_crossing_needs_an_interval(values: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="at least two ascending values"):
+        crossover(lambda x: x, values)
 
 
 def test_a_crossing_needs_numbers() -> None:
     with pytest.raises(UsageError, match="is no number"):
-        crossover(lambda x: math.nan, 0.0, 1.0, 0.1)
-    with pytest.raises(UsageError, match="ascending"):
-        crossover_of_values([1.0, -1.0], [2, 1])
+        crossover(lambda x: math.nan, (0.0, 1.0))
 
 
 # Variations
 
 
 def test_each_kind_changes_its_own_thing() -> None:
-    assert vary(JOB, EOS, "gpus", 32)[0] == replace(JOB, gpus=32)
-    assert vary(JOB, EOS, "sequence", 8192)[0].sequence == 8192
-    assert vary(JOB, EOS, "global_batch", 128)[0].global_batch == 128
-    assert vary(JOB, EOS, "top_k", 4)[0].model.top_k == 4
-    assert vary(JOB, EOS, "domain", 72)[1].domain == 72
-    assert vary(JOB, EOS, "inter_gbps", 25)[1].peaks.inter_gbps == 25
-    assert vary(JOB, EOS, "inter_factor", 0.5)[1].peaks.inter_gbps == EOS.peaks.inter_gbps / 2
-    assert vary(JOB, EOS, "intra_factor", 2)[1].peaks.intra_gbps == EOS.peaks.intra_gbps * 2
-    assert vary(JOB, EOS, "intra_gbps", 200.0)[1].peaks.inter_gbps == EOS.peaks.inter_gbps
-    later = vary(JOB, EOS, "gpu", "b200-hgx")[1]
+    assert at_value(JOB, EOS, "gpus", 32)[0] == replace(JOB, gpus=32)
+    assert at_value(JOB, EOS, "sequence", 8192)[0].sequence == 8192
+    assert at_value(JOB, EOS, "global_batch", 128)[0].global_batch == 128
+    assert at_value(JOB, EOS, "top_k", 4)[0].model.top_k == 4
+    assert at_value(JOB, EOS, "domain", 72)[1].domain == 72
+    assert at_value(JOB, EOS, "inter_gbps", 25)[1].peaks.inter_gbps == 25
+    assert at_value(JOB, EOS, "inter_factor", 0.5)[1].peaks.inter_gbps == EOS.peaks.inter_gbps / 2
+    assert at_value(JOB, EOS, "intra_factor", 2)[1].peaks.intra_gbps == EOS.peaks.intra_gbps * 2
+    assert at_value(JOB, EOS, "intra_gbps", 200.0)[1].peaks.inter_gbps == EOS.peaks.inter_gbps
+    later = at_value(JOB, EOS, "gpu", "b200-hgx")[1]
     assert later.gpu == clusters.load("b200-hgx").gpu
     assert later.peaks == EOS.peaks
-    assert vary(JOB, EOS, "precision", "fp8") == (JOB, EOS)
+    assert at_value(JOB, EOS, "precision", "fp8") == (JOB, EOS)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
@@ -194,8 +195,26 @@ def test_a_variation_says_what_is_wrong(kind: str, values: tuple[object, ...], s
 # What if
 
 
+def only(
+    variation: Variation,
+    cluster: Cluster = EOS,
+    *,
+    make: MakeEstimates | None = Fake,
+    progress: Progress | None = None,
+    **way: Any,
+) -> VariedWay:
+    """The one way, at every value."""
+    found = vary(JOB, cluster, variation, Alternative(**way), make=make, progress=progress)
+    assert found.crossover is None
+    return found.ways[0]
+
+
+def crossing(variation: Variation, *ways: Alternative) -> Crossover | None:
+    return vary(JOB, EOS, variation, *ways, make=Fake).crossover
+
+
 def test_one_setup_runs_at_every_value() -> None:
-    found = what_if(JOB, EOS, Variation("gpus", (16, 32, 48, 128)), setup=SETUP, make=Fake)
+    found = only(Variation("gpus", (16, 32, 48, 128)), setup=SETUP)
     steps = [point.estimate.step_us if point.estimate else None for point in found.points]
     assert steps[0] is not None
     assert steps[1] is not None
@@ -209,12 +228,9 @@ def test_one_setup_runs_at_every_value() -> None:
 def test_the_best_of_a_space_runs_at_every_value() -> None:
     seen: list[tuple[float, int]] = []
     space = Space(tp=(1,), cp=(1, 2), pp=(1,))
-    found = what_if(
-        JOB,
-        EOS,
+    found = only(
         Variation("inter_gbps", (1, 100_000)),
         space=space,
-        make=Fake,
         progress=lambda *done: seen.append(done),
     )
     slow, fast = (point.estimate for point in found.points)
@@ -230,19 +246,17 @@ def test_the_best_of_a_space_runs_at_every_value() -> None:
 
 def test_a_precision_is_that_of_the_setup_or_of_the_space() -> None:
     for setup in (SETUP, None):
-        found = what_if(
-            JOB, EOS, Variation("precision", ("bf16", "fp8")), setup=setup, space=Space(tp=(2,), cp=(1,)), make=Fake
-        )
+        found = only(Variation("precision", ("bf16", "fp8")), setup=setup, space=Space(tp=(2,), cp=(1,)))
         got = [point.estimate.setup.precision for point in found.points if point.estimate]
         assert got == ["bf16", "fp8"]
 
 
 def test_a_value_that_cannot_be_says_why() -> None:
-    found = what_if(JOB, EOS, Variation("split", (1, 3)), setup=SETUP, make=Fake)
+    found = only(Variation("split", (1, 3)), setup=SETUP)
     assert found.points[0].estimate is not None
     assert found.points[1].estimate is None
     assert "expected a divisor" in found.points[1].note
-    nowhere = what_if(JOB, EOS, Variation("gpus", (17,)), setup=SETUP, make=Fake)
+    nowhere = only(Variation("gpus", (17,)), setup=SETUP)
     assert "17" in nowhere.points[0].note
     assert nowhere.fastest is None
 
@@ -251,13 +265,13 @@ def test_what_if_leaves_a_margin_of_memory() -> None:
     """Half of 80 GB is left free: a setup of more than 40 GB does not fit."""
     variation = Variation("inter_gbps", (10.0, 40.0))
     for setup in (None, SETUP):
-        kept = what_if(JOB, EOS, variation, setup=setup, margin=0.5, make=Fake)
+        kept = only(variation, setup=setup, margin=0.5)
         assert [point.note for point in kept.points] == ["", ""]
-        left = what_if(JOB, EOS, variation, setup=setup, margin=0.51, make=Fake)
+        left = only(variation, setup=setup, margin=0.51)
         assert [point.estimate for point in left.points] == [None, None]
         assert all("40.0 GB of 39.2 GB" in point.note for point in left.points)
     with pytest.raises(UsageError, match="margin: expected a part"):
-        what_if(JOB, EOS, variation, margin=1.0, make=Fake)
+        only(variation, margin=1.0)
 
 
 def test_ways_cross_where_their_times_are_equal() -> None:
@@ -265,10 +279,12 @@ def test_ways_cross_where_their_times_are_equal() -> None:
         Alternative(name=name, setup=replace(SETUP, tp=2, etp=2, ep=4, folded=name == "folded"))
         for name in ("folded", "unfolded")
     ]
-    found = compare(JOB, EOS, Variation("inter_gbps", (100, 100_000)), *fixed, make=Fake)
+    found = crossing(Variation("inter_gbps", (100, 100_000)), *fixed)
+    assert found is not None
     assert found.at == pytest.approx(9000, rel=0.03)  # 0.9e6 / rate = 100
     assert (found.at_low, found.at_high) == ("folded", "unfolded")
-    gpus = compare(JOB, EOS, Variation("gpus", (16, 32, 64)), *fixed, make=Fake)
+    gpus = crossing(Variation("gpus", (64, 16, 32)), *fixed)
+    assert gpus is not None
     assert gpus.at is None
     assert "folded is always faster" in str(gpus)
 
@@ -276,20 +292,31 @@ def test_ways_cross_where_their_times_are_equal() -> None:
 def test_named_alternatives_are_compared() -> None:
     first, second = ALTERNATIVES["software"]
     narrow = [replace(each, space=Space(tp=(1,), cp=(1,), pp=(1,))) for each in (first, second)]
-    found = compare(JOB, EOS, Variation("inter_factor", (0.5, 2)), *narrow, make=Fake)
+    found = crossing(Variation("inter_factor", (0.5, 2)), *narrow)
     assert "commlayer is always faster" in str(found)
     for one, other in ALTERNATIVES.values():
         assert (one.space, one.software) != (other.space, other.software)
 
 
-def test_a_comparison_refuses_what_has_no_crossing() -> None:
+def test_the_search_of_a_value_is_not_repeated_for_a_crossing() -> None:
+    asked: list[float] = []
+
+    def make(job: Job, cluster: Cluster, software: Software) -> Fake:
+        asked.append(cluster.peaks.inter_gbps)
+        return Fake(job, cluster, software)
+
+    ways = [Alternative(name=name, setup=replace(SETUP, etp=2, ep=4, folded=name == "a")) for name in ("a", "b")]
+    vary(JOB, EOS, Variation("inter_gbps", (100.0, 100_000.0)), *ways, make=make)
+    assert asked.count(100.0) == asked.count(100_000.0) == 2
+    assert any(100.0 < rate < 100_000.0 for rate in asked)
+
+
+def test_nothing_crosses_without_an_order_or_two_values_at_which_both_run() -> None:
     ways = [Alternative(name="a", setup=SETUP), Alternative(name="b", setup=SETUP)]
-    with pytest.raises(UsageError, match="has no order"):
-        compare(JOB, EOS, Variation("precision", ("bf16", "fp8")), *ways, make=Fake)
-    with pytest.raises(UsageError, match="at least two values"):
-        compare(JOB, EOS, Variation("gpus", (16, 16)), *ways, make=Fake)
-    with pytest.raises(UsageError, match="gpus=128: a cannot run there"):
-        compare(JOB, EOS, Variation("gpus", (16, 128)), *ways, make=Fake)
+    for kind, values in (("precision", ("bf16", "fp8")), ("gpus", (16, 16)), ("gpus", (16, 128))):
+        assert crossing(Variation(kind, values), *ways) is None  # type: ignore[arg-type]
+    said = str(crossing(Variation("gpus", (16, 32, 128)), *ways))
+    assert said == "no crossing between 16 and 32: a and b are equally fast"
 
 
 def test_measured_links_are_not_varied() -> None:
@@ -297,7 +324,7 @@ def test_measured_links_are_not_varied() -> None:
     measured = Cluster.from_profile(profile, EOS.gpu)
     for kind in ("inter_factor", "domain"):
         with pytest.raises(UsageError, match="were measured"):
-            what_if(JOB, measured, Variation(kind, (2,)), setup=SETUP, make=Fake)
+            only(Variation(kind, (2,)), measured, setup=SETUP)
 
 
 @pytest.mark.parametrize(
@@ -311,14 +338,14 @@ def test_measured_links_are_not_varied() -> None:
 )
 def test_the_real_estimator_is_faster_with_more(kind: str, slow: float | str, fast: float | str) -> None:
     setup = Setup(gpus=16, tp=2, ep=8, pp=2)
-    found = what_if(JOB, EOS, Variation(kind, (slow, fast)), setup=setup)  # type: ignore[arg-type]
+    found = only(Variation(kind, (slow, fast)), make=None, setup=setup)  # type: ignore[arg-type]
     times = [point.estimate.step_us for point in found.points if point.estimate]
     assert len(times) == 2, [point.note for point in found.points]
     assert times[0] > times[1]
 
 
 def test_the_real_estimator_is_what_is_asked_unless_another_is_given() -> None:
-    found = what_if(JOB, EOS, Variation("inter_gbps", (25.0,)), setup=SETUP)
-    slower = EOS.replace(name=found.points[0].cluster, peaks=vary(JOB, EOS, "inter_gbps", 25.0)[1].peaks)
+    found = only(Variation("inter_gbps", (25.0,)), make=None, setup=SETUP)
+    slower = EOS.replace(name=found.points[0].cluster, peaks=at_value(JOB, EOS, "inter_gbps", 25.0)[1].peaks)
     assert found.points[0].estimate is not None
     assert found.points[0].estimate.step_us == Estimator(JOB, slower).estimate(SETUP).step_us
