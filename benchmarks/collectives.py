@@ -278,7 +278,7 @@ def document(date: str, found: Sequence[tuple[Cluster, float, list[Row]]]) -> st
     ]
     for cluster, sweep_s, rows in found:
         lines += ["", f"## {cluster.key}", ""]
-        kind = "A sweep up to 1 MiB" if cluster.delay_us else "The default sweep of `commlayer profile`"
+        kind = "A sweep up to 1 MiB" if cluster.delay_us else "The default sweep of `commlayer measure`"
         lines += [f"{kind} took {sweep_s:.0f} s.", ""]
         lines += [
             "| collective | size | torch | wire limit / torch | way | plan | time | / torch | target | rounds | wrong |"

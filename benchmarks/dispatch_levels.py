@@ -81,7 +81,7 @@ def main() -> None:
         "--profile",
         choices=("sweep", "auto"),
         default="sweep",
-        help="choose by a sweep like that of `commlayer profile` (default), or by the short probe that a job makes by itself",
+        help="choose by a sweep like that of `commlayer measure` (default), or by the short probe that a job makes by itself",
     )
     parser.add_argument(
         "--profiles", type=Path, metavar="DIR", help="keep the clusters' profiles here, and take those there"

@@ -72,7 +72,7 @@ _SWEEP = SweepOptions(
     group_repeats=_REPEATS,
     interference_rounds=3,
 )
-"""Coarser than that of ``commlayer profile``, which would take most of the run."""
+"""Coarser than that of ``commlayer measure``, which would take most of the run."""
 _CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 1.5
 _VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 41), 4.0
 """Rounds, at least and at most, and seconds after which no round more is begun."""

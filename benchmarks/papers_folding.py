@@ -292,7 +292,7 @@ def searched(row: Row, factors: Mapping[str, float], top: int = 60) -> Searched:
             cp=cp,
             micro_batch=(1,),
             recompute=("none", "full"),
-            dispatch=("all_to_all",),
+            exchange=("all_to_all",),
             folded=(row.method == "folded",),
         )
         result = search(estimator.job, estimator, space, top=top)

@@ -20,7 +20,7 @@ from commlayer.scheduler.decision import Decision
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.job import Dispatch, Job, Setup
+from commlayer.scheduler.mapping.job import ExchangeKind, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import StepEstimate
@@ -44,7 +44,7 @@ _CLUSTER, _GPUS, _BATCH, _SEQUENCE = "h800", 8, 32, 8192
 _PLAIN = replace(MEGATRON, name="nothing hidden", overlaps_gradients=False, overlaps_parameters=False, host="unknown")
 """'To isolate the performance benefits of optimized parallelism, we disable other system optimizations' (section 6.2).
 Its kernels are its own, and how many its host launches is not said."""
-_TENSOR = Setup(gpus=_GPUS, tp=8, etp=8, dispatch="all_gather")
+_TENSOR = Setup(gpus=_GPUS, tp=8, etp=8, exchange="all_gather")
 _SEQUENCE_EXPERT = Setup(gpus=_GPUS, tp=8, ep=8, attention="ulysses")
 
 
@@ -77,8 +77,8 @@ def gains() -> list[Gain]:
         layers = next(count for count in range(whole.layers, 0, -1) if _fits(_cut(whole, count)))
         model = _cut(whole, layers)
         tensor = _estimator(model).estimate(_TENSOR)
-        kinds: tuple[Dispatch, ...] = ("all_to_all", "all_gather")
-        ways = [_estimator(model).estimate(replace(_SEQUENCE_EXPERT, dispatch=kind)) for kind in kinds]
+        kinds: tuple[ExchangeKind, ...] = ("all_to_all", "all_gather")
+        ways = [_estimator(model).estimate(replace(_SEQUENCE_EXPERT, exchange=kind)) for kind in kinds]
         found.append(Gain(name, layers, tensor, min(ways, key=lambda way: way.step_us)))
     return found
 

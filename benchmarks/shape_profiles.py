@@ -1,6 +1,6 @@
 """The profile of one shape of group, measured on all groups of a mapping's axis at the same time.
 
-``commlayer profile`` measures all ranks, whole nodes, and one rank of every node. Mappings have other
+``commlayer measure`` measures all ranks, whole nodes, and one rank of every node. Mappings have other
 groups: two ranks of a node, two on each of two nodes. A curve's key has the size of its group and
 not its shape, so each shape gets a profile of its own, of which a
 :class:`commlayer.scheduler.mapping.cluster.Cluster` takes several.

@@ -538,7 +538,7 @@ def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> P
             f"profile {name!r} is for the backend, which measures by itself or plans nothing" if name else "no profile"
         )
         raise ProfileNotFoundError(
-            f"{asked}: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
+            f"{asked}: measure this cluster with `torchrun … commlayer measure -o cluster.json` and pass "
             "profile='cluster.json' (or set COMMLAYER_PROFILE); shipped ones are listed by `commlayer profiles list`"
         )
     return load_profile(str(name))

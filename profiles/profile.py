@@ -208,10 +208,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             kinds = sorted({f"{curve.collective} on {curve.link}" for curve in self.curves})
             there = f"it has {', '.join(kinds) or 'no curves at all'}"
         if (link, group_size) in self._measurable():
-            advice = "Measure it on that cluster with `commlayer profile`, or plan with those"
+            advice = "Measure it on that cluster with `commlayer measure`, or plan with those"
         else:
             advice = (
-                "Plan with those: `commlayer profile` measures all ranks, whole nodes, one rank of every node and two ranks of a "
+                "Plan with those: `commlayer measure` measures all ranks, whole nodes, one rank of every node and two ranks of a "
                 "node; those of other groups follow from them (`commlayer plan --group`)"
             )
         return (
@@ -220,7 +220,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
     def _measurable(self) -> set[tuple[str, int]]:
-        """The links and group sizes that ``commlayer profile`` measures on a cluster of this shape."""
+        """The links and group sizes that ``commlayer measure`` measures on a cluster of this shape."""
         topology = Topology.parse(self.topology)
         if topology.world_size == 1:
             return set()  # it refuses that
@@ -333,7 +333,7 @@ def check_shape(profile: Profile, topology: Topology) -> None:
     if profile.topology != topology.shape:
         raise ProfileMismatchError(
             f"expected a profile of this cluster's shape {topology.shape}, got {profile.name!r} of shape "
-            f"{profile.topology}. Measure this cluster with `commlayer profile`, or choose a profile of its shape "
+            f"{profile.topology}. Measure this cluster with `commlayer measure`, or choose a profile of its shape "
             "(`commlayer profiles list`)"
         )
 

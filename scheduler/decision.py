@@ -242,7 +242,7 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
                 raise
             unpriced = (
                 f"{plan.wire} is left out: profile {profile.name!r} does not know what it costs; measure the cluster again "
-                "with this version's commlayer profile"
+                "with this version's commlayer measure"
             )
     if refused is not None and not found:
         raise refused

@@ -106,7 +106,7 @@ def bench_job(
     from dataclasses import replace
 
     from commlayer.agree.discovery import discover_topology
-    from commlayer.cli.profile import link_rates, measure_job
+    from commlayer.cli.measure import link_rates, measure_job
     from commlayer.cli.progress_bars import progress
     from commlayer.measure.benchmark import nearest_size, run_bench
     from commlayer.measure.profiler import SweepOptions

@@ -17,7 +17,7 @@ __all__ = ["clusters"]
 def clusters(as_json: bool) -> None:
     """List the clusters that are known by name: GPU, GPUs that NVLink joins, network, rates of a GPU, source.
 
-    Others are described in a file (docs/clusters.md), or measured with `commlayer profile`.
+    Others are described in a file (docs/clusters.md), or measured with `commlayer measure`.
     """
     rows = [known.load(name) for name in known.names()]
     if as_json:

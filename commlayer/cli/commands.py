@@ -9,9 +9,11 @@ import click
 
 from commlayer.cli.option_types import headings
 
-__all__ = ["Command", "CommandGroup", "is_repeatable"]
+__all__ = ["RENAMED", "Command", "CommandGroup", "is_repeatable"]
 
 _WHOLE = 1000
+RENAMED = {"profile": "measure", "--dispatch": "--exchange"}
+"""New names of commands and options by the old ones, which are refused."""
 
 
 class Command(click.Command):
@@ -22,7 +24,13 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         all_args = list(args)  # click empties what it parses
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            new = RENAMED.get(error.option_name)
+            if new is None or all(new not in each.opts for each in self.params):
+                raise
+            ctx.fail(f"{error.option_name} is called {new} now.")
         if not ctx.resilient_parsing:
             self.refuse_repeated(ctx, all_args)
         return rest

@@ -52,7 +52,7 @@ def _software_note(estimate: StepEstimate, request: Request) -> str:
 
 def _dispatcher_note(estimate: StepEstimate, request: Request) -> Iterator[str]:
     """Say how fast the mapping is by each dispatcher that can send its tokens, where there are others."""
-    setup = replace(estimate.setup, dispatch="all_to_all")
+    setup = replace(estimate.setup, exchange="all_to_all")
     nodes = request.cluster.nodes_of(setup.layout("ep"), setup.gpus)
     ways = {own_dispatcher(request.software.name): request.software}
     for name, kernels in DISPATCH_KERNELS.items():
@@ -69,7 +69,7 @@ def _dispatcher_note(estimate: StepEstimate, request: Request) -> Iterator[str]:
     if len(speeds) > 1:
         yield (
             f"experts lie on {_num_domains(estimate, request)} NVLink domains, and --dispatcher was not given: "
-            f"{', '.join(speeds)} TFLOP/s a GPU with this mapping and dispatch all_to_all: say which you run"
+            f"{', '.join(speeds)} TFLOP/s a GPU with this mapping and --exchange all_to_all: say which you run"
         )
 
 

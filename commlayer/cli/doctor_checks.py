@@ -231,7 +231,7 @@ def _choice(settings: Settings) -> list[Finding]:
     section, name = "What would be chosen", settings.profile
     if not name:
         advice = (
-            "measure this cluster: torchrun … commlayer profile -o cluster.json (or commlayer profile --emulate 2x4), then "
+            "measure this cluster: torchrun … commlayer measure -o cluster.json (or commlayer measure --emulate 2x4), then "
             "set COMMLAYER_PROFILE=cluster.json or pass profile=. Without one a Communicator refuses to guess"
         )
         return [Finding(section, "warn", "profile", "none set", advice)]

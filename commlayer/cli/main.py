@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from commlayer import __version__
-from commlayer.cli.commands import CommandGroup
+from commlayer.cli.commands import RENAMED, CommandGroup
 from commlayer.cli.failure import failure_of, fitting, wants_traceback
 from commlayer.cli.standard_streams import make_usable
 from commlayer.cli.tables import echo
@@ -34,7 +34,7 @@ __all__ = ["main"]
 _SECTIONS = {
     "Commands on a cluster, real or emulated": {
         "demo": "Measure, plan, run and prove it on an emulated cluster.",
-        "profile": "Measure the links of a cluster into a profile.",
+        "measure": "Measure the links of a cluster into a profile.",
         "bench": "Run every candidate plan against torch.distributed.",
         "emulate": "Run any program on an emulated multi-node cluster.",
     },
@@ -116,6 +116,8 @@ class LazyGroup(CommandGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _OURS and args[0] not in _plug_ins() and args[0][:1].isalnum():
             names = self.list_commands(ctx)
+            if args[0] in RENAMED:
+                ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now.")
             close = get_close_matches(args[0], names, n=1, cutoff=0.5)
             hint = f"Did you mean {close[0]!r}?" if close else f"Expected one of {', '.join(names)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")

@@ -35,7 +35,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
 from commlayer.scheduler.mapping.fitted_estimator import FittedEstimator
 from commlayer.scheduler.mapping.imbalance import Loads
-from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
+from commlayer.scheduler.mapping.job import Attention, ExchangeKind, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, OFFLOADABLE, canonical_offload
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout
@@ -102,7 +102,7 @@ _DEGREES = {
 }
 _WORDS = {
     "precision": (get_args(Precision), "Of matrix products."),
-    "dispatch": (get_args(Dispatch), "How tokens go to experts."),
+    "exchange": (get_args(ExchangeKind), "Collective by which tokens go to experts."),
     "attention": (get_args(Attention), "How tp splits attention."),
     "zero": (("0", "1", "2", "3"), "What data parallelism shards."),
     "schedule": (SCHEDULES, "Of micro-batches in the pipeline."),
@@ -197,7 +197,7 @@ _RUN = (
     click.option(
         "--dispatcher",
         type=click.Choice(DISPATCHERS),
-        help="By what tokens go to experts.  [the software's own; between nodes with a note on the others]",
+        help="Library that sends tokens to experts.  [the software's own; between nodes with a note on the others]",
     ),
     click.option(
         "--dispatch-precision",

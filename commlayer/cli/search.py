@@ -88,7 +88,7 @@ def search_command(
 ) -> None:
     """Find the fastest mappings of a model on a cluster that fit in its memory.
 
-    Looks at every valid choice of degrees, micro-batch, recomputation and dispatch, folded and unfolded, and says why the
+    Looks at every valid choice of degrees, micro-batch, recomputation and exchange, folded and unfolded, and says why the
     best one wins and what it waits for. Nothing is run, and no GPU is needed. What is repeated (--tp 1 --tp 2) leaves the
     search so many values; of several sequences each has its best mapping.
 

@@ -38,7 +38,7 @@ from commlayer.scheduler.mapping.variations import ALTERNATIVES, KINDS, Alternat
 __all__ = ["what_if_command"]
 
 _NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
-_CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch", "schedule": "schedule"}
+_CHOICES = {"folding": "folded", "attention": "attention", "exchange": "exchange", "schedule": "schedule"}
 """In what the two ways of a comparison differ; by software, in nothing of the space."""
 _REPLACED = {"skew": ("imbalance", "routing"), "top_k": (), "split": (), "gpus": (), "sequence": (), "global_batch": ()}
 """The options whose value a variation takes the place of, where it is not the one of its own name; of the job's three numbers a

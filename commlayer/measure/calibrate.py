@@ -5,7 +5,7 @@ the profile that an earlier job measured on such a cluster (same kind of nodes, 
 check of some milliseconds finds that it still holds, else a probe of a few seconds, whose
 cost is printed once and whose result is kept for the next job. Of jobs that measure at the same time the first one's is kept,
 and each plans by its own. A cache that cannot be used costs a line and the next job's probe, nothing else. It is coarser than
-``commlayer profile``: a few sizes a curve, no interference; so a simpler plan is preferred unless another is clearly faster.
+``commlayer measure``: a few sizes a curve, no interference; so a simpler plan is preferred unless another is clearly faster.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _measured(
         )
         say(
             f"{why} in {took_s:.1f} s, {_keep(profile, entry)}.{_left_out(profile)} {_doubted(profile)}"
-            f"{_slow(profile, topology)}`commlayer profile` makes a finer one; COMMLAYER_PROFILE names it, or is none",
+            f"{_slow(profile, topology)}`commlayer measure` makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
 

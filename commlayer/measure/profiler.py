@@ -136,7 +136,7 @@ def measure_cluster(
     if topology.world_size < 2:
         raise TopologyError(
             "expected a cluster of two ranks or more, got one, which has no links to measure: start more, for example "
-            "`torchrun --nproc-per-node 2 --no-python commlayer profile`, or `commlayer profile --emulate 2x4`"
+            "`torchrun --nproc-per-node 2 --no-python commlayer measure`, or `commlayer measure --emulate 2x4`"
         )
     ranks = ranks or AllRanks.default()
     if links is None and ranks.device_type == "cuda":

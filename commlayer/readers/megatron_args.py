@@ -228,7 +228,7 @@ def _unlike(flags: Flags) -> tuple[str, ...]:
 
 def _dispatch(flags: Flags) -> Iterator[tuple[str, object]]:
     kind = flags.one_of("moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
-    yield "dispatch", "all_gather" if kind == "allgather" else "all_to_all"
+    yield "exchange", "all_gather" if kind == "allgather" else "all_to_all"
     backend = flags.one_of("moe-flex-dispatcher-backend", ("deepep", "hybridep"), "deepep")
     yield "dispatcher", backend if kind == "flex" or "moe-enable-deepep" in flags else "nccl"
 

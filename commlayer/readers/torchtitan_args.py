@@ -190,7 +190,7 @@ def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     degrees = {option: flags.whole(flag) for flag, option in _DEGREES.items()}
     yield from ((option, str(degree)) for option, degree in degrees.items())
     yield "etp", str(flags.whole(_EXPERT_TP) if degrees["ep"] > 1 else degrees["tp"])
-    yield "dispatch", "all_to_all"
+    yield "exchange", "all_to_all"
     yield "dispatcher", _BACKENDS[flags.one_of(_BACKEND, _BACKENDS, "standard")]
     yield "recompute", _MODES[flags.one_of(_MODE, _MODES, "selective")]
     yield "sequence", str(flags.whole(_SEQUENCE, default="2048"))

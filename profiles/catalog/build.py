@@ -24,7 +24,7 @@ _PUBLISHED = (
     "Published peaks only, NOT measurements: every curve is an assumed latency (inter {inter:g} us, intra {intra:g} "
     "us, device {device:g} us; our assumption) plus bytes x bus factor / peak, that is, full efficiency at large "
     "sizes. Real links reach less. No contention between links is known, so none is stored. Measure your cluster "
-    "with `commlayer profile` before you trust a plan made with this. "
+    "with `commlayer measure` before you trust a plan made with this. "
 )
 
 

@@ -1,7 +1,7 @@
 """A cluster, perhaps one that nobody has: GPUs, NVLink domains and a network; and a profile for any group of its ranks.
 
 A *declared* cluster states a peak rate and an efficiency for each link, from public measurements; the curves of a group
-follow from its shape (:mod:`commlayer.scheduler.mapping.group_curves`). A *measured* one has profiles of `commlayer profile`,
+follow from its shape (:mod:`commlayer.scheduler.mapping.group_curves`). A *measured* one has profiles of `commlayer measure`,
 from whose curves those of other groups follow (:mod:`commlayer.scheduler.group_profiles`).
 """
 
@@ -199,7 +199,7 @@ class Cluster:
 
 
 def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:
-    """The groups that `commlayer profile` measures: all ranks, those of one node, one rank on each node.
+    """The groups that `commlayer measure` measures: all ranks, those of one node, one rank on each node.
 
     A curve's key has the size of its group, not its shape: groups of other shapes and the same size must not use it.
     """

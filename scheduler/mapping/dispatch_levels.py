@@ -51,7 +51,7 @@ class DispatchLevels:
         """The levels of a setup whose EP group lies as ``shape`` on nodes; None where its dispatcher would not consider them."""
         model, width = job.model, max(shape)
         is_over_rails = len(shape) > 1 and width > 1 and len(set(shape)) == 1
-        is_flat_kind = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
+        is_flat_kind = setup.exchange == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
         is_ours = software.two_levels and not software.sends_weights  # they stay for the combine
         if not (is_ours and is_flat_kind and is_over_rails) or model.experts % setup.ep:
             return None

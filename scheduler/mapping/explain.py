@@ -177,7 +177,7 @@ def _changes(one: Setup, other: Setup) -> str:
         words.append(f"{one.offload} instead of {other.offload} offloaded")
     words += [
         f"{getattr(one, name)} instead of {getattr(other, name)}"
-        for name in ("precision", "dispatch", "attention")
+        for name in ("precision", "exchange", "attention")
         if getattr(one, name) != getattr(other, name)
     ]
     if one.pipeline_layout != other.pipeline_layout:

@@ -171,7 +171,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"experts={model.experts} is no multiple of ep={setup.ep}": model.experts % setup.ep > 0,
         f"sequence={job.sequence} is no multiple of tp · 2 · cp = {divisor}": job.sequence % divisor > 0,
         "it has no Ulysses attention: choose attention tensor": setup.attention == "ulysses" and setup.tp > 1,
-        "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        "it exchanges tokens by all_to_all: choose that exchange": setup.exchange == "all_gather" and setup.ep > 1,
         f"it has no expert tensor parallelism beside ep={setup.ep}: set etp=1": setup.ep > 1 and setup.etp > 1,
         f"without ep the experts have tp={setup.tp} as all else": setup.ep == 1 and setup.etp != setup.tp,
         "its ep ranks are neighbours, an unfolded ep lies beyond cp: fold": (
@@ -268,7 +268,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "AutoEP with tensor parallelism takes pp=1": is_tensor and setup.ep > 1 and setup.pp > 1,
         "AutoEP with tensor parallelism takes ZeRO 0 to 2": is_tensor and setup.ep > 1 and setup.zero == 3,
         "tensor parallelism of a MoE model needs autoep_size > 1": is_tensor and setup.ep == 1,
-        "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        "it exchanges tokens by all_to_all: choose that exchange": setup.exchange == "all_gather" and setup.ep > 1,
         f"it offloads no modules by name, got {setup.offload}: choose offload none (activation_checkpointing.cpu_checkpointing "
         "keeps the inputs of layers that it computes again in the host's memory)": setup.offload != KEPT,
         f"it has no multi-token prediction, got mtp_layers={model.mtp_layers}": model.mtp_layers > 0,

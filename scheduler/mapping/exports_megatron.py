@@ -305,13 +305,13 @@ def _batch(job: Job, setup: Setup) -> Iterator[str]:
 
 def _moe(job: Job, setup: Setup, software: Software) -> Iterator[str]:
     kernels = software.kernels
-    takes_kernels = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None  # as token_routes
+    takes_kernels = setup.exchange == "all_to_all" and setup.etp == 1 and job.capacity_factor is None  # as token_routes
     if kernels is None or not takes_kernels:
-        yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
+        yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.exchange == "all_to_all" else "allgather")
     else:
         yield from _flag("moe-token-dispatcher-type", "flex")
         yield from _flag("moe-flex-dispatcher-backend", kernels.megatron)
-    is_exchanged = setup.dispatch == "all_to_all" and setup.ep * setup.etp > 1
+    is_exchanged = setup.exchange == "all_to_all" and setup.ep * setup.etp > 1
     if software.overlaps_shared and job.model.shared_width and is_exchanged and not setup.is_merged:
         yield "--moe-shared-expert-overlap"
     yield "--moe-grouped-gemm"

@@ -25,9 +25,9 @@ from commlayer.scheduler.mapping.pipeline_schedule import (
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.recomputation import Recompute, canonical, unfit_modules
 
-__all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
+__all__ = ["Attention", "ExchangeKind", "Job", "Precision", "Recompute", "Setup"]
 
-Dispatch = Literal["all_to_all", "all_gather"]
+ExchangeKind = Literal["all_to_all", "all_gather"]
 Attention = Literal["tensor", "ulysses"]
 
 
@@ -86,7 +86,7 @@ class Setup:
         recompute: of activations in the backward pass: ``none``, ``megascale`` (MegaScale-MoE A.2), ``full`` (a layer's input
             stays), or modules by Megatron's names (:mod:`commlayer.scheduler.mapping.recomputation`).
         precision: of matrix products, by a recipe (:mod:`commlayer.scheduler.mapping.precisions`); ``fp8``: the GPU's usual one.
-        dispatch: how tokens go to experts.
+        exchange: the collective by which tokens go to experts.
         attention: ``tensor`` (Megatron's TP with sequence parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
         zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
         folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp,
@@ -113,7 +113,7 @@ class Setup:
     micro_batch: int = 1
     recompute: Recompute = "none"
     precision: Precision = "bf16"
-    dispatch: Dispatch = "all_to_all"
+    exchange: ExchangeKind = "all_to_all"
     attention: Attention = "tensor"
     zero: int = 1
     folded: bool = True
@@ -127,7 +127,7 @@ class Setup:
             raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
         words = {
             "precision": Precision,
-            "dispatch": Dispatch,
+            "exchange": ExchangeKind,
             "attention": Attention,
             "schedule": PipelineSchedule,
         }
@@ -164,8 +164,8 @@ class Setup:
         why = unfit(self.schedule, self.pp, self.vpp)
         if self.schedule == "1f1b-overlap" and self.ep == 1:
             why = why or "there is no exchange of tokens to hide, got ep=1: take 1f1b"
-        if self.schedule == "1f1b-overlap" and self.dispatch == "all_gather":
-            why = why or "it hides an exchange by all_to_all, got dispatch=all_gather: set all_to_all"
+        if self.schedule == "1f1b-overlap" and self.exchange == "all_gather":
+            why = why or "it hides an exchange by all_to_all, got exchange=all_gather: set all_to_all"
         if self.recompute == "full":
             why = why or "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
         if self.zero > 1 and self.pp > 1:
@@ -307,7 +307,7 @@ class Setup:
             f"micro-batch {self.micro_batch}",
             "" if self.recompute == "none" else f"recompute {self.recompute}",
             "" if self.precision == "bf16" else self.precision,
-            "" if self.dispatch == "all_to_all" else self.dispatch,
+            "" if self.exchange == "all_to_all" else self.exchange,
             "" if self.attention == "tensor" else self.attention,
             "" if self.zero == 1 else f"ZeRO {self.zero}",
             "" if self.folded else "unfolded",

@@ -151,7 +151,7 @@ class LayerCalls:
             setup.ep,
             setup.etp,
             setup.micro_batch,
-            setup.dispatch,
+            setup.exchange,
             setup.folded,
             setup.gpus,
         )

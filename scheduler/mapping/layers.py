@@ -106,7 +106,7 @@ class LayerBuilder:
         if (routes := self.calls.routes(setup)) is not None:
             return routes.note()
         name = self.software.kernels.name
-        is_asked = setup.ep > 1 and setup.dispatch == "all_to_all"
+        is_asked = setup.ep > 1 and setup.exchange == "all_to_all"
         why = "it takes whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
         return f"{name} does not dispatch this mapping, whose tokens go by all_to_all: {why}" if is_asked else ""
 
@@ -185,7 +185,7 @@ class LayerBuilder:
         size, etp = setup.gpus // setup.pp, setup.etp
         if setup.zero <= 1:  # a call of more than one rank is launched as often, however many they are
             size, etp = min(size, 2), min(etp, 2)
-        degrees = (setup.tp, setup.cp, setup.ep, etp, setup.dispatch)
+        degrees = (setup.tp, setup.cp, setup.ep, etp, setup.exchange)
         ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
         key = (is_moe, by_calls, posts, *degrees, *ways, size)
         if key not in self._known_launches:
@@ -439,7 +439,7 @@ class LayerBuilder:
         return self._may_chunk(setup) and len(out) == 1 and len(home) == 1
 
     def _may_chunk(self, setup: Setup) -> bool:
-        return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1
+        return self.software.hides_dispatch and setup.exchange == "all_to_all" and setup.etp == 1
 
     def _chunked(
         self, out: PlannedCall, home: PlannedCall, computed: list[Compute], later: Compute, is_forward: bool

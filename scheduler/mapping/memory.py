@@ -453,7 +453,7 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         [kept_elements(model, way, cut, formats, is_moe).of(tokens, rows) for way in (setup.recompute, "none")]
         for is_moe in (True, False)
     )
-    exchanged = rows if setup.dispatch == "all_to_all" else routed * setup.etp * setup.ep
+    exchanged = rows if setup.exchange == "all_to_all" else routed * setup.etp * setup.ep
     working = 2 * exchanged * model.routed_hidden  # to the experts and back
     working += max(whole - kept for kept, whole in (sparse, dense))  # what recomputation brings back for one layer
     # the gradient of the widest tensor

@@ -2,7 +2,7 @@
 
 Best first, with bounds (A*; Land and Doig's branch and bound). A heap holds what may still be the fastest, by a time below
 which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble;
-then, for each dispatch, by what their layers send too; then the setups of a family by closer bounds, those that fit in memory;
+then, for each exchange, by what their layers send too; then the setups of a family by closer bounds, those that fit in memory;
 then setups by their estimate. What comes out with an
 estimate is final: everything else takes at least as long. A setup that recomputes more is asked for only where the same with
 less does not fit, or is final (but with ZeRO 3). So the answer is that of a brute force whenever the estimator keeps its word
@@ -103,7 +103,7 @@ class Estimates(Protocol):
         ...
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
-        """Bound the step's time from below. Level 0: also that of every setup that has another dispatch, recomputes more or
+        """Bound the step's time from below. Level 0: also that of every setup that has another exchange, recomputes more or
         shards less by ZeRO, and is else the same. Levels 1 and 2: that of every one that recomputes more or shards less. Up to
         here, with the pipeline layout ``auto``, of every layout; and with it up to level 1, in 1F1B, that of every one with fewer
         chunks. Levels 3 to :data:`CLOSEST`: that of ``setup``. Each is closer and slower to find (or the same again)."""
@@ -372,7 +372,7 @@ class _Frontier:
             elif isinstance(entry.item, Setup):
                 self._look_closer(entry, entry.item)
             elif entry.stage == 0:
-                for alike in zip(*(family.by_dispatch() for family in entry.item), strict=True):
+                for alike in zip(*(family.by_exchange() for family in entry.item), strict=True):
                     self._put_back(entry.time_us, alike, 1)
             elif entry.stage == 1:
                 for family in entry.item:

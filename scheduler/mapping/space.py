@@ -19,7 +19,7 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
   (etp = tp, and ep takes nothing of dp, or all of cp: so with cp = 1 or ep = 1) the setup counts once, as unfolded where the
   space has that.
 - A layout that is spelt out only with the pipelines that have as many chunks. Else each mapping has one layout.
-- What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
+- What changes nothing is not counted twice: exchange with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
 - A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
   nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange by
@@ -40,7 +40,7 @@ from typing import NamedTuple, get_args
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
-from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Setup
+from commlayer.scheduler.mapping.job import Attention, ExchangeKind, Job, Precision, Setup
 from commlayer.scheduler.mapping.model import split_by_tp
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout, parse_layout
@@ -81,7 +81,7 @@ class Space:
     micro_batch: tuple[int, ...] | None = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] = ("none", "megascale", "full")
     precision: tuple[Precision, ...] = ("bf16",)
-    dispatch: tuple[Dispatch, ...] = ("all_to_all", "all_gather")
+    exchange: tuple[ExchangeKind, ...] = ("all_to_all", "all_gather")
     attention: tuple[Attention, ...] = ("tensor",)
     zero: tuple[int, ...] = (1,)
     folded: tuple[bool, ...] = (True, False)
@@ -105,7 +105,7 @@ class Space:
                 )
         allowed: dict[str, tuple[object, ...]] = {
             "precision": get_args(Precision),
-            "dispatch": get_args(Dispatch),
+            "exchange": get_args(ExchangeKind),
             "attention": get_args(Attention),
             "zero": (0, 1, 2, 3),
             "folded": (True, False),
@@ -129,7 +129,7 @@ def _or(values: object) -> str:
 
 
 class Family(NamedTuple):
-    """Setups that differ only in ``recompute``, ``dispatch`` and ``zero``: their forward passes compute the same on the same
+    """Setups that differ only in ``recompute``, ``exchange`` and ``zero``: their forward passes compute the same on the same
     ranks. Recomputation is ordered from the least to the most."""
 
     gpus: int
@@ -147,7 +147,7 @@ class Family(NamedTuple):
     pipeline_layout: str
     offload: Offload
     recompute: tuple[Recompute, ...]
-    dispatch: tuple[Dispatch, ...]
+    exchange: tuple[ExchangeKind, ...]
     zero: tuple[int, ...]
 
     @property
@@ -158,26 +158,26 @@ class Family(NamedTuple):
     @property
     def size(self) -> int:
         """How many setups."""
-        return len(self.recompute) * len(self.dispatch) * len(self.zero)
+        return len(self.recompute) * len(self.exchange) * len(self.zero)
 
-    def by_dispatch(self) -> Iterator[Family]:
-        """The families that have one dispatch each."""
-        return (self._replace(dispatch=(dispatch,)) for dispatch in self.dispatch)
+    def by_exchange(self) -> Iterator[Family]:
+        """The families that have one exchange each."""
+        return (self._replace(exchange=(each,)) for each in self.exchange)
 
     def lead(self) -> Setup:
         """The one with the least recomputation and the highest ZeRO stage: none of them computes less."""
-        return self._setup(self.recompute[0], self.dispatch[0], max(self.zero))
+        return self._setup(self.recompute[0], self.exchange[0], max(self.zero))
 
     def members(self) -> Iterator[Setup]:
         """All of them."""
-        for words in product(self.recompute, self.dispatch, self.zero):
+        for words in product(self.recompute, self.exchange, self.zero):
             yield self._setup(*words)
 
-    def _setup(self, recompute: Recompute, dispatch: Dispatch, zero: int) -> Setup:
+    def _setup(self, recompute: Recompute, exchange: ExchangeKind, zero: int) -> Setup:
         """Without Setup's own checks, which took most of the time: :func:`families` keeps the same rules, as tests show."""
         setup = object.__new__(Setup)
         own = (self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp, self.vpp, self.micro_batch)
-        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule)
+        words = (recompute, self.precision, exchange, self.attention, zero, self.folded, self.schedule)
         for put, value in zip(_PUT, (*own, *words, self.offload, self.pipeline_layout), strict=True):
             put(setup, value)
         return setup
@@ -224,7 +224,7 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     ]
     is_unfit = cache(partial(unfit_recomputation, job.model, cluster.gpu))
     precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
-    dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
+    exchanges, attentions = tuple(dict.fromkeys(space.exchange)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))
     for pp, tp, cp, dp, batches in _attention_sides(job, cluster, space):
         attention = _attentions(job, tp, attentions)
@@ -232,7 +232,7 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
             for (vpp, micro_batch, schedule), precision, kind in product(batches, precisions, attention):
                 if schedule == "1f1b-overlap" and ep == 1:
                     continue  # which has no exchange to hide
-                sent = dispatches if ep * etp > 1 else dispatches[:1]
+                sent = exchanges if ep * etp > 1 else exchanges[:1]
                 if schedule == "1f1b-overlap":
                     sent = tuple(word for word in sent if word != "all_gather")
                 if not sent:

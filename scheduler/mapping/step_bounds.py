@@ -105,7 +105,7 @@ class StepBounds:
             "exchanged",
             *tokens,
             setup.etp,
-            setup.dispatch,
+            setup.exchange,
             *map(setup.layout, ("ep", "etp_ep")),
             self.parts.job_of(setup).imbalance,
         )

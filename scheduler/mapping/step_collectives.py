@@ -233,7 +233,7 @@ def _of_dispatcher(
     """List what is exchanged for the experts."""
     size = (2 * job.model.experts + 3) * _STATISTIC_BYTES * software.balances
     balance = StepCollective("balance", "stage", "dp", "all_reduce", size, "balance")
-    if setup.dispatch == "all_gather":
+    if setup.exchange == "all_gather":
         return (balance, *_counts(job, setup, software), *_gathered(job, setup, software))
     return (balance, *_counts(job, setup, software), *_exchanged(job, setup, software, of_gradients=of_gradients))
 

@@ -83,7 +83,7 @@ class StepParts:
         whole stage."""
         degrees: tuple[object, ...] = (setup.tp, setup.cp, setup.micro_batch)
         if is_moe:
-            degrees += (setup.ep, setup.etp, setup.dispatch, setup.folded)
+            degrees += (setup.ep, setup.etp, setup.exchange, setup.folded)
         ways = (setup.recompute, setup.precision, setup.attention, max(setup.zero, 1), setup.offload)
         # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
         size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances or not setup.folded else 0

@@ -48,7 +48,7 @@ class TokenRoutes:
     ) -> TokenRoutes | None:
         """The ways of a setup whose EP group lies as ``shape`` on nodes; None where such kernels do not dispatch."""
         model, count = job.model, len(shape)
-        is_flat_kind = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
+        is_flat_kind = setup.exchange == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
         if not is_flat_kind or setup.ep == 1 or len(set(shape)) > 1 or model.experts % setup.ep:
             return None
         nodes, ranks = (

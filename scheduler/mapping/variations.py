@@ -122,9 +122,9 @@ ALTERNATIVES: dict[str, tuple[Alternative, Alternative]] = {
         Alternative(name="tensor", space=Space(attention=("tensor",))),
         Alternative(name="ulysses", space=Space(attention=("ulysses",))),
     ),
-    "dispatch": (
-        Alternative(name="all_to_all", space=Space(dispatch=("all_to_all",))),
-        Alternative(name="all_gather", space=Space(dispatch=("all_gather",))),
+    "exchange": (
+        Alternative(name="all_to_all", space=Space(exchange=("all_to_all",))),
+        Alternative(name="all_gather", space=Space(exchange=("all_gather",))),
     ),
     "schedule": (
         Alternative(name="1f1b", space=Space(schedule=("1f1b",))),

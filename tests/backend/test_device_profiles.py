@@ -317,6 +317,6 @@ def test_a_profile_of_a_device_has_what_the_cpus_has_and_products(
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="expected a device whose tensors are moved here"):
         device_links(torch.device("xpu", 0))
-    answer = CliRunner().invoke(main, ["profile", "--emulate", "1x2", "--device", "cuda"])
+    answer = CliRunner().invoke(main, ["measure", "--emulate", "1x2", "--device", "cuda"])
     assert answer.exit_code
     assert "the ranks of an emulated cluster have no GPU each" in answer.output

@@ -156,7 +156,7 @@ def test_fp8_dispatch_is_of_tokens_that_go_to_parts_of_experts_too() -> None:
 
 def test_help_names_no_range_without_an_end() -> None:
     """An IntRange or FloatRange of click that has no ends says so in Python's words."""
-    for name in ("estimate", "search", "what-if", "plan", "profile", "bench", "emulate", "trace"):
+    for name in ("estimate", "search", "what-if", "plan", "measure", "bench", "emulate", "trace"):
         assert "None" not in run(name, "--help").stdout
 
 

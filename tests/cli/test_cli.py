@@ -52,7 +52,7 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_help_names_every_command_without_importing_it() -> None:
     before = set(sys.modules)
     output = call("--help").output
-    for name in ("demo", "profile", "bench", "emulate", "plan", "profiles", "trace", "audit", "doctor"):
+    for name in ("demo", "measure", "bench", "emulate", "plan", "profiles", "trace", "audit", "doctor"):
         assert f"  {name} " in output
     assert call("-h").output == output
     assert "Shell completion" in output
@@ -83,12 +83,19 @@ def test_misspelt_command_gets_a_hint() -> None:
     assert "Expected one of demo" in call("xyz", status=2).stderr
 
 
+def test_old_names_are_refused_with_the_new_ones() -> None:
+    assert "profile is called measure now." in call("profile", "--emulate", "2x4", status=2).stderr
+    for command in ("search", "estimate", "what-if"):
+        assert "--dispatch is called --exchange now." in call(command, "--dispatch=all_gather", status=2).stderr
+    assert "is called" not in call("plan", "--dispatch=all_gather", status=2).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("profile", "--emulate", "2x2", "-b", "1MiB", "-e", "1KiB"), "1048576 bytes, 1024 bytes"),
-        (("profile", "--emulate", "2x2", "-f", "0.5"), "'--factor': 0.5 is not in the range x>1"),
-        (("profile", "--emulate", "1x1"), "expected two ranks or more, got one"),
+        (("measure", "--emulate", "2x2", "-b", "1MiB", "-e", "1KiB"), "1048576 bytes, 1024 bytes"),
+        (("measure", "--emulate", "2x2", "-f", "0.5"), "'--factor': 0.5 is not in the range x>1"),
+        (("measure", "--emulate", "1x1"), "expected two ranks or more, got one"),
         (("bench", "--emulate", "1x1"), "expected two ranks or more, got one"),
         (("demo", "--shape", "1x1"), "say --shape 2x4, for example"),
     ],
@@ -432,7 +439,7 @@ def test_doctor_explains_variables() -> None:
 
 def test_doctor_without_a_profile_says_how_to_get_one() -> None:
     _, found = findings()
-    assert "commlayer profile -o" in found["What would be chosen", "profile"]["advice"]
+    assert "commlayer measure -o" in found["What would be chosen", "profile"]["advice"]
     output = call("doctor").output
     assert "✓" in output
 

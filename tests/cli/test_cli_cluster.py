@@ -1,4 +1,4 @@
-"""The commands that run on a cluster: profile, bench and demo, on emulated ones and as ranks of a torchrun-style start."""
+"""The commands that run on a cluster: measure, bench and demo, on emulated ones and as ranks of a torchrun-style start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from synthetic_profiles import synthetic_profile
 
 from commlayer.cli.main import main
+from commlayer.cli.measure import link_rates
 from commlayer.cli.place import Place, emulation
-from commlayer.cli.profile import link_rates
 from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
@@ -83,7 +83,7 @@ def refused(*arguments: object, status: int = 2) -> str:
 def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("p.json", "t.json", "p.svg")}
     options = ("-n", "3", "-o", files["p.json"], "-J", files["t.json"], "--picture", files["p.svg"], "--json")
-    result = shell("profile", "--emulate", "2x2", "--inter", "4gbit", "--name", "mine", *SMALL, *options)
+    result = shell("measure", "--emulate", "2x2", "--inter", "4gbit", "--name", "mine", *SMALL, *options)
     profile = parse_profile(result.stdout.encode(), "stdout")
     assert profile == read_profile(files["p.json"])
     assert (profile.name, profile.kind, profile.topology, profile.gather) == ("mine", "emulated", "2x2", "remote")
@@ -111,7 +111,7 @@ def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 def test_profile_prints_nccl_tests_columns() -> None:
-    output = here("profile", "--emulate", "2x1", "--inter", "4gbit", "-b", "4KiB", "-e", "4KiB", "-n", "2")
+    output = here("measure", "--emulate", "2x1", "--inter", "4gbit", "-b", "4KiB", "-e", "4KiB", "-n", "2")
     assert "all_to_all on inter, group size 2" in output
     assert " on intra, " not in output  # one rank a node has nobody to talk to there
     for column in COLUMNS:
@@ -187,7 +187,7 @@ def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> No
 
 
 def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
-    profile = ("profile", "-b", "4KiB", "-e", "4KiB", "-n", "2", "-o", tmp_path / "p.json", "--json")
+    profile = ("measure", "-b", "4KiB", "-e", "4KiB", "-n", "2", "-o", tmp_path / "p.json", "--json")
     cluster = (
         "emulate",
         "--nodes",
@@ -221,9 +221,9 @@ def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str) -> None
         "--no-prefix",
         "--",
         *PROGRAM,
-        "profile",
+        "measure",
     )
-    command = ("profile", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
+    command = ("measure", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
     measured = parse_profile(shell(*command, *profile, COMMLAYER_EMULATION="loopback").stdout.encode(), "stdout")
     assert measured.kind == "emulated"
     assert "on loopback, unshaped" in measured.source
@@ -353,7 +353,7 @@ def test_the_table_says_how_well_the_median_is_known() -> None:
 
 
 def test_a_cluster_command_without_a_cluster_says_how_to_get_one() -> None:
-    for command in ("profile", "bench"):
+    for command in ("measure", "bench"):
         words = refused(command)
         assert "torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer" in words
         assert "--emulate 2x4" in words
@@ -393,11 +393,11 @@ def test_an_unknown_profile_is_refused_with_the_closest_names() -> None:
 
 @pytest.mark.parametrize("option", ["-o", "--picture", "-J"])
 def test_a_folder_that_does_not_exist_is_found_before_measuring(option: str, tmp_path: Path) -> None:
-    assert "does not exist" in refused("profile", "--emulate", "2x4", option, tmp_path / "no" / "x.svg")
+    assert "does not exist" in refused("measure", "--emulate", "2x4", option, tmp_path / "no" / "x.svg")
 
 
 def test_a_picture_of_an_unknown_kind_is_found_before_measuring(tmp_path: Path) -> None:
-    assert ".svg, .png, .pdf, got .bmp" in refused("profile", "--emulate", "2x4", "--picture", tmp_path / "x.bmp")
+    assert ".svg, .png, .pdf, got .bmp" in refused("measure", "--emulate", "2x4", "--picture", tmp_path / "x.bmp")
 
 
 def test_without_matplotlib_a_report_is_refused_before_measuring(

@@ -197,11 +197,11 @@ def test_what_is_repeated_narrows_the_search(searched: Any) -> None:
 def test_a_note_says_of_which_mappings_it_is() -> None:
     few = ("--tp", "1", "--cp", "1", "--pp", "2", "--vpp", "1", "--micro-batch", "1", "--recompute", "full", "--folded")
     notes = call(
-        "search", *JOB, *few, "--ep", "4", "--ep", "8", "--dispatcher", "deepep", "--dispatch", "all_to_all"
+        "search", *JOB, *few, "--ep", "4", "--ep", "8", "--dispatcher", "deepep", "--exchange", "all_to_all"
     ).stderr
     assert len(re.findall(r"^note: of mapping [12]: deepep: a token ", notes, re.MULTILINE)) == 2
     one = call(
-        "search", *JOB, *few, "--ep", "8", "--dispatcher", "deepep", "--dispatch", "all_to_all", "--top", "1"
+        "search", *JOB, *few, "--ep", "8", "--dispatcher", "deepep", "--exchange", "all_to_all", "--top", "1"
     ).stderr
     assert re.search(r"^note: deepep: a token ", one, re.MULTILINE)
 
@@ -404,7 +404,7 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
 def test_estimate_agrees_with_search(searched: Any) -> None:
     best = searched["mappings"][0]
     options: list[str] = []
-    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch", "recompute", "dispatch", "zero"):
+    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch", "recompute", "exchange", "zero"):
         options += [f"--{name.replace('_', '-')}", str(best["setup"][name])]
     kind = "--folded" if best["setup"]["folded"] else "--unfolded"
     assert {**call_json("estimate", *JOB, *options, kind)["estimate"], "rank_by_time": 1} == best

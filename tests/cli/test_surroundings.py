@@ -249,7 +249,7 @@ def options() -> Iterator[tuple[str, click.Command, str]]:
 def test_no_command_quotes_the_whole_of_a_long_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that would start ranks only read their options."""
     for path, command, option in options():
-        if path in ("demo", "profile", "bench", "emulate", "routing record", "doctor"):
+        if path in ("demo", "measure", "bench", "emulate", "routing record", "doctor"):
             monkeypatch.setattr(command, "callback", lambda **given: None)
         for value in ("x" * 100_000, EVIL * 5000):
             result = CliRunner().invoke(main, [*path.split(), option, value], prog_name="commlayer")

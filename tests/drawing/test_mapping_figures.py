@@ -131,7 +131,7 @@ def test_memory_is_drawn_against_the_limit(tmp_path: Path) -> None:
 def test_words_in_bars_stay_inside(limit: float) -> None:
     """Measured on the drawn picture, with the fonts of this machine."""
     narrow = Memory(weights=9e9, gradients=12e9, optimizer=8e9, activations=11e9, buffers=6e9)
-    setup = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="megascale", dispatch="all_gather", precision="fp8", zero=0)
+    setup = Setup(gpus=32, tp=2, ep=8, pp=4, recompute="megascale", exchange="all_gather", precision="fp8", zero=0)
     long = f"1  {mapping_name(setup)}"
     figures = [memory_figure({long: made_up(limit=limit), "2": made_up(limit=limit, memory=narrow)})]
     figures.append(

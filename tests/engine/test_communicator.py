@@ -370,7 +370,7 @@ def test_bad_tensors_profiles_and_groups_are_named(emulated_cluster: ClusterFact
             "scalar": (TensorError, "got shape []"),
             "meta": (TensorError, "moves cpu tensors, got one on meta"),
             "unknown": (ProfileNotFoundError, "emulated-2x44"),
-            "none": (ProfileNotFoundError, "commlayer profile"),
+            "none": (ProfileNotFoundError, "commlayer measure"),
             "auto": (ProfileNotFoundError, "profile 'auto' is for the backend"),
             "timeout 0": (UsageError, "timeout_s: expected a positive, finite number of seconds, or None, got 0"),
             "timeout nan": (UsageError, "got nan"),

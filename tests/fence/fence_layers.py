@@ -150,7 +150,7 @@ def _setup(draw: random.Random) -> Setup:
         micro_batch=draw.choice((1, 2)),
         recompute=recompute or canonical("+".join(draw.sample(MODULES, draw.choice((1, 2, 3))))),
         precision=draw.choice(("bf16", "bf16", "fp8", "fp8-deepgemm", "fp8-blockwise", "fp8-mxfp8")),
-        dispatch=draw.choice(("all_to_all", "all_to_all", "all_to_all", "all_gather")),
+        exchange=draw.choice(("all_to_all", "all_to_all", "all_to_all", "all_gather")),
         attention=draw.choice(("tensor", "tensor", "ulysses")),
         zero=draw.choice((0, 1, 1, 2, 3)),
         schedule=schedule,  # type: ignore[arg-type]  # a word of PipelineSchedule

@@ -158,7 +158,7 @@ def test_curves_are_found_by_collective_link_and_group() -> None:
 
 
 def test_a_missing_curve_says_what_there_is_and_how_to_get_it() -> None:
-    with pytest.raises(PlanError, match=r"'test' \(2x4\).*group size 8.*group size 2, 4\b.*`commlayer profile`"):
+    with pytest.raises(PlanError, match=r"'test' \(2x4\).*group size 8.*group size 2, 4\b.*`commlayer measure`"):
         make().curve("all_to_all", INTER, 8)
     assert make().find("all_to_all", INTER, 8) is None
     with pytest.raises(PlanError, match=r"all_gather on intra.*it has all_to_all on inter, copy on device"):
@@ -336,7 +336,7 @@ def test_create_refuses_what_the_file_would_be_refused_for() -> None:
 
 def test_a_profile_of_another_shape_is_refused() -> None:
     check_shape(make(), Topology.from_identities(["a", "b"] * 4))
-    with pytest.raises(ProfileMismatchError, match=r"shape 2x8, got 'test' of shape 2x4.*`commlayer profile`"):
+    with pytest.raises(ProfileMismatchError, match=r"shape 2x8, got 'test' of shape 2x4.*`commlayer measure`"):
         check_shape(make(), Topology.parse("2x8"))
 
 

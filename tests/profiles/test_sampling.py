@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from synthetic_profiles import synthetic_profile
 
-from commlayer.cli import profile as command
+from commlayer.cli import measure as command
 from commlayer.cli.main import main
 from commlayer.measure import calibrate
 from commlayer.profiles import catalog

@@ -35,7 +35,7 @@ LAUNCH = "torchrun --nnodes=16 --nproc_per_node 8 pretrain_gpt.py \\\n --lr 3e-4
     [
         (PLAIN, "nccl"),
         (replace(PLAIN, etp=2, cp=2, micro_batch=2, recompute="full", zero=0), "nccl"),
-        (replace(PLAIN, recompute="moe_act+layernorm", precision="fp8-blockwise", dispatch="all_gather"), "nccl"),
+        (replace(PLAIN, recompute="moe_act+layernorm", precision="fp8-blockwise", exchange="all_gather"), "nccl"),
         (replace(PLAIN, pp=2, vpp=47, schedule="1f1b-overlap"), "deepep"),
         (replace(PLAIN, pp=4, vpp=1, pipeline_layout="Et*23|(t*24|)*2t*23L", zero=1), "hybridep"),
     ],

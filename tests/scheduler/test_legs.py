@@ -156,7 +156,7 @@ def test_just_the_curves_that_plans_are_priced_by_are_measured(shape: str) -> No
     assert set(measured) == asked(topology)
     empty = synthetic_profile().replace(topology=shape, curves=[])
     for key in measured:
-        with pytest.raises(PlanError, match="Measure it on that cluster with `commlayer profile`"):
+        with pytest.raises(PlanError, match="Measure it on that cluster with `commlayer measure`"):
             empty.curve(*key)
 
 

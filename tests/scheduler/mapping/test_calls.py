@@ -90,12 +90,12 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        return Setup(gpus=self.gpus, **{"zero": 0, "dispatch": "all_to_all", **self.degrees, **self.options})
+        return Setup(gpus=self.gpus, **{"zero": 0, "exchange": "all_to_all", **self.degrees, **self.options})
 
     @property
     def is_static(self) -> bool:
         """Whether no size depends on the router's choices."""
-        return self.capacity_factor is not None or self.setup.dispatch == "all_gather" or self.top_k == SHAPE.experts
+        return self.capacity_factor is not None or self.setup.exchange == "all_gather" or self.top_k == SHAPE.experts
 
     @property
     def described(self) -> Iterable[tuple[StepCollective, int]]:
@@ -125,8 +125,8 @@ class Case:
             width=model.width,
             shared_width=model.shared_width,
             attention=setup.attention,
-            dispatch="two_level" if self.in_levels else setup.dispatch,
-            chunks="auto" if self.capacity_factor or self.in_levels or setup.dispatch == "all_gather" else 1,
+            dispatch="two_level" if self.in_levels else setup.exchange,
+            chunks="auto" if self.capacity_factor or self.in_levels or setup.exchange == "all_gather" else 1,
             bucket_bytes=self.software.bucket_bytes or 1,
             overlap_gradients=self.setup.zero == 0,
         )
@@ -138,7 +138,7 @@ CASES = [
     Case(4, {"tp": 4, "ep": 2}, {"attention": "tensor"}),  # key and value projections are whole on every rank
     Case(4, {"ep": 2, "etp": 2}, capacity_factor=1.5),
     Case(4, {"cp": 2, "ep": 4}, {"micro_batch": 2}, software=replace(FP32, balances=True)),
-    Case(4, {"ep": 2, "etp": 2}, {"dispatch": "all_gather"}),
+    Case(4, {"ep": 2, "etp": 2}, {"exchange": "all_gather"}),
     Case(4, {"pp": 2, "cp": 2}, {"micro_batch": 2}, layers=3),
     Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "megascale"}),
     Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "megascale"}, capacity_factor=1.0),
@@ -147,7 +147,7 @@ CASES = [
     Case(4, {"ep": 4}, {"recompute": "megascale"}, top_k=8, in_levels=True),
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
     Case(8, {"pp": 2, "tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "micro_batch": 4}, layers=2),
-    Case(8, {"tp": 2, "ep": 8}, {"dispatch": "all_gather", "attention": "ulysses"}),
+    Case(8, {"tp": 2, "ep": 8}, {"exchange": "all_gather", "attention": "ulysses"}),
 ]
 Key = tuple[str, str]
 """Axis (the first of those that share a group) and collective."""
@@ -292,7 +292,7 @@ def test_volumes_are_megascales(drawn: tuple[int, ...]) -> None:
             experts = volumes.expert_parallel_ffn(tokens, model.hidden, n, k)
             assert sent_elements(found, "ep", n) == pytest.approx(experts)
             assert sent_elements(layer_backward(job, setup, COMMLAYER), "ep", n) == pytest.approx(experts)
-            gathered = layer_forward(job, replace(setup, dispatch="all_gather"), software)
+            gathered = layer_forward(job, replace(setup, exchange="all_gather"), software)
             assert sent_elements(gathered, "ep", n) == pytest.approx(
                 volumes.tensor_parallel_ffn(tokens, model.hidden, n)
             )

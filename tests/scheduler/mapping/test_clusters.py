@@ -53,7 +53,7 @@ H100 = clusters.load("h100-eos")
 
 
 def as_measured(num: int, each: int) -> Profile:
-    """A profile with the curves that `commlayer profile` makes on ``num`` nodes of ``each`` ranks."""
+    """A profile with the curves that `commlayer measure` takes on ``num`` nodes of ``each`` ranks."""
     shapes = [(each,) * num, (each,), (1,) * num]
     curves = {curve.key: curve for nodes in shapes for curve in H100.profile_of(nodes).curves}
     return H100.profile_of(shapes[0]).replace(name=f"ours-{num}x{each}", kind="measured", curves=curves.values())

@@ -57,7 +57,7 @@ def test_two_levels_where_the_network_is_what_a_step_waits_for() -> None:
         (SETUP, MEGATRON),
         (replace(SETUP, ep=8), COMMLAYER),  # one node
         (replace(SETUP, etp=2), COMMLAYER),
-        (replace(SETUP, dispatch="all_gather"), COMMLAYER),
+        (replace(SETUP, exchange="all_gather"), COMMLAYER),
     ],
 )
 def test_flat_where_a_dispatcher_knows_no_levels(setup: Setup, software: Software) -> None:
@@ -118,6 +118,6 @@ def test_no_levels_of_uneven_or_single_ranks() -> None:
 
 def test_a_search_ranks_by_it() -> None:
     """A search's bounds hold with two levels too (it raises where one does not), and its best names them."""
-    space = Space(ep=(16,), etp=(1,), tp=(1,), cp=(1,), pp=(1, 2), micro_batch=(1,), dispatch=("all_to_all",))
+    space = Space(ep=(16,), etp=(1,), tp=(1,), cp=(1,), pp=(1, 2), micro_batch=(1,), exchange=("all_to_all",))
     found = search(JOB, Estimator(JOB, slower(0.25), COMMLAYER, efficiency=0.8), space, top=3)
     assert any("two levels" in note for note in found.best.notes)

@@ -73,7 +73,7 @@ def test_megatron_takes_every_degree() -> None:
 
 def test_megatron_says_how_it_is_run() -> None:
     found = flags(
-        replace(BEST, recompute="full", precision="fp8", dispatch="all_gather", zero=0, tp=1), capacity_factor=1.25
+        replace(BEST, recompute="full", precision="fp8", exchange="all_gather", zero=0, tp=1), capacity_factor=1.25
     )
     assert found["--recompute-granularity"] == ["full"]
     assert found["--fp8-format"] == ["hybrid"]
@@ -323,7 +323,7 @@ def test_torchtitan_parses_its_options() -> None:
     [
         (Setup(gpus=128, tp=4, etp=2, ep=4, pp=8), "no expert tensor parallelism beside ep=4"),
         (Setup(gpus=128, tp=4, ep=4, pp=8, attention="ulysses"), "no Ulysses"),
-        (Setup(gpus=128, ep=8, pp=8, dispatch="all_gather"), "all_to_all"),
+        (Setup(gpus=128, ep=8, pp=8, exchange="all_gather"), "all_to_all"),
         (Setup(gpus=128, cp=2, ep=8, pp=8, folded=False), "ep ranks are neighbours"),
         (Setup(gpus=128, ep=8, pp=8, zero=0), "zero 1 or more"),
         (Setup(gpus=128, ep=8, pp=8, recompute="core_attn"), "megascale, which is exported as its selective"),
@@ -433,7 +433,7 @@ DEEPEP, HYBRIDEP = (with_dispatcher(MEGATRON, name) for name in ("deepep", "hybr
 _SETUPS = [
     BEST,
     Setup(gpus=128, tp=2, cp=2, ep=8, pp=4, vpp=7, recompute="full"),
-    Setup(gpus=128, tp=4, ep=2, etp=4, pp=4, dispatch="all_gather", zero=0),
+    Setup(gpus=128, tp=4, ep=2, etp=4, pp=4, exchange="all_gather", zero=0),
     replace(BEST, precision="fp8", recompute="megascale"),
     Setup(gpus=128, tp=4, cp=2, ep=8, pp=8, attention="ulysses"),
     Setup(gpus=128, tp=2, ep=8, pp=16, vpp=3),

@@ -215,7 +215,7 @@ def test_the_search_with_offloading_is_that_of_brute_force(gbps: float) -> None:
         pp=(1, 2),
         vpp=(1,),
         micro_batch=(1, 2),
-        dispatch=("all_to_all",),
+        exchange=("all_to_all",),
         recompute=("none", "megascale", "full", "moe_act"),
         offload=(KEPT, "expert_fc1+moe_act", ALL),
     )

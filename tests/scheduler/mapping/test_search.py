@@ -74,13 +74,13 @@ class Fake:
     def _times(self, setup: Setup) -> list[float]:
         """The bounds, level by level, and the step."""
         setup = replace(setup, pipeline_layout="even")
-        family = replace(setup, recompute="none", dispatch="all_to_all", zero=3)
+        family = replace(setup, recompute="none", exchange="all_to_all", zero=3)
         if setup.schedule == "1f1b":
             family = replace(family, vpp=1)
         least = replace(setup, recompute="none")
         times = [100 + self._least("family", family)]
         for level in (1, 2):
-            times.append(times[-1] + self._least("dispatch", level, replace(family, dispatch=setup.dispatch)))
+            times.append(times[-1] + self._least("dispatch", level, replace(family, exchange=setup.exchange)))
         for level in range(3, CLOSEST + 2):
             times.append(times[-1] + self._least(level, least))
         words = RECOMPUTE
@@ -181,7 +181,7 @@ def ranks(setup: Setup) -> tuple[frozenset[int], ...]:
 @pytest.mark.parametrize("model", [SMALL, LATENT])
 def test_setups_are_those_that_setup_itself_accepts(gpus: int, model: ModelShape) -> None:
     job = job_of(gpus, model=model, batch=24, sequence=96)
-    space = Space(recompute=("none",), dispatch=("all_to_all",), vpp=tuple(range(1, 7)), pipeline_layout="even")
+    space = Space(recompute=("none",), exchange=("all_to_all",), vpp=tuple(range(1, 7)), pipeline_layout="even")
     got = list(setups(job, NODE, space))
     assert len(got) == len(set(got))
     expected = by_setup_itself(job, NODE, space)
@@ -199,9 +199,9 @@ def test_setups_are_those_that_setup_itself_accepts(gpus: int, model: ModelShape
 def test_words_are_combined_and_nothing_is_counted_twice() -> None:
     assert Space(recompute=("selective", "core_attn", "none")).recompute == ("core_attn", "none")
     job = job_of(8)
-    plain = Space(recompute=("none",), dispatch=("all_to_all",))
+    plain = Space(recompute=("none",), exchange=("all_to_all",))
     every = replace(
-        plain, recompute=("full", "none"), dispatch=("all_to_all", "all_gather"), attention=("tensor", "ulysses")
+        plain, recompute=("full", "none"), exchange=("all_to_all", "all_gather"), attention=("tensor", "ulysses")
     )
     one = list(setups(job, NODE, plain))
     expected = sum(2 * (2 if each.ep * each.etp > 1 else 1) * (2 if each.tp > 1 else 1) for each in one)
@@ -298,7 +298,7 @@ class Flat(Fake):
 
 def test_distinct_mappings_do_not_rename_an_axis_of_each_other() -> None:
     job = job_of(8)
-    few = Space(tp=(1,), pp=(1,), etp=(1,), recompute=("none",), dispatch=("all_to_all",))
+    few = Space(tp=(1,), pp=(1,), etp=(1,), recompute=("none",), exchange=("all_to_all",))
     every = search(job, Flat(job, NODE, seed=0, fits=1.0), few, top=40)
     result = search(job, Flat(job, NODE, seed=0, fits=1.0), few, top=6, distinct=True)
     assert len(result.ranked) == 6
@@ -458,13 +458,13 @@ def test_the_real_estimator_is_searched_as_by_brute_force(
             if setup.zero < 3 and less != setup:
                 assert estimator.estimate(less, detail=False).step_us <= found.step_us
             most = 3 if setup.schedule == "1f1b" or setup.pp == 1 else 1
-            lead = replace(less, dispatch="all_to_all", zero=most)
+            lead = replace(less, exchange="all_to_all", zero=most)
             assert estimator.bound_us(lead, 0) <= found.step_us * (1 + 1e-9), setup
             for level in (1, 2):
-                of_family = estimator.bound_us(replace(lead, dispatch=setup.dispatch), level)
+                of_family = estimator.bound_us(replace(lead, exchange=setup.exchange), level)
                 assert of_family <= found.step_us * (1 + 1e-9), (level, setup)
             if setup.schedule == "1f1b" and setup.pp > 1:
-                interleaved = replace(lead, dispatch=setup.dispatch, vpp=2)
+                interleaved = replace(lead, exchange=setup.exchange, vpp=2)
                 for level in (0, 1):
                     assert estimator.bound_us(interleaved, level) <= found.step_us * (1 + 1e-9), (level, setup)
             every.append(found)

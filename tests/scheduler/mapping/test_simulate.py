@@ -90,7 +90,7 @@ def setups(draw: st.DrawFn, gpus: int = 64) -> Setup:
             vpp=draw(st.sampled_from((1, 2))),
             micro_batch=draw(st.sampled_from((1, 2))),
             recompute=draw(st.sampled_from(("none", "megascale", "full"))),
-            dispatch=draw(st.sampled_from(("all_to_all", "all_gather"))),
+            exchange=draw(st.sampled_from(("all_to_all", "all_gather"))),
             attention=draw(st.sampled_from(("tensor", "ulysses"))),
             zero=draw(st.sampled_from((0, 1, 2, 3))),
             folded=folded,
@@ -336,7 +336,7 @@ def test_dualpipe_has_two_copies_of_what_a_stage_has_and_its_v_has_not() -> None
     [
         ({"pp": 4}, "vpp of at least 2"),
         ({"ep": 1}, "no exchange of tokens to hide"),
-        ({"dispatch": "all_gather"}, "set all_to_all"),
+        ({"exchange": "all_gather"}, "set all_to_all"),
         ({"pp": 4, "vpp": 2, "recompute": "full"}, "cannot be computed again as a whole"),
         ({"pp": 4, "vpp": 2, "zero": 3}, "set zero to 0 or 1"),
         ({"pp": 4, "vpp": 2, "schedule": "dualpipe"}, "expected vpp=1"),
@@ -634,7 +634,7 @@ def test_a_search_ranks_modules_each_by_themselves() -> None:
         etp=(1,),
         pp=(1, 2),
         vpp=(1,),
-        dispatch=("all_to_all",),
+        exchange=("all_to_all",),
     )
     estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON, efficiency=1)
     found = search(job, estimator, space, top=12)

@@ -1,4 +1,4 @@
-"""``commlayer profile``: measure the links of a cluster into a profile."""
+"""``commlayer measure``: measure the links of a cluster into a profile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from commlayer.profiles.nccl_table import NcclRow
     from commlayer.profiles.profile import Profile
 
-__all__ = ["link_rates", "measure_here", "measure_job", "profile"]
+__all__ = ["link_rates", "measure_command", "measure_here", "measure_job"]
 
 DEVICES = ("cpu", "cuda")
 Rows = list[tuple[str, str, int, "NcclRow"]]
@@ -50,7 +50,7 @@ _sweep_options = in_order(
 )
 
 
-@click.command(cls=Command)
+@click.command("measure", cls=Command)
 @place_options
 @_sweep_options
 @click.option(
@@ -63,7 +63,7 @@ _sweep_options = in_order(
 @click.option("--name", help="The profile's name.  [from the shape]")
 @click.option("--picture", type=PICTURE, help="Draw efficiency over bytes (.svg, .png, .pdf).")
 @json_option
-def profile(
+def measure_command(
     device: str | None,
     output: Path | None,
     table_json: Path | None,
@@ -79,8 +79,8 @@ def profile(
     interval of its median is within 5 %.
 
     \b
-      torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
-      commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
+      torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer measure -o cluster.json
+      commlayer measure --emulate 2x4 --inter 400mbit -o emulated.json
     """
     place = replace(read_place(options), device=device)
     if device == "cuda" and place.emulate is not None:
@@ -177,10 +177,10 @@ def _links(device: str | None) -> DeviceLinks | None:
 def _source(place: Place, shape: str) -> str:
     mode = emulation()
     if mode is None:
-        return "measured by commlayer profile"
+        return "measured by commlayer measure"
     if mode == "loopback":
         return (
-            f"measured by commlayer profile on loopback, unshaped, with {shape} only declared: nothing separates its nodes, "
+            f"measured by commlayer measure on loopback, unshaped, with {shape} only declared: nothing separates its nodes, "
             "and its times mean nothing"
         )
     if place.emulate is None:
@@ -192,7 +192,7 @@ def _source(place: Place, shape: str) -> str:
         delay = f", one-way delay {place.delay_us:g} us" if place.delay_us else ""
         links = f"inter {place.inter} a node, {intra}{delay}"
     return (
-        f"measured by commlayer profile on an emulated cluster: {shape}, {links}. All ranks share one machine's cores: use "
+        f"measured by commlayer measure on an emulated cluster: {shape}, {links}. All ranks share one machine's cores: use "
         "ratios, not rates"
     )
 
