@@ -182,10 +182,11 @@ class LayerBuilder:
         setups that have the same."""
         by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
         posts = self.calls.are_posted(setup)
-        size, etp = setup.gpus // setup.pp, setup.etp
+        size, tp, cp, etp = setup.gpus // setup.pp, setup.tp, setup.cp, setup.etp
         if setup.zero <= 1:  # a call of more than one rank is launched as often, however many they are
-            size, etp = min(size, 2), min(etp, 2)
-        degrees = (setup.tp, setup.cp, setup.ep, etp, setup.exchange)
+            size, tp, etp = min(size, 2), min(tp, 2), min(etp, 2)
+            cp = cp if self.software.context == "ring" else min(cp, 2)
+        degrees = (tp, cp, setup.ep, etp, setup.exchange)
         ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
         key = (is_moe, by_calls, posts, *degrees, *ways, size)
         if key not in self._known_launches:
