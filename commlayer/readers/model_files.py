@@ -88,6 +88,10 @@ _HARMLESS = frozenset(
         "top_k",
     )
 )
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+_SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+"""What types call the number of routed experts, of those of a token, and of experts that all tokens pass through."""
 _MECHANISMS = {
     "attention with an indexer": r"index|sparse_attention|lightning_attn|topk_blocks",
     "compressed attention": r"^compress_",
@@ -312,8 +316,8 @@ class _Config:
         return isinstance(self._content.get(name), list)
 
     def either(self, *names: str) -> str:
-        """The first of these fields that is there; the first of them if none is."""
-        return next((name for name in names if self.has(name)), names[0])
+        """The first of these fields that is there; if none is, all of them in words, which no field is called."""
+        return next((name for name in names if self.has(name)), " or ".join(names))
 
     def section(self, name: str) -> _Config:
         """The fields of an object within; none where it is missing. Those that nobody reads are
@@ -484,6 +488,36 @@ def _placed(dense: list[int], width: int) -> dict[str, Any]:
     }
 
 
+def _beside(config: _Config, dense: list[int], width: str = "intermediate_size") -> dict[str, Any]:
+    """The dense layers, which have the width of that field where there are any."""
+    return _placed(dense, config.whole(width, None if dense else 0))
+
+
+def _routed(config: _Config, top_k: int | None = None) -> dict[str, Any]:
+    """The number of experts, and of those of a token (``top_k`` where it is missing)."""
+    return {"experts": config.whole(config.either(*_EXPERTS)), "top_k": config.whole(config.either(*_TOP_K), top_k)}
+
+
+def _shared(config: _Config, width: int, default: int = 0) -> dict[str, Any]:
+    """What all tokens pass through: so many experts of ``width``."""
+    return {"shared_width": config.whole(config.either(*_SHARED), default) * width}
+
+
+def _without_shared(config: _Config) -> None:
+    if config.whole("shared_intermediate_size", 0):
+        raise UsageError(
+            f"{config.where}: shared_intermediate_size: expected 0: shared experts are not known of this model"
+        )
+
+
+def _types_of(config: _Config, layers: int, name: str, words: tuple[str, str]) -> list[str]:
+    """The kind of each layer's attention: by ``layer_types``, or by a list ``name`` of a 0 or a 1 for each."""
+    types, listed = config.layer_types(layers), config.numbers(name)[:layers]
+    if types is None and len(listed) != layers:
+        raise UsageError(f"{config.where}: {name}: expected a 0 or a 1 for each of {layers} layers, or layer_types")
+    return [words[bool(each)] for each in listed] if types is None else types
+
+
 def _dense(config: _Config, found: dict[str, Any]) -> dict[str, Any]:
     """A model without experts: every layer has an FFN of ``width``."""
     if config.flag("mlp_bias"):
@@ -513,23 +547,23 @@ def _qwen3_dense(config: _Config) -> dict[str, Any]:
 
 def _later_windows(config: _Config, found: dict[str, Any]) -> dict[str, Any]:
     """Qwen's windows: from ``max_window_layers`` on, where ``use_sliding_window`` says so."""
-    first = config.whole("max_window_layers", 28)
-    is_used = config.flag("use_sliding_window")
-    return _window(config, found, range(first, found["layers"])) if is_used else _without_window(config, found)
+    return _asked_window(config, found, range(config.whole("max_window_layers", 28), found["layers"]))
 
 
-def _without_window(config: _Config, found: dict[str, Any]) -> dict[str, Any]:
-    """No layer has a window, whatever ``sliding_window`` is; ``layer_types`` must not say otherwise."""
+def _asked_window(config: _Config, found: dict[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+    """With windows in ``layers`` where ``use_sliding_window`` says so; else no layer has one, whatever ``sliding_window`` is, and
+    ``layer_types`` must not say otherwise."""
+    if config.flag("use_sliding_window"):
+        return _window(config, found, layers)
     for word in set(config.layer_types(found["layers"]) or ()) - {"full_attention"}:
         raise UsageError(f"{config.where}: layer_types: expected full_attention in every layer, got {word!r}")
     return found
 
 
-def _mixtral(config: _Config, experts: str = "num_local_experts") -> dict[str, Any]:
-    """Every layer has experts, and none is shared. ``experts``: the field with their number."""
+def _mixtral(config: _Config) -> dict[str, Any]:
+    """Every layer has experts, and none is shared."""
     found = _common(config, "intermediate_size")
-    found = _window(config, found, range(found["layers"]))
-    return found | {"experts": config.whole(experts), "top_k": config.whole("num_experts_per_tok")}
+    return _window(config, found, range(found["layers"])) | _routed(config)
 
 
 def _phimoe(config: _Config) -> dict[str, Any]:
@@ -542,7 +576,7 @@ def _phimoe(config: _Config) -> dict[str, Any]:
 
 def _olmoe(config: _Config) -> dict[str, Any]:
     """The norms of queries and of keys go over all heads."""
-    found = _biases(config, _mixtral(config, "num_experts"))
+    found = _biases(config, _mixtral(config))
     hidden, heads = found["hidden"], found["heads"]
     return found | {"vectors": found["vectors"] + hidden + hidden // heads * found["kv_heads"]}
 
@@ -551,12 +585,10 @@ def _gpt_oss(config: _Config) -> dict[str, Any]:
     """Biases everywhere, a sink of each head, a window in every second layer, from the first."""
     found = _biases(config, _common(config, "intermediate_size", names_head_dim=True), default=True)
     found = _window(config, found, range(0, found["layers"], 2))
-    experts = config.whole("num_local_experts")
+    found |= _routed(config)
     return found | {
-        "experts": experts,
-        "top_k": config.whole("num_experts_per_tok"),
         "vectors": found["vectors"] + found["heads"],
-        "moe_vectors": experts,
+        "moe_vectors": found["experts"],
         "expert_vectors": 2 * found["width"] + found["hidden"],
         "clamps": True,
     }
@@ -574,32 +606,17 @@ def _llama4(config: _Config) -> dict[str, Any]:
     chunked = [layer for layer in range(layers) if rotates[layer : layer + 1] != [0]]
     found = _window(config, found, chunked, word="chunked")
     dense = [layer for layer in range(layers) if layer not in sparse]
-    return (
-        found
-        | {
-            "experts": config.whole("num_local_experts"),
-            "top_k": config.whole("num_experts_per_tok", 1),
-            "shared_width": found["width"],
-        }
-        | _placed(dense, config.whole("intermediate_size_mlp"))
-    )
+    found |= _routed(config, 1) | {"shared_width": found["width"]}
+    return found | _placed(dense, config.whole("intermediate_size_mlp"))
 
 
 def _minimax(config: _Config) -> dict[str, Any]:
     """MiniMax-Text-01 and M1: most layers have lightning attention, by ``layer_types`` or ``attn_type_list`` (0)."""
     found = _mixtral(config)
-    layers, listed = found["layers"], config.numbers("attn_type_list")
-    types = config.layer_types(layers)
-    if types is None and len(listed) != layers:
-        raise UsageError(
-            f"{config.where}: attn_type_list: expected a 0 or a 1 for each of {layers} layers, or layer_types"
-        )
-    linear = types.count("linear_attention") if types is not None else listed.count(0)
+    types = _types_of(config, found["layers"], "attn_type_list", ("linear_attention", "full_attention"))
+    linear = types.count("linear_attention")
     config.whole("block_size", 0)
-    if config.whole("shared_intermediate_size", 0):
-        raise UsageError(
-            f"{config.where}: shared_intermediate_size: expected 0: shared experts are not known of this model"
-        )
+    _without_shared(config)
     if "window" in found:
         raise UsageError(f"{config.where}: sliding_window: expected none beside linear attention")
     heads, size = found["heads"], found["head_dim"]
@@ -611,16 +628,9 @@ def _minimax_m2(config: _Config) -> dict[str, Any]:
     found = _common(config, "intermediate_size", names_head_dim=True)
     if 0 in config.numbers("attn_type_list"):
         raise UsageError(f"{config.where}: attn_type_list: expected 1 in every layer")
-    if config.whole("shared_intermediate_size", 0):
-        raise UsageError(
-            f"{config.where}: shared_intermediate_size: expected 0: shared experts are not known of this model"
-        )
+    _without_shared(config)
     norms = (found["heads"] + found["kv_heads"]) * found["head_dim"] if config.flag("use_qk_norm", True) else 0
-    return found | {
-        "experts": config.whole("num_local_experts"),
-        "top_k": config.whole("num_experts_per_tok"),
-        "vectors": norms,
-    }
+    return found | _routed(config) | {"vectors": norms}
 
 
 def _qwen(config: _Config, *, names_head_dim: bool = False) -> dict[str, Any]:
@@ -629,19 +639,13 @@ def _qwen(config: _Config, *, names_head_dim: bool = False) -> dict[str, Any]:
     layers, step = found["layers"], config.whole("decoder_sparse_step", 1)
     only = config.indices("mlp_only_layers") or set()
     dense = [layer for layer in range(layers) if layer in only or not step or (layer + 1) % step]
-    return (
-        found
-        | {"experts": config.whole("num_experts"), "top_k": config.whole("num_experts_per_tok")}
-        | _placed(dense, config.whole("intermediate_size", None if dense else 0))
-    )
+    return found | _routed(config) | _beside(config, dense)
 
 
 def _qwen2(config: _Config) -> dict[str, Any]:
     found = _qwen(config)
-    first = config.whole("max_window_layers", 28)
-    even = range(0, min(first, found["layers"]), 2)
-    found = _window(config, found, even) if config.flag("use_sliding_window") else _without_window(config, found)
-    return found | {
+    even = range(0, min(config.whole("max_window_layers", 28), found["layers"]), 2)
+    return _asked_window(config, found, even) | {
         "shared_width": config.whole("shared_expert_intermediate_size"),
         "moe_vectors": found["hidden"],
         "qkv_bias": config.flag("qkv_bias", True),
@@ -650,8 +654,7 @@ def _qwen2(config: _Config) -> dict[str, Any]:
 
 def _qwen3(config: _Config) -> dict[str, Any]:
     found = _head_norms(_biases(config, _qwen(config)))
-    every = range(found["layers"])
-    return _window(config, found, every) if config.flag("use_sliding_window") else _without_window(config, found)
+    return _asked_window(config, found, range(found["layers"]))
 
 
 def _qwen3_next(config: _Config) -> dict[str, Any]:
@@ -693,18 +696,7 @@ def _leading(config: _Config) -> dict[str, Any]:
     first = config.whole("first_k_dense_replace", 0 if is_optional else None)
     frequency = 1 if config.is_list("moe_layer_freq") else max(1, config.whole("moe_layer_freq", 1))
     dense = _dense_layers(config, layers, (i for i in range(layers) if i < first or i % frequency))
-    experts = config.either("n_routed_experts", "num_local_experts", "num_experts")
-    shared = config.either("n_shared_experts", "num_shared_experts")
-    return (
-        found
-        | _groups(config)
-        | {
-            "experts": config.whole(experts),
-            "top_k": config.whole(config.either("num_experts_per_tok", "num_experts_per_token")),
-            "shared_width": config.whole(shared, 0) * found["width"],
-        }
-        | _placed(dense, config.whole("intermediate_size", None if dense else 0))
-    )
+    return found | _groups(config) | _routed(config) | _shared(config, found["width"]) | _beside(config, dense)
 
 
 def _deepseek(config: _Config) -> dict[str, Any]:
@@ -796,17 +788,10 @@ def _deepseek_v4(config: _Config) -> dict[str, Any]:
         dense_layers=ratios.count(dense_rate),
         dense_rate=dense_rate,
     )
-    indexer = AttentionIndexer(
-        heads=config.whole("index_n_heads"),
-        head_dim=config.whole("index_head_dim"),
-        top_k=config.whole("index_topk"),
-        layers=compressed.sparse_layers,
-        scored_layers=compressed.sparse_layers,
-    )
+    scorers, size, top_k = (config.whole(name) for name in ("index_n_heads", "index_head_dim", "index_topk"))
+    indexer = AttentionIndexer(scorers, size, top_k, compressed.sparse_layers, compressed.sparse_layers)
+    found |= _routed(config) | _shared(config, found["width"], 1)
     found |= {
-        "experts": config.whole(config.either("n_routed_experts", "num_local_experts")),
-        "top_k": config.whole("num_experts_per_tok"),
-        "shared_width": config.whole("n_shared_experts", 1) * found["width"],
         "clamps": config.has("swiglu_limit"),
         "vectors": heads,  # a sink of each
         "compressed": compressed,
@@ -870,12 +855,8 @@ def _mimo(config: _Config) -> dict[str, Any]:
     narrower than keys. What an own field of windowed layers says must be the others' too."""
     found = _common(config, "moe_intermediate_size", names_head_dim=True)
     layers, heads = found["layers"], found["heads"]
-    types, pattern = config.layer_types(layers), config.numbers("hybrid_layer_pattern")[:layers]
-    if types is None and len(pattern) != layers:
-        raise UsageError(
-            f"{config.where}: hybrid_layer_pattern: expected a 0 or a 1 for each of {layers} layers, or layer_types"
-        )
-    windowed = sum(pattern) if types is None else types.count("sliding_attention")
+    types = _types_of(config, layers, "hybrid_layer_pattern", ("full_attention", "sliding_attention"))
+    windowed = types.count("sliding_attention")
     value = config.whole("v_head_dim", found["head_dim"])
     for name, size in (("swa_head_dim", found["head_dim"]), ("swa_v_head_dim", value)):
         if config.whole(name, size) != size:
@@ -901,11 +882,10 @@ def _mimo(config: _Config) -> dict[str, Any]:
             "qkv_bias": config.flag("attention_bias"),
             "vectors": heads if config.flag("add_full_attention_sink_bias") else 0,
             "window": window if windowed else None,
-            "experts": config.whole("n_routed_experts"),
-            "top_k": config.whole("num_experts_per_tok"),
-            "shared_width": config.whole("n_shared_experts", 0) * found["width"],
         }
-        | _placed(dense, config.whole("intermediate_size", None if dense else 0))
+        | _routed(config)
+        | _shared(config, found["width"])
+        | _beside(config, dense)
     )
 
 
@@ -934,13 +914,12 @@ def _minimax_m3(config: _Config) -> dict[str, Any]:
     return (
         found
         | {
-            "experts": config.whole(config.either("num_local_experts", "num_experts")),
-            "top_k": config.whole("num_experts_per_tok"),
             "shared_width": config.whole("shared_intermediate_size") * max(1, config.whole("n_shared_experts", 1)),
             "indexer": indexer if number else None,
             "clamps": config.has("swiglu_limit"),
         }
-        | _placed(dense, config.whole("dense_intermediate_size", None if dense else 0))
+        | _routed(config)
+        | _beside(config, dense, "dense_intermediate_size")
     )
 
 
@@ -960,8 +939,6 @@ def _step3(config: _Config) -> dict[str, Any]:
     found |= {
         "query_rank": config.whole("share_q_dim", 0),
         "vectors": own + gates * found["heads"],
-        "experts": config.whole(config.either("moe_num_experts", "n_routed_experts", "num_local_experts")),
-        "top_k": config.whole(config.either("moe_top_k", "num_experts_per_tok")),
         "shared_width": config.whole(config.either("share_expert_dim", "share_expert_dims")),
     }
     other = config.section("attention_other_setting")
@@ -973,7 +950,7 @@ def _step3(config: _Config) -> dict[str, Any]:
         found["window"] = AttentionWindow(
             config.whole("sliding_window"), number, heads=heads, kv_heads=groups, vectors=own + gates * heads
         )
-    return found | _placed(dense, config.whole("intermediate_size", None if dense else 0))
+    return found | _routed(config) | _beside(config, dense)
 
 
 def _nemotron_h(config: _Config) -> dict[str, Any]:
@@ -1017,15 +994,13 @@ def _nemotron_h(config: _Config) -> dict[str, Any]:
             "ties_embeddings": config.flag("tie_word_embeddings"),
             "gated": False,
             "width": config.whole("moe_intermediate_size"),
-            "experts": config.whole("n_routed_experts"),
-            "top_k": config.whole("num_experts_per_tok"),
-            "shared_width": config.whole("n_shared_experts", 1)
-            * config.whole("moe_shared_expert_intermediate_size", 0),
             "expert_hidden": latent,
             "linear": states if states.layers else None,
             "without_ffn": bool(bare),
         }
         | _groups(config)
+        | _routed(config)
+        | _shared(config, config.whole("moe_shared_expert_intermediate_size", 0), 1)
         | _placed(bare or dense, width if dense else 0)
     )
 
@@ -1060,22 +1035,13 @@ def _ernie(config: _Config) -> dict[str, Any]:
     found = _common(config, "moe_intermediate_size")
     if config.flag("use_bias"):
         raise UsageError(f"{config.where}: use_bias: expected false: biases of every projection are not supported")
-    layers, experts = found["layers"], config.whole("moe_num_experts")
+    layers = found["layers"]
     first, last = config.whole("moe_layer_start_index", 1), config.number("moe_layer_end_index", -1)
     interval = max(1, config.whole("moe_layer_interval", 1))
     sparse = range(first, (layers if last < 0 else last + 1))
     dense = [layer for layer in range(layers) if layer not in sparse or (layer + 1) % interval]
-    return (
-        found
-        | {
-            "ties_embeddings": config.flag("tie_word_embeddings", True),
-            "experts": experts,
-            "top_k": config.whole("moe_k"),
-            "shared_width": config.whole("moe_num_shared_experts", 0) * found["width"],
-            "moe_vectors": experts,
-        }
-        | _placed(dense, config.whole("intermediate_size"))
-    )
+    found |= _routed(config) | _shared(config, found["width"]) | _placed(dense, config.whole("intermediate_size"))
+    return found | {"ties_embeddings": config.flag("tie_word_embeddings", True), "moe_vectors": found["experts"]}
 
 
 def _hunyuan(config: _Config) -> dict[str, Any]:
@@ -1086,16 +1052,8 @@ def _hunyuan(config: _Config) -> dict[str, Any]:
     width = config.whole("moe_intermediate_size", 0) or dense_width
     if config.flag("use_qk_norm", config.kind == "hunyuan_v1_moe"):
         found = _head_norms(found)
-    return (
-        found
-        | {
-            "width": width,
-            "experts": config.whole("num_experts"),
-            "top_k": config.whole("moe_topk"),
-            "shared_width": config.whole("num_shared_expert", int(config.kind == "hunyuan_v1_moe")) * width,
-        }
-        | _placed(list(range(count)), dense_width)
-    )
+    found |= {"width": width} | _shared(config, width, int(config.kind == "hunyuan_v1_moe"))
+    return found | _routed(config) | _placed(list(range(count)), dense_width)
 
 
 def _nearest(config: _Config) -> dict[str, Any]:
@@ -1103,8 +1061,7 @@ def _nearest(config: _Config) -> dict[str, Any]:
     latent, or of grouped queries; experts from the first layers that are not dense on."""
     kind = repr(config.kind) if config.kind else "missing"
     config.left_out.append(f"what only the code of an unknown model_type says ({shortened(kind)}), such as norms")
-    experts = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-    if any(map(config.has, experts)):
+    if any(map(config.has, _EXPERTS)):
         found = _deepseek_latent(config) if config.has("kv_lora_rank") else _leading(config)
     else:
         found = _dense(config, _common(config, "intermediate_size"))
