@@ -22,9 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from run_as_main import run_as_main
 from torch.overrides import TorchFunctionMode
-
-from commlayer.run_as_main import run_as_main
 
 __all__ = ["stand_in_for_cuda"]
 

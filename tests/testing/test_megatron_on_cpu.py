@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_on_cpu import _CpuForCuda
+from run_as_main import run_as_main
 
-from commlayer.run_as_main import run_as_main
+HELPERS = Path(__file__).resolve().parents[1]
 
 
 def test_tensors_of_a_cuda_device_are_on_the_cpu_and_say_otherwise() -> None:
@@ -28,9 +30,15 @@ def test_tensors_of_a_cuda_device_are_on_the_cpu_and_say_otherwise() -> None:
 
 def outcome(tmp_path: Path, *words: str) -> tuple[int, str]:
     (tmp_path / "program.py").write_text("import sys\nprint(__name__, *sys.argv)\n", encoding="utf-8")
-    code = "import sys; from commlayer.run_as_main import run_as_main; run_as_main(sys.argv[1:], 'how to use it')"
+    code = "import sys; from run_as_main import run_as_main; run_as_main(sys.argv[1:], 'how to use it')"
     ran = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(HELPERS)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     return ran.returncode, ran.stdout + ran.stderr
 

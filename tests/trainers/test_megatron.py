@@ -47,13 +47,6 @@ FLAT = (
     Case("tensor parallel, experts too", layout=(2, 2, 2), options=EVEN, tolerance=1e-6),
     Case("tensor parallel, experts not", layout=(2, 4, 1)),
     Case("recomputed", options=RECOMPUTED),
-    Case("flex, by deep_ep", deep_ep=True, steps=20),
-    Case("flex, by deep_ep, dropped by probability", deep_ep=True, options=DROPPING),
-    Case("flex, by deep_ep, tensor parallel", (2, 4, 1), deep_ep=True),
-    Case("flex, by deep_ep, sharded experts", (2, 2, 2), EVEN, deep_ep=True, tolerance=1e-6),
-    Case("flex, by deep_ep, of BF16", options=BF16 | {"moe_router_dtype": "fp32"}, deep_ep=True),
-    Case("flex, by deep_ep, recomputed", options=RECOMPUTED, deep_ep=True),
-    Case("flex, by deep_ep, all recomputed", options=WHOLLY_RECOMPUTED | DROPPING, deep_ep=True),
     Case("of BF16", options=BF16),
     Case("shared experts beside", options=SHARED, tolerance=1e-6),
     Case("in chunks", chunks=4, steps=20, tolerance=1e-6),
@@ -72,8 +65,6 @@ TWO_NODES = (
     Case("in two levels", layout=(1, 8, 1), kind="two_level", tolerance=1e-6, steps=20),
     Case("gathered", kind="all_gather", tolerance=1e-6),
     Case("auto, with gradients of experts", kind="auto", tolerance=1e-6, options=DROPPING),
-    Case("flex, by deep_ep in two levels", (1, 8, 1), kind="two_level", tolerance=1e-6, steps=20, deep_ep=True),
-    Case("flex, by deep_ep by price", (1, 8, 1), kind="auto", tolerance=1e-6, deep_ep=True, size=Size(top_k=4)),
     Case("two nodes in chunks", (1, 8, 1), chunks=(1, 3, 3, 1), tolerance=1e-6, steps=20, size=Size(top_k=4)),
     Case("in BF16", layout=(1, 8, 1), wire="bf16!", tolerance=1e-2),
 )
@@ -101,13 +92,10 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
         if case.wire:
             assert any(ours.losses != stock.losses for stock, ours in ranks), "nothing went in another format"
         for stock, ours in ranks:
-            made, used = (
-                ("MoEFlexTokenDispatcher", "deep_ep") if case.deep_ep else ("MegatronDispatcher", "Megatron-Core")
-            )
-            assert ours.dispatchers == {made} != stock.dispatchers
+            assert ours.dispatchers == {"MegatronDispatcher"} != stock.dispatchers
             assert ours.warnings <= stock.warnings
             dispatches = ours.stats["dispatches"]
-            assert {ran["dispatcher"] for ran in dispatches} == {used}
+            assert {ran["dispatcher"] for ran in dispatches} == {"Megatron-Core"}
             assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
             wanted = case.chunks if isinstance(case.chunks, int) else len(case.chunks)
             assert case.chunks == "auto" or {ran["kind"].split()[2] for ran in dispatches} == {str(wanted)}
@@ -120,7 +108,7 @@ def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterF
     wrong = [replace(case, name=f"wrong {case.name}", steps=3, wrong=True) for case in FLAT if case.steps == 20]
     found = run(emulated_cluster(2, 2), (*FLAT, *wrong), COMMLAYER_PLAN="flat")
     check(found, FLAT)
-    assert len(wrong) == 3
+    assert len(wrong) == 2
     for case in wrong:
         with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):  # a wrong map of rows is noticed
             check(found, (replace(case, tolerance=1e-3),))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from wrong_rows import sorted_wrongly
 
 import commlayer.backend.new_groups  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_megatron_moe
-from commlayer.integrations.deep_ep import install_deep_ep
 from commlayer.statistics import Stats, reset_stats, stats
 
 SIZE = Size()
@@ -67,8 +65,7 @@ class Case:
 
     ``kind``, ``chunks``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the
     dispatcher comes by the layer's spec, or into the model when that is made; ``by_name``: by the one that ``--spec`` names.
-    ``overlap``: of DDP's gradients with the backward pass. ``deep_ep``: Megatron's flex dispatcher, to which our module of that
-    name is given, not ours.
+    ``overlap``: of DDP's gradients with the backward pass.
     """
 
     name: str
@@ -85,7 +82,6 @@ class Case:
     steps: int = 2
     size: Size = SIZE
     wrong: bool = False
-    deep_ep: bool = False
 
     @property
     def moe_layers(self) -> int:
@@ -112,11 +108,9 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def config_of(case: Case, *, flex: bool = False) -> Any:
+def config_of(case: Case) -> Any:
     (tp, ep, etp), size = case.layout, case.size
     options = {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01} | case.options
-    if flex:
-        options["moe_token_dispatcher_type"] = "flex"
     return core("transformer").TransformerConfig(
         num_layers=size.layers,
         transformer_impl="local",
@@ -161,8 +155,7 @@ def build(case: Case, *, planned: bool) -> Any:
     """The model, with distinct experts and equal weights in every build."""
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(0)
-    flex = planned and case.deep_ep
-    config = config_of(case, flex=flex)
+    config = config_of(case)
     plan = partial(plan_megatron_moe, kind=case.kind, chunks=case.chunks, wire=case.wire)
     model = core("models.gpt").GPTModel(
         config,
@@ -173,7 +166,7 @@ def build(case: Case, *, planned: bool) -> Any:
     )
     if config.bf16:
         model.bfloat16()  # as Megatron's Float16Module has it
-    if planned and not case.by_spec and not case.by_name and not flex:
+    if planned and not case.by_spec and not case.by_name:
         assert plan(model) is model
     for layer in layers_with_experts(model):
         weights = [expert.linear_fc1.weight for expert in layer.mlp.experts.local_experts]
@@ -233,16 +226,6 @@ def warnings_kept() -> Iterator[set[str]]:
     kept.update(str(each.message) for each in given)
 
 
-def give_deep_ep(kind: str) -> None:
-    """Put our ``deep_ep`` where this rank's Megatron looks for it, which its parent has imported without."""
-    name = "megatron.core.transformer.moe.fused_a2a"
-    sys.modules.pop(name, None)
-    install_deep_ep(kind=kind)
-    fused, dispatchers = import_module(name), core("transformer.moe.token_dispatcher")
-    for each in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
-        setattr(dispatchers, each, getattr(fused, each))
-
-
 KEPT: list[object] = []
 """Models left behind: freed in a rank, the last to hold a Gloo group may hang in its destructor (see tiny_moe.py)."""
 
@@ -259,8 +242,6 @@ def _forget_metrics() -> None:
 def run_case(case: Case, *, planned: bool) -> Trained:
     """Train from the same weights on the same tokens as ever."""
     reset_stats()
-    if case.deep_ep:
-        give_deep_ep(case.kind)
     _forget_metrics()
     with warnings_kept() as given, sorted_wrongly() if case.wrong and planned else contextlib.nullcontext():
         model = build(case, planned=planned)
