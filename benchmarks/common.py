@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from commlayer.version import __version__
 
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # for the model in examples/, which is not installed
+    sys.path.append(str(ROOT))
+
 if TYPE_CHECKING:
     from commlayer.emulation import DeviceReport
     from commlayer.measure.profiler import SweepOptions

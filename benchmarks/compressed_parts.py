@@ -21,11 +21,11 @@ from moe_tables import ratios
 import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.examples.train import TrainOptions, train
-from commlayer.integrations.language_model import ModelConfig
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.scheduler.wire import Wire, WireFormat, WirePolicy
+from examples.language_model import ModelConfig
+from examples.train import TrainOptions, train
 
 __all__ = ["CHOICE_SIZES", "Timed", "choices", "dispatches", "errors_of", "gradients", "peaks_of", "trained"]
 

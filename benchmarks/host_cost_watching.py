@@ -28,8 +28,6 @@ from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.group import CommlayerGroup
 from commlayer.calls.ring import Silent
 from commlayer.emulation import EmulatedCluster
-from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions
@@ -37,6 +35,8 @@ from commlayer.profiles.catalog import load_profile
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.statistics import stats
 from commlayer.traces.call_records import CallRecords
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 __all__ = ["WAYS", "print_parts", "print_watching"]
 

@@ -36,12 +36,12 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
 from commlayer.engine.lane_holds import lanes
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats
+from examples.language_model import ModelConfig, MoELanguageModel
 
 WAYS = ("plain", "after", "lanes off", "lanes on")
 RATIOS = (("lanes on", "plain"), ("lanes on", "lanes off"), ("lanes off", "after"), ("after", "plain"))

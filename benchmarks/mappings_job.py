@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from commlayer.integrations.language_model import ModelConfig
+import common  # noqa: F401  finds examples/
+
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import COMMLAYER
 from commlayer.scheduler.plan import Strategy
+from examples.language_model import ModelConfig
 
 __all__ = ["BATCH", "CASES", "GPUS", "MODEL", "NODES", "OVERLAPPED", "SEQUENCE", "SOFTWARE", "Case", "shapes_of"]
 

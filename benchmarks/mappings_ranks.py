@@ -20,13 +20,13 @@ from shape_profiles import measure_groups
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import await_device
 from commlayer.emulation.accelerators.device_clock import device_clock
-from commlayer.integrations.block import MoETransformerLayer
-from commlayer.integrations.context_parallel import context_parallel_attention
-from commlayer.integrations.language_model import MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.sweep import Repeats
+from examples.block import MoETransformerLayer
+from examples.context_parallel import context_parallel_attention
+from examples.language_model import MoELanguageModel
 
 __all__ = ["ComputeTimes", "Layer", "run_compute", "run_curves", "run_steps"]
 

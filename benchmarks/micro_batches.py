@@ -5,7 +5,7 @@ num_nodes=2``: both stages on the same two nodes, whose links they share). The w
 gradients were compared, bit by bit:
 
 one by one: each micro-batch alone, tokens in one chunk: nothing of the exchange is hidden but behind products for weights.
-two at a time: one's tokens travel while the other is computed (commlayer.integrations.pipeline_schedules).
+two at a time: one's tokens travel while the other is computed (examples.pipeline_schedules).
 without exchanges: the same computation one by one with all experts on each rank, which sends no token. Not compared.
 
 What is hidden is the part by which two at a time are faster than one by one, of what one by one is slower than without exchanges,
@@ -37,12 +37,12 @@ from overlap import note_operations
 from torch.utils.flop_counter import FlopCounterMode
 
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.traces.recorder import close_recorder, recorder
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 
 INTER_GBIT = 400.0
 """The rate of the cluster that is stood for."""

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import common  # noqa: F401  finds examples/
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,11 +36,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
-from commlayer.integrations import ExpertPlacer, FoldedMesh, ModelConfig, MoELanguageModel, RouterConfig, TrainingState
-from commlayer.integrations.examples.text import Corpus
+from commlayer.integrations import ExpertPlacer, FoldedMesh, RouterConfig, TrainingState
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 SHAPES = ((2, 2), (1, 3), (3, 1))
 POINTS = (

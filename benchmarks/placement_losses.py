@@ -28,10 +28,11 @@ from common import add_output, dated_stem, facts, today, write_results
 from rich.progress import track
 
 from commlayer.emulation import EmulatedCluster
-from commlayer.integrations import ExpertPlacer, FoldedMesh, ModelConfig, MoELanguageModel, RouterConfig, TrainingState
-from commlayer.integrations.examples.text import Corpus
+from commlayer.integrations import ExpertPlacer, FoldedMesh, RouterConfig, TrainingState
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 TARGET = 1e-6
 _SHOWN = (6, 30, 60, 90, 120, 150, 200, 250, 300)

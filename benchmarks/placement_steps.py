@@ -35,17 +35,7 @@ from overlap import Shape, exchanges, slowest
 from torch import nn
 
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
-from commlayer.integrations import (
-    FoldedMesh,
-    GroupedExperts,
-    ModelConfig,
-    MoELanguageModel,
-    MoELayer,
-    RouterConfig,
-    Routing,
-    sum_replica_gradients,
-)
-from commlayer.integrations.examples.text import Corpus
+from commlayer.integrations import FoldedMesh, GroupedExperts, MoELayer, RouterConfig, Routing, sum_replica_gradients
 from commlayer.integrations.moe.placement_rounds import measured_work
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.profile import read_profile
@@ -54,6 +44,8 @@ from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import LayerLoad, LayerPrice, PlacementPrices
 from commlayer.scheduler.placement.placing import PlacementRoom, place_layer
 from commlayer.scheduler.placement.spilling import Spilling
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 INTER, SCALE = "400gbit", 1000.0
 _CLUSTERS = {"2x4": (4, 768), "2x8": (8, 384)}

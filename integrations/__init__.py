@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING
 from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from commlayer.integrations.attention import ParallelAttention
-    from commlayer.integrations.block import MoETransformerLayer
     from commlayer.integrations.buckets import GradientBuckets
     from commlayer.integrations.clipping import clip_gradients
-    from commlayer.integrations.context_parallel import merge_sequence, split_sequence
     from commlayer.integrations.ddp import all_reduce_hook, plan_ddp
     from commlayer.integrations.deepspeed import plan_deepspeed_moe
     from commlayer.integrations.fsdp import PlannedAllGather, PlannedReduceScatter, plan_fsdp
     from commlayer.integrations.gradients import reduce_replicated_gradients, synchronise_gradients
     from commlayer.integrations.groups import planned_group
-    from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
-    from commlayer.integrations.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
     from commlayer.integrations.megatron import tell_megatron_neighbours
     from commlayer.integrations.megatron_moe import plan_megatron_moe
     from commlayer.integrations.mesh import FoldedMesh
@@ -31,9 +26,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.router import Router, RouterConfig
     from commlayer.integrations.moe.routing import Routing
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
-    from commlayer.integrations.norm import RMSNorm
     from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
-    from commlayer.integrations.pipeline_schedules import run_overlapped_pipeline, run_pipeline
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.sharded_optimizer import ShardedOptimizer
     from commlayer.integrations.torchft import planned_process_group
@@ -42,7 +35,6 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.folded import FoldedMapping
 
 __all__ = [
-    "ColumnParallelLinear",
     "DispatchWire",
     "ExpertPlacer",
     "FoldedMapping",
@@ -50,20 +42,13 @@ __all__ = [
     "GradientBuckets",
     "GroupedExperts",
     "LaneWires",
-    "MoELanguageModel",
     "MoELayer",
-    "MoETransformerLayer",
-    "ModelConfig",
-    "ParallelAttention",
     "PlannedAllGather",
     "PlannedReduceScatter",
-    "RMSNorm",
     "Rematerialise",
-    "ReplicatedLinear",
     "Router",
     "RouterConfig",
     "Routing",
-    "RowParallelLinear",
     "ShardedOptimizer",
     "TokenDispatcher",
     "TrainingState",
@@ -72,7 +57,6 @@ __all__ = [
     "mark_experts",
     "mark_replicated",
     "mark_split",
-    "merge_sequence",
     "plan_ddp",
     "plan_deepspeed_moe",
     "plan_fsdp",
@@ -81,9 +65,6 @@ __all__ = [
     "planned_process_group",
     "recomputable",
     "reduce_replicated_gradients",
-    "run_overlapped_pipeline",
-    "run_pipeline",
-    "split_sequence",
     "sum_replica_gradients",
     "synchronise_gradients",
     "tell_megatron_neighbours",

@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 
-ROOMS = ("commlayer", "integrations", "scheduler", "profiles", "benchmarks")
+ROOMS = ("commlayer", "integrations", "scheduler", "profiles", "examples", "benchmarks")
 
 CODE = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)[^\n]*$|(?P<ticks>`+).+?(?P=ticks)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^()\s]+)\)")
@@ -234,7 +234,7 @@ def riddles(modules: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_docstring_begins_with_a_riddle() -> None:
-    folders = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks", "tests")
+    folders = ("commlayer", "profiles", "scheduler", "integrations", "examples", "benchmarks", "tests")
     modules = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
         for folder in folders

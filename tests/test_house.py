@@ -137,7 +137,7 @@ def ambiguous(modules: Iterable[str]) -> dict[str, list[str]]:
 
 
 def test_a_module_s_name_means_one_thing() -> None:
-    folders = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks", "tests")
+    folders = ("commlayer", "profiles", "scheduler", "integrations", "examples", "benchmarks", "tests")
     found = {each.resolve().relative_to(ROOT).as_posix() for name in folders for each in (ROOT / name).rglob("*.py")}
     assert set(ambiguous(sorted(found))) == {"errors.py"}  # one exports what the other defines
 

@@ -53,7 +53,7 @@ def test_the_import_contracts_hold() -> None:
         ("scheduler/mapping/compute.py", "def later() -> None:\n    import pathlib", "the scheduler opens no files"),
         ("scheduler/decision.py", "from commlayer.profiles import files", "the scheduler opens no files"),
         ("integrations/moe/layer.py", "import commlayer.emulation", "trainers import no leaf"),
-        ("integrations/moe/layer.py", "import commlayer.integrations.examples.train", "trainers import no leaf"),
+        ("integrations/moe/layer.py", "import examples.train", "trainers import no leaf"),
         ("commlayer/failures/waits.py", "import commlayer.emulation", "rooms import what is below them"),
         ("commlayer/backend/order.py", "import commlayer.emulation", "rooms import what is below them"),
         (

@@ -24,7 +24,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("profiles", "scheduler", "integrations")
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "out", "site", "tests", "docs", "benchmarks"
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "out", "site", "tests", "docs", "examples", "benchmarks"
 )
 
 

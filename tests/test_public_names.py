@@ -20,7 +20,6 @@ DOCUMENTED = {
     "commlayer.calls.instruments": "for who listens to calls himself: docs/tracing.md",
     "commlayer.calls.ring": "the call that he hears of: docs/tracing.md",
     "commlayer.diagnosis": "a call for launchers: docs/diagnose.md",
-    "commlayer.integrations.examples.text": "the corpus of the example: docs/moe_training.md",
     "commlayer.integrations.transformers": "for one trainer: docs/trainers/transformers.md",
     "commlayer.scheduler.conflicts": "the words of a simulated program, Call, Issue and Wait: docs/conflicts.md",
     "commlayer.scheduler.mapping": "modules that count: docs/counting.md, docs/clusters.md",

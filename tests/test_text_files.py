@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks", "docs", "tests")
+FOLDERS = ("commlayer", "profiles", "scheduler", "integrations", "examples", "benchmarks", "docs", "tests")
 PLACES = {"read_text": 0, "write_text": 1, "open": 3, "fdopen": 3, "NamedTemporaryFile": 2, "TemporaryFile": 2}
 """Functions that open text files, and the place of the encoding among their arguments."""
 BINARY_BY_DEFAULT = ("NamedTemporaryFile", "TemporaryFile")

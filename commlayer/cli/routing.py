@@ -3,7 +3,6 @@ other placements."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,22 +54,17 @@ def routing() -> None:
 @click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="The routing file to write.")
 @click.option("--shape", type=SHAPE, default="2x2", show_default=True, help="Nodes x ranks on each, emulated.")
 @click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
-@click.option("--steps", type=COUNT, default=30, show_default=True, help="Of the example's training.")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD...]")
-def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str, ...]) -> None:
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+def record(output: Path, shape: str, inter: str, command: tuple[str, ...]) -> None:
     """Run a training on an emulated cluster, and keep how its tokens chose.
 
-    Unless given, the command is our example with 16 experts. Where you train on a cluster of your
-    own, set COMMLAYER_ROUTING to a folder instead: the other commands take that folder, too.
+    Where you train on a cluster of your own, set COMMLAYER_ROUTING to a folder instead: the other
+    commands take that folder, too.
 
     \b
-      commlayer routing record -o routing.json
       commlayer routing record -o routing.json --shape 2x4 -- python train.py
     """
     topology = Topology.parse(shape)
-    ranks = topology.world_size
-    example = [sys.executable, "-m", "commlayer.integrations.examples.train", "--ep", str(ranks), "--experts", "16"]
-    argv = list(command) or [*example, "--batch", str(2 * ranks), "--steps", str(steps)]
     from commlayer.emulation import EmulatedCluster
     from commlayer.readers.routing_files import read_routing_folder, write_routing
 
@@ -78,11 +72,10 @@ def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str,
         with said_warnings("commlayer routing: "):
             cluster = EmulatedCluster(topology.num_nodes, topology.ranks_per_node, inter=inter)
         with cluster:
-            variables = [f"COMMLAYER_ROUTING={folder}", *([] if command else ["COMMLAYER_PROFILE=none"])]
-            cluster.command(["env", *variables, *argv], check=True, prefix=True)
+            cluster.command(["env", f"COMMLAYER_ROUTING={folder}", *command], check=True, prefix=True)
         if not any(Path(folder).iterdir()):
             raise UsageError(
-                f"{argv[0]}: expected a program whose ranks train with commlayer's MoE layer or dispatcher, and that ends; "
+                f"{command[0]}: expected a program whose ranks train with commlayer's MoE layer or dispatcher, and that ends; "
                 "got one that ended, and recorded nothing"
             )
         loads = read_routing_folder(folder)

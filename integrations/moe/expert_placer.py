@@ -94,11 +94,11 @@ class _Nodes(ControlMessage, frozen=True):
 class ExpertPlacer:
     """The placer of a model's experts, called once in every training step, after the optimizer::
 
-        model = MoELanguageModel(ModelConfig(…, spare_slots=1), mesh)
+        model = …                     # with MoELayer(…, mesh=mesh, spare_slots=1)
         placer = ExpertPlacer(model, optimizer, mesh, every=50)
         for step in …:
             optimizer.zero_grad()
-            loss = model.train_step(tokens, labels)
+            loss_of(batch).backward()
             optimizer.step()
             placer.step()
 

@@ -31,8 +31,8 @@ class LayerRecord:
     """The record of one layer.
 
     ``name``: in the file; the place among this rank's layers, as they were made, in a pipeline behind that of the stage, unless
-    somebody who knows better sets it, as :class:`~commlayer.integrations.language_model.MoELanguageModel` does. ``most``: steps
-    that are kept; twice as many are added up in pairs.
+    somebody who knows better sets it, as a model that knows its layers' numbers does. ``most``: steps that are kept; twice as
+    many are added up in pairs.
     """
 
     def __init__(self, name: str, num_experts: int, most: int = _MOST_STEPS) -> None:

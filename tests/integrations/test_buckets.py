@@ -31,13 +31,13 @@ from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.groups import planned_group
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
 
 
 def start() -> None:

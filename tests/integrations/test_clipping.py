@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from commlayer.integrations.clipping import clip_gradients
-from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 CONFIG = ModelConfig(
     router=RouterConfig(num_experts=8, top_k=2),

@@ -28,14 +28,12 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.clipping import clip_gradients
 from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
 from commlayer.integrations.gradients import reduce_replicated_gradients, synchronise_gradients
 from commlayer.integrations.groups import planned_group
-from commlayer.integrations.linear import ColumnParallelLinear, RowParallelLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.layer import MoELayer
@@ -47,6 +45,8 @@ from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention
+from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 ROUTER = RouterConfig(num_experts=4, top_k=2)
 

@@ -22,7 +22,6 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.clipping import clip_gradients
 from commlayer.integrations.gradients import gradient_axes, synchronise_gradients
-from commlayer.integrations.linear import ColumnParallelLinear, RowParallelLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
@@ -36,6 +35,7 @@ from commlayer.integrations.parameter_marks import (
 from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
+from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 
 def start() -> None:

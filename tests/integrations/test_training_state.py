@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
-from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.layer import MoELayer
@@ -24,6 +22,8 @@ from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 ROUTER = RouterConfig(num_experts=8, top_k=2)
 CONFIG = ModelConfig(router=ROUTER, hidden=32, width=32, num_layers=2, num_heads=2, dispatch="all_to_all", chunks=1)

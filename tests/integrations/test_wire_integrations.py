@@ -22,23 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.collectives import LANES, GroupCommunicator
 from commlayer.integrations import (
-    ColumnParallelLinear,
     FoldedMesh,
     LaneWires,
-    ModelConfig,
-    MoELanguageModel,
-    ParallelAttention,
     PlannedAllGather,
     PlannedReduceScatter,
     RouterConfig,
-    RowParallelLinear,
     ShardedOptimizer,
     all_reduce_hook,
     mark_replicated,
     plan_ddp,
     plan_fsdp,
     planned_group,
-    split_sequence,
     synchronise_gradients,
     tensor_parallel_wire,
 )
@@ -50,6 +44,10 @@ from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.settings import Settings
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention
+from examples.context_parallel import split_sequence
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.cluster
 BF16, E4M3, E5M2, NATIVE = WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2, WireFormat.NATIVE

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from commlayer import audit, stats
-from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe import expert_placer, placement_rounds
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
@@ -32,6 +30,8 @@ from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 ROUTER = RouterConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.01, score="sigmoid", bias_update_rate=1e-3)
 CONFIG = ModelConfig(router=ROUTER, hidden=32, width=32, num_layers=2, num_heads=2, dispatch="all_to_all", chunks=2)

@@ -19,8 +19,6 @@ from torch import nn
 
 from commlayer import stats
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.examples.text import Corpus
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe import expert_spilling
 from commlayer.integrations.moe.agreement import _see
@@ -48,6 +46,8 @@ from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
 from commlayer.scheduler.probes import probes
 from commlayer.testing import run_on_nodes
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus
 
 EAGER = Spilling("llep", thresholds=LlepRule(imbalance=1.0, capacity=1.0, least_rows=1))
 """Spills all that is over the mean."""

@@ -21,8 +21,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import ParallelAttention, apply_rope, head_shares
-from commlayer.integrations.context_parallel import (
+from commlayer.integrations.gradients import reduce_replicated_gradients
+from commlayer.integrations.parameter_marks import mark_replicated, replicated_parameters
+from commlayer.integrations.shares import even_rows
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.statistics import reset_stats, stats
+from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention, apply_rope, head_shares
+from examples.context_parallel import (
     context_parallel_attention,
     merge_sequence,
     positions,
@@ -30,17 +36,11 @@ from commlayer.integrations.context_parallel import (
     zigzag_merge,
     zigzag_rows,
 )
-from commlayer.integrations.gradients import reduce_replicated_gradients
-from commlayer.integrations.linear import (
+from examples.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
-from commlayer.integrations.parameter_marks import mark_replicated, replicated_parameters
-from commlayer.integrations.shares import even_rows
-from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.statistics import reset_stats, stats
-from commlayer.testing.plugin import ClusterFactory
 
 WORLD = 4
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 4), (2, 2))

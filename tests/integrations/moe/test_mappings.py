@@ -22,18 +22,18 @@ from reference_moe import reference_moe
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import apply_rope
-from commlayer.integrations.block import MoETransformerLayer, sequence_groups
-from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import gradient_axes, synchronise_gradients
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pipeline_schedules import run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples.attention import apply_rope
+from examples.block import MoETransformerLayer, sequence_groups
+from examples.context_parallel import split_sequence
+from examples.pipeline_schedules import run_pipeline
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 HIDDEN, HEADS, KV_HEADS, WIDTH = 16, 4, 2, 12

@@ -13,12 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
-from commlayer.integrations.attention import ParallelAttention
-from commlayer.integrations.context_parallel import _visible
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.pass_parts import run_parts
 from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import CommlayerError, TensorError
@@ -27,6 +24,9 @@ from commlayer.scheduler.placement.llep import LlepRule
 from commlayer.scheduler.placement.spilling import Spilling
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention
+from examples.context_parallel import _visible
+from examples.norm import RMSNorm
 
 HIDDEN, WIDTH = 16, 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.1}

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from test_mappings import error, shard
 
 from commlayer.integrations.clipping import clip_gradients
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import TensorError
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
 
 TOLERANCE = 1e-9
 """The largest difference, relative to the largest magnitude in the reference's whole tensor."""

@@ -20,23 +20,23 @@ from ranks import group_with, start_with
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.buckets import GradientBuckets
-from commlayer.integrations.context_parallel import KeysAndValues, context_parallel_attention, split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.pass_parts import CutPass, Parts, carrying, run_parts
-from commlayer.integrations.pipeline_schedules import (
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
+from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention
+from examples.context_parallel import KeysAndValues, context_parallel_attention, split_sequence
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.pipeline_schedules import (
     Schedule,
     StageTask,
     run_overlapped_pipeline,
     run_pipeline,
     tasks_of,
 )
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
-from commlayer.testing.plugin import ClusterFactory
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 HIDDEN = 6

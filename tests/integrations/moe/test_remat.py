@@ -14,14 +14,14 @@ from paper_activations import LayerShape
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.remat import Rematerialise, promise_of, recomputable
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.testing.plugin import ClusterFactory
+from examples.attention import ParallelAttention
+from examples.norm import RMSNorm
 
 RANKS = 4
 SHAPE = LayerShape(tokens=1024, ranks=RANKS, hidden=256, heads=8, kv_heads=4, top_k=2, width=384)

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from commlayer import stats
-from commlayer.integrations.examples.text import Corpus, grammar_text
-from commlayer.integrations.examples.train import TrainOptions, main, train
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import Router, RouterConfig
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import Corpus, grammar_text
+from examples.train import TrainOptions, main, train
 
 CONFIG = ModelConfig(
     router=RouterConfig(num_experts=8, top_k=2),
@@ -175,7 +175,7 @@ def test_alone() -> None:
 
 def test_torchrun() -> None:
     """The example is started as users start it, on loopback; the default group may be another backend's."""
-    module = "commlayer.integrations.examples.train"
+    module = "examples.train"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
     command = [*torchrun, *TINY, "--tp", "2", "--ep", "2", "--chunks", "4", "--dispatch", "all_to_all", "--json"]
     result = subprocess.run([*command, "--backend", "gloo"], capture_output=True, text=True, check=False, timeout=100)

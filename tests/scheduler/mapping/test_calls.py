@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.integrations.gradients import gradient_axes
-from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.agreement import agree_on_experts
 from commlayer.integrations.moe.router import RouterConfig
@@ -46,6 +45,7 @@ from commlayer.scheduler.mapping.step_collectives import (
 from commlayer.scheduler.plan import Span
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples.language_model import ModelConfig, MoELanguageModel
 
 SEQUENCE, BATCH = 16, 8
 SHAPE = ModelShape(
@@ -185,7 +185,7 @@ def run_case(case: Case) -> Step:
             if case.setup.recompute == "megascale":
                 stack.enter_context(Rematerialise())
             if optimizers:  # sum the gradients themselves
-                stack.enter_context(mock.patch("commlayer.integrations.language_model.synchronise_gradients"))
+                stack.enter_context(mock.patch("examples.language_model.synchronise_gradients"))
             model.train_step(tokens, tokens, num_micro_batches=case.setup.micro_batches(case.job))
         for optimizer in optimizers:
             optimizer.step()

@@ -163,7 +163,7 @@ def run_overlapped_pipeline(
 
     Args:
         stage: as of :func:`run_pipeline`, but returns its forward pass in parts, such as
-            :meth:`commlayer.integrations.block.MoETransformerLayer.parts`; the first begins at
+            :meth:`examples.block.MoETransformerLayer.parts`; the first begins at
             once.
         pp, shapes, dtype, device, schedule, gradients: as there. Collectives of the stage over
             other groups come in another order than there.

@@ -26,23 +26,23 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.context_parallel import (
+from commlayer.integrations.remat import recomputable, recomputable_from, start_before
+from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import WireChoice, wired
+from commlayer.profiles.errors import UsageError
+from examples.context_parallel import (
     KeysAndValues,
     check_valid,
     context_parallel_attention,
     local_rows,
     positions,
 )
-from commlayer.integrations.linear import (
+from examples.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
     gather_sequence,
 )
-from commlayer.integrations.remat import recomputable, recomputable_from, start_before
-from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire_choice import WireChoice, wired
-from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
 
@@ -87,7 +87,7 @@ class ParallelAttention(nn.Module):
         head_dim: None: ``hidden / num_heads``.
         rope_base: base of rotary position embeddings of queries and keys, such as 10000; None: no
             rotation.
-        generator: in the same state on all ranks, see :mod:`commlayer.integrations.linear`.
+        generator: in the same state on all ranks, see :mod:`examples.linear`.
         dtype: of the weights; None: torch's default.
         device: of the weights; None: torch's default.
         wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those

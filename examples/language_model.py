@@ -1,4 +1,4 @@
-"""A language model of :class:`~commlayer.integrations.block.MoETransformerLayer`, on any mapping,
+"""A language model of :class:`~examples.block.MoETransformerLayer`, on any mapping,
 with one training step.
 
 Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is
@@ -18,21 +18,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.block import MoETransformerLayer, sequence_groups
 from commlayer.integrations.buckets import BUCKET_BYTES, GradientBuckets
-from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.linear import ReplicatedLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts
-from commlayer.integrations.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.placement.spilling import Spilling
+from examples.block import MoETransformerLayer, sequence_groups
+from examples.context_parallel import split_sequence
+from examples.linear import ReplicatedLinear
+from examples.norm import RMSNorm
+from examples.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
 
@@ -57,12 +57,12 @@ class ModelConfig:
         seed: of all weights.
         wires: formats in which tokens, activations and gradients may travel.
         schedule: in which order micro-batches go through a pipeline, see
-            :mod:`~commlayer.integrations.pipeline_schedules`.
+            :mod:`~examples.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
         overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while
             the other is computed
-            (:func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline`); ``chunks``
+            (:func:`~examples.pipeline_schedules.run_overlapped_pipeline`); ``chunks``
             ``auto`` is one then. Make the mesh with ``separate=("etp_ep",)``, or the counts of one
             queue behind the tokens of the other.
         bucket_bytes: the largest size of a bucket.
@@ -275,7 +275,7 @@ class MoELanguageModel(nn.Module):
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], torch.Tensor], list[tuple[int, int, int]]]:
         """Return this rank's stage of a step, and the shape of each micro-batch's activations, as
-        :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of
+        :func:`~examples.pipeline_schedules.run_pipeline` takes both. Arguments as of
         :meth:`train_step`.
         """
         batches, shapes = self._micro_batches(tokens, labels, num_micro_batches, valid)
@@ -290,7 +290,7 @@ class MoELanguageModel(nn.Module):
         self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int, valid: torch.Tensor | None = None
     ) -> tuple[Callable[[int, torch.Tensor | None], Parts[torch.Tensor]], list[tuple[int, int, int]]]:
         """The same in parts, as
-        :func:`~commlayer.integrations.pipeline_schedules.run_overlapped_pipeline` takes both."""
+        :func:`~examples.pipeline_schedules.run_overlapped_pipeline` takes both."""
         batches, shapes = self._micro_batches(tokens, labels, num_micro_batches, valid)
 
         def stage(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:

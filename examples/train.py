@@ -1,5 +1,5 @@
-"""Train a small MoE language model on any mapping: ``python -m
-commlayer.integrations.examples.train``, alone or on ranks.
+"""Train a small MoE language model on any mapping: ``python -m examples.train`` in a checkout,
+alone or on ranks.
 
 The losses are the same under every mapping, up to rounding; with a balance loss and several
 micro-batches they depend on dp. docs/moe_training.md takes it apart.
@@ -30,19 +30,13 @@ from commlayer.cli.place import is_first
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.errors import CommlayerError, UsageError
-from commlayer.integrations import (
-    ExpertPlacer,
-    FoldedMapping,
-    FoldedMesh,
-    ModelConfig,
-    MoELanguageModel,
-    MoETransformerLayer,
-    RouterConfig,
-)
-from commlayer.integrations.examples.text import VOCABULARY, Corpus
+from commlayer.integrations import ExpertPlacer, FoldedMapping, FoldedMesh, RouterConfig
 from commlayer.profiles.counted import counted
 from commlayer.statistics import SpillStats
 from commlayer.units import format_bytes
+from examples.block import MoETransformerLayer
+from examples.language_model import ModelConfig, MoELanguageModel
+from examples.text import VOCABULARY, Corpus
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]
 
@@ -196,9 +190,9 @@ class _Chunks(click.ParamType):  # type: ignore[type-arg]  # not generic before 
 
 _EPILOG = """\
 \b
-  python -m commlayer.integrations.examples.train
-  torchrun --nproc-per-node 8 -m commlayer.integrations.examples.train --tp 2 --cp 2 --ep 4
-  commlayer emulate -- python -m commlayer.integrations.examples.train --pp 2 --tp 2 --ep 4
+  python -m examples.train
+  torchrun --nproc-per-node 8 -m examples.train --tp 2 --cp 2 --ep 4
+  commlayer emulate -- python -m examples.train --pp 2 --tp 2 --ep 4
 
 \b
 Exit status: 0 done, 1 the surroundings failed, 2 wrong usage, 3 a bug of ours.

@@ -1,7 +1,7 @@
 """A transformer layer with a mixture of experts, on a folded mesh.
 
 Activations are [rows, B, hidden]: this rank's rows of the sequence by
-:func:`~commlayer.integrations.context_parallel.split_sequence` (zigzag over cp, then consecutive over tp) of its
+:func:`~examples.context_parallel.split_sequence` (zigzag over cp, then consecutive over tp) of its
 data-parallel part of the batch.
 """
 
@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.attention import ParallelAttention
-from commlayer.integrations.context_parallel import positions, split_sequence
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pass_parts import Parts, carrying
 from commlayer.integrations.wire_choice import LaneWires
 from commlayer.scheduler.placement.spilling import Spilling
+from examples.attention import ParallelAttention
+from examples.context_parallel import positions, split_sequence
+from examples.norm import RMSNorm
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 
@@ -48,7 +48,7 @@ class MoETransformerLayer(nn.Module):
         width: inner width of an expert.
         router: how tokens choose experts. Losses and the bias of loss-free balancing look at the tokens of the whole stage.
         mesh: the groups; None: everything is on this rank.
-        attention: ``ulysses`` or ``tensor``, see :class:`~commlayer.integrations.attention.ParallelAttention`.
+        attention: ``ulysses`` or ``tensor``, see :class:`~examples.attention.ParallelAttention`.
         shared_width, dispatch, chunks, weights_at, spare_slots, spilling: see
             :class:`~commlayer.integrations.moe.layer.MoELayer`.
         rope_base: base of rotary position embeddings; None: no rotation.

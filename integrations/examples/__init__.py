@@ -1,1 +1,0 @@
-"""Programs that put the layers together; run them with ``python -m``."""
