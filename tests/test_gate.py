@@ -58,7 +58,6 @@ DECODERS = {
     "commlayer/emulation/fabric.py": "the same",
     "commlayer/emulation/fabric_process.py": "the same",
     "commlayer/emulation/protocol.py": "the same",
-    "commlayer/testing/witness.py": "what a test's own processes have seen",
 }
 PRINTING = "|".join(name.rpartition(".")[2] for name in PRINTS)
 WORDS = re.compile(rf"\b({PRINTING}|write\w*|logging|Console)\b")

@@ -1,8 +1,8 @@
 """Tools for testing code that runs on a cluster.
 
-The pytest fixture `emulated_cluster` (see `commlayer.emulation`); `check_communicator`, which every communicator must pass; a
-communicator of threads for unit tests (`FakeWorld`), and one that fails on purpose (`FaultyVerbs`). See docs/testing.md.
-Names are loaded on first use: pytest loads this package with its plugin, and must not load torch for it.
+The pytest fixture `emulated_cluster` (see `commlayer.emulation`), jobs on uneven nodes, and
+`check_communicator`, which every communicator must pass. See docs/testing.md. Names are loaded on
+first use: pytest loads this package with its plugin, and must not load torch for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
         FailedCheck,
         check_communicator,
     )
-    from commlayer.testing.fake import FakeVerbs, FakeWorld
-    from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
     from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
-    from commlayer.testing.witness import alarms, testifying
 
 __all__ = [
     "DTYPES",
@@ -34,22 +31,12 @@ __all__ = [
     "AsyncCall",
     "ConformanceError",
     "FailedCheck",
-    "FakeVerbs",
-    "FakeWorld",
-    "Fault",
-    "FaultyVerbs",
-    "InjectedFault",
     "ProcessGroupVerbs",
     "ReduceOp",
     "Verbs",
-    "alarms",
     "check_communicator",
-    "delay_at",
-    "fail_at",
     "outcomes_on_nodes",
     "run_on_nodes",
-    "testifying",
-    "wrong_bytes_at",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_world import FakeVerbs, FakeWorld
+from faulty_verbs import FaultyVerbs, wrong_bytes_at
 from ranks import start_with
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import _functional_collectives as functional
@@ -24,7 +26,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from commlayer.backend.exchanges import _whole_numbers
 from commlayer.profiles.errors import CommlayerError, TensorError, UsageError
-from commlayer.testing import FakeVerbs, FakeWorld, FaultyVerbs, wrong_bytes_at
 from commlayer.testing.payload import expect_bits
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.call_memory import as_bytes

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from faulty_verbs import FaultyVerbs, wrong_bytes_at
 from ranks import ONE_OF_EACH_SIZE
 
 import commlayer
 import commlayer.backend.create
 import commlayer.measure.calibrate  # before the ranks fork, or each of them loads it
 from commlayer.emulation import EmulatedCluster, rights
-from commlayer.testing import FaultyVerbs, ProcessGroupVerbs, Verbs, run_on_nodes, wrong_bytes_at
+from commlayer.testing import ProcessGroupVerbs, Verbs, run_on_nodes
 from commlayer.testing.move_checks import patterns
 from commlayer.testing.payload import bits, integers, stale
 from commlayer.testing.verbs_contract import ReduceOp

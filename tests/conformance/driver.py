@@ -24,6 +24,9 @@ from typing import Any
 
 import msgspec
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the witness is among what tests share
+
 from suite import NODES, Outcome, Suite
 
 from commlayer.cli.progress_bars import progress

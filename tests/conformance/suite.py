@@ -22,10 +22,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from witness import alarms, witnessed
 
 from commlayer.emulation import EmulatedCluster, RankOutcome, RanksTimedOutError
 from commlayer.testing.nodes import outcomes_on_nodes
-from commlayer.testing.witness import alarms, witnessed
 
 __all__ = ["NODES", "Outcome", "Suite"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from jobs_in_memory import Job, Op
+from witness import _Seen, alarms
 
 from commlayer.diagnosis.call_logs import RankLog
-from commlayer.testing.witness import _Seen, alarms
 
 
 def _asked_in(group: str, rank: int, job: str) -> RankLog:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_world import FakeVerbs, FakeWorld
+from faulty_verbs import FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
 
 import commlayer
 import commlayer.testing
@@ -30,18 +32,11 @@ from commlayer.testing import (
     DTYPES,
     AsyncCall,
     ConformanceError,
-    FakeVerbs,
-    FakeWorld,
-    FaultyVerbs,
-    InjectedFault,
     ProcessGroupVerbs,
     ReduceOp,
     Verbs,
     check_communicator,
-    delay_at,
-    fail_at,
     run_on_nodes,
-    wrong_bytes_at,
 )
 
 BYTES_ONLY = (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.complex128)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytest
+from witness import alarms, testifying
 
 from commlayer.auditing import first_step
 from commlayer.emulation import EmulatedCluster
 from commlayer.statistics import Stats
-from commlayer.testing.witness import alarms, testifying
 
 __all__ = [
     "Said",

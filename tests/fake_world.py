@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from fake_results import Contribution, complete
 
 from commlayer.profiles.errors import (
     ClusterError,
@@ -27,7 +28,6 @@ from commlayer.profiles.errors import (
     TensorError,
     UsageError,
 )
-from commlayer.testing.fake_results import Contribution, complete
 from commlayer.testing.verbs_contract import AsyncCall, ReduceOp
 
 __all__ = ["FakeVerbs", "FakeWorld"]
