@@ -11,8 +11,8 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.failure import refuse_damaged
-from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, PLACE, PROFILE, json_option
-from commlayer.cli.output_files import draw, tell
+from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PLACE, PROFILE, json_option
+from commlayer.cli.output_files import tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.traced_jobs import TracedJob, missing_ranks, read_jobs
 from commlayer.profiles import catalog
@@ -42,7 +42,6 @@ _MOST_ROWS = 16
 @click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
 @click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every rank and group, not {_MOST_ROWS} of each.")
-@click.option("--picture", type=PICTURE, help="Draw ranks and lanes over time (.svg, .png, .pdf).")
 @click.option(
     "--plan",
     "profile_name",
@@ -58,7 +57,6 @@ def trace(
     since_us: float | None,
     until_us: float | None,
     show_all: bool,
-    picture: Path | None,
     profile_name: str | None,
     as_json: bool,
 ) -> None:
@@ -74,10 +72,10 @@ def trace(
     \b
       COMMLAYER_TRACE=trace torchrun … train.py
       commlayer trace trace
-      commlayer trace trace --step 3 --picture step3.svg
+      commlayer trace trace --step 3
       commlayer trace /tmp/nccl_trace_rank_* --plan cluster.json
     """
-    options = {"--output": output, "--job": job, "--picture": picture}
+    options = {"--output": output, "--job": job}
     refused = tuple(name for name, value in options.items() if value)
     damaged: list[str] = []
     profile = catalog.load_profile(profile_name) if profile_name is not None else None
@@ -91,11 +89,6 @@ def trace(
         target = output or (each.folder / "merged.json" if each.folder is not None else None)
         if target is not None:
             _write_merged(target, each.ranks)
-    if picture is not None:
-        from commlayer.drawing.trace_figure import lanes_figure
-
-        (only,) = jobs
-        draw(picture, lanes_figure(only.ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
     _print(jobs, work, profile_name, show_all=show_all, as_json=as_json)
     refuse_damaged(damaged)
 

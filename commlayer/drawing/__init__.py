@@ -21,14 +21,12 @@ if TYPE_CHECKING:
         timeline_figure,
     )
     from commlayer.drawing.report import write_report
-    from commlayer.drawing.trace_figure import lanes_figure
     from commlayer.traces.chrome_of_plan import chrome_trace
 
 __all__ = [
     "bench_figure",
     "chrome_trace",
     "efficiency_figure",
-    "lanes_figure",
     "plans_figure",
     "save_figure",
     "timeline_figure",

@@ -1,9 +1,7 @@
-"""The figures of a job's audit: measured over promised times, who came late, and when plans
-changed."""
+"""The figures of a job's audit: measured over promised times, and when plans changed."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +20,16 @@ from commlayer.drawing.style import (
     new_figure,
     styled,
 )
-from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened
-from commlayer.units import format_us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["audit_figure", "events_figure", "late_figure", "plain_name"]
+__all__ = ["audit_figure", "events_figure", "plain_name"]
 
-_MOST_RANKS, _MOST_GROUPS = 16, 16
+_MOST_GROUPS = 16
 _LONGEST_NAME = 40
 _WIDE = 1000.0
 """The range, in times the shortest, from which on an axis of times has a number at powers of ten
@@ -107,36 +103,6 @@ def _time_axes(axes: Axes, rows: Sequence[CallTotals]) -> None:
 
 
 @styled
-def late_figure(job: JobAudit) -> Figure:
-    """Draw for how long the others waited for each rank, over all groups; the 16 that cost the
-    most.
-
-    Raises:
-        UsageError: no rank was ever late.
-    """
-    waited_us: dict[int, float] = defaultdict(float)
-    calls: dict[int, int] = defaultdict(int)
-    for group in job.groups:
-        for late in group.late:
-            waited_us[late.rank] += late.waited_us
-            calls[late.rank] += late.calls
-    ranks = sorted((rank for rank in waited_us if waited_us[rank] > 0), key=lambda rank: -waited_us[rank])[:_MOST_RANKS]
-    if not ranks:
-        raise UsageError("expected ranks that came late, got none: there is nothing to draw")
-    figure = new_figure(FIGURE_WIDTH, 1.0 + 0.26 * len(ranks))
-    axes = figure.add_subplot()
-    widths = [waited_us[rank] / 1e3 for rank in ranks]
-    axes.barh(range(len(ranks)), widths, height=0.66, color=BLUE)
-    for row, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
-        text = f" {format_us(waited_us[rank])} in {counted(calls[rank], 'call')}"
-        axes.text(width, row, text, va="center_baseline", color=FAINT, fontsize=8)
-    name_rows(axes, [f"rank {rank}" + (f", {_plain(job.hosts[rank])}" if rank in job.hosts else "") for rank in ranks])
-    axes.set_xlim(0, max(widths) * 1.25)
-    axes.set_xlabel("the others waited (ms)")
-    return figure
-
-
-@styled
 def events_figure(job: JobAudit) -> Figure:
     """Draw when the plans of groups changed, and when a measurement left them as they were: a row
     for each group, numbered marks.
@@ -171,8 +137,4 @@ def events_figure(job: JobAudit) -> Figure:
 
 def plain_name(group: GroupTotals) -> str:
     """The group's name as a figure shows it: short, on one line, and nothing in it is markup."""
-    return _plain(group.name)
-
-
-def _plain(text: str) -> str:
-    return shortened(printable(text, keep=""), _LONGEST_NAME)
+    return shortened(printable(group.name, keep=""), _LONGEST_NAME)

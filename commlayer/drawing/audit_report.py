@@ -14,7 +14,7 @@ from commlayer.auditing.audit_words import (
     placement_cells,
 )
 from commlayer.auditing.job_audit import JobAudit
-from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
+from commlayer.drawing.audit_figures import audit_figure, events_figure
 from commlayer.drawing.page import drawing, write_page
 from commlayer.profiles.counted import counted
 from commlayer.profiles.files import StrPath
@@ -41,7 +41,6 @@ def write_audit_report(path: StrPath, job: JobAudit, notes: Sequence[str] = ()) 
     promised_us = sum(group.promised_us * len(group.told) for group in audited)
     lost_us = sum(group.lost_us * len(group.told) for group in audited)
     label = f"Measured over promised times of {counted(len(job.groups), 'group')}"
-    has_late = any(late.waited_us for group in job.groups for late in group.late)
     has_events = any(group.events for group in job.groups)
     has_calls = any(calls.measured_us for group in audited for calls in group.calls)
     by_cost = sorted(job.groups, key=lambda group: -abs(group.lost_us))
@@ -54,7 +53,7 @@ def write_audit_report(path: StrPath, job: JobAudit, notes: Sequence[str] = ()) 
         summary=_summary(job, promised_us, lost_us) if audited else [],
         bad_card=0 if audited and 1 + lost_us / promised_us > _BAD_RATIO else -1,
         calls_figure=drawing("calls", lambda: audit_figure(job), label) if has_calls else None,
-        late_figure=drawing("late", lambda: late_figure(job), "Waited for each rank") if has_late else None,
+        has_late=any(late.waited_us for group in job.groups for late in group.late),
         events_figure=drawing("events", lambda: events_figure(job), "Events over time") if has_events else None,
         placement_columns=[*PLACEMENT_COLUMNS, "why"],
         placements=[[*placement_cells(rank, each), each.reason] for rank, each in job.placements],

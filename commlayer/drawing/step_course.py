@@ -11,8 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.drawing.pipeline_course import MOST_RANKS, SPAN_COLOURS, RankSpan, draw_ranks, rank_spans
-from commlayer.drawing.style import FAINT, INK, PAPER, name_rows, new_figure, styled
-from commlayer.drawing.trace_figure import LANE_COLOURS
+from commlayer.drawing.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    VERMILLION,
+    name_rows,
+    new_figure,
+    styled,
+)
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
@@ -33,6 +44,7 @@ _ROW = 0.34
 """Inches."""
 _BAR = 0.78
 _PALE = 0.35
+_LANE_COLOURS = {"ep": VERMILLION, "tp": ORANGE, "pp": PURPLE, "cp": GREEN, "dp": BLUE}
 _OTHERS = "#d8cfa0"
 """The colour of what other micro-batches compute beside a pass whose calls are looked at."""
 _FILLER = "filler"
@@ -198,7 +210,7 @@ def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> N
         _bars(axes, 0, each, unit_us, colour, 1.0)
     for row, lane in enumerate(lanes, start=1):
         times = [each for each in forecast.calls.values() if each.call.row == lane]
-        colour = LANE_COLOURS.get(lane, FAINT)
+        colour = _LANE_COLOURS.get(lane, FAINT)
         _bars(axes, row, [(each.issued_us, each.end_us) for each in times], unit_us, colour, _PALE)
         _bars(axes, row, [span for each in times for span in each.spans], unit_us, colour, 1.0)
     name_rows(axes, ["program", *(lane or "no lane" for lane in lanes)])
@@ -229,7 +241,7 @@ def _legend(figure: Figure, lanes: Sequence[str], ranks: Sequence[Sequence[RankS
     handles += [Patch(color=SPAN_COLOURS[kind], label=label) for kind, label in _NAMES.items() if kind in kinds]
     handles += [Patch(color=_OTHERS, label="other micro-batches")] if others else []
     handles += [
-        Patch(color=LANE_COLOURS.get(lane, FAINT), label=f"{lane} calls" if lane else "no lane") for lane in lanes
+        Patch(color=_LANE_COLOURS.get(lane, FAINT), label=f"{lane} calls" if lane else "no lane") for lane in lanes
     ]
     handles.append(Patch(color=INK, alpha=_PALE, label="pale: held, or between steps"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))

@@ -30,7 +30,7 @@ from commlayer.auditing.audit_words import group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.prometheus import prometheus_text
 from commlayer.cli.main import main
-from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
+from commlayer.drawing.audit_figures import audit_figure, events_figure
 from commlayer.drawing.audit_report import write_audit_report
 from commlayer.profiles.errors import UsageError
 
@@ -469,11 +469,11 @@ def test_the_page_shows_calls_late_ranks_and_events(folder: Path, tmp_path: Path
     text = page.read_text(encoding="utf-8")
     for title in ("Promised and measured", "Ranks that came late", "Changes of plans", "Groups", "How to read this"):
         assert f"<h2>{title}</h2>" in text
-    assert text.count("<svg") == 3
+    assert text.count("<svg") == 2
     assert "prefers-color-scheme: dark" in text
     assert re.search(r"(src|href)=\"(?!#)", text) is None, "a page must need nothing from outside"
     assert "plans are made anew" in text
-    for name in ("calls", "late", "events"):
+    for name in ("calls", "events"):
         assert f'id="{name}-' in text
 
 
@@ -483,9 +483,8 @@ def test_a_quiet_job_has_a_quiet_page(tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.count("<svg") == 1
     assert "Changes of plans" not in text
-    for draw in (late_figure, events_figure):
-        with pytest.raises(UsageError, match="got none"):
-            draw(job)
+    with pytest.raises(UsageError, match="got none"):
+        events_figure(job)
     nothing = merge_audits([RankAudit(**(msgspec.structs.asdict(audit_of(0)) | {"groups": ()}))])
     write_audit_report(tmp_path / "page.html", nothing)
     with pytest.raises(UsageError, match="got none"):

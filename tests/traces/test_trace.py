@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from commlayer.calls.ring import StepRecord
 from commlayer.cli.main import main
-from commlayer.drawing import lanes_figure, save_figure
 from commlayer.engine.tracing import RecordedCall, recorded, traced
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
@@ -29,7 +28,7 @@ from commlayer.scheduler import Plan, Traffic, choose
 from commlayer.scheduler.moves import Moves
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
-from commlayer.traces.analyse import Selected, Window, group_times, lane_times, lateness, plans, select
+from commlayer.traces.analyse import Window, group_times, lane_times, lateness, plans, select
 from commlayer.traces.call_records import CallRecord, Mark, rank_name
 from commlayer.traces.chrome_of_job import merged_events, rank_events, running
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
@@ -438,7 +437,7 @@ def test_batches_of_messages_count_and_are_matched_with_nothing(tmp_path: Path) 
     assert (times.logical_bytes, times.inter_bytes, times.intra_bytes, times.wire_ratio) == (4 * 4096, 4 * 4096, 0, 1.0)
     assert (times.exposed_us, times.busy_us) == (4 * 5e3 / 2, 4 * 10e3 / 2)
     assert (times.queued_us, times.held_us) == (4 * 1e3 / 2, 4 * 2e3 / 2)
-    output = invoke(put(tmp_path, traces), "--picture", tmp_path / "p.svg").stdout
+    output = invoke(put(tmp_path, traces)).stdout
     assert "Stragglers" not in output
     assert "Predicted" not in output
     (found,) = slices(list(rank_events(traces[0])), "call")
@@ -861,7 +860,6 @@ def test_a_job_without_calls(tmp_path: Path) -> None:
     result = invoke(put(tmp_path, [fake_trace(rank, []) for rank in range(4)]))
     assert "no call was recorded here" in result.stderr
     assert "4 of 4 ranks" in result.stdout
-    assert "nothing to draw" in invoke(tmp_path, "--picture", tmp_path / "p.svg", status=2).stderr
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
@@ -931,24 +929,6 @@ def test_many_ranks_are_shortened(tmp_path: Path) -> None:
     put(tmp_path, traces)
     assert "4 ranks less often last not shown" in invoke(tmp_path).stdout
     assert "not shown" not in invoke(tmp_path, "--all").stdout
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    path = tmp_path / "p.svg"
-    assert "picture:" in invoke(put(tmp_path, job()), "--picture", path, "--step", "1").stderr
-    text = path.read_text(encoding="utf-8")
-    for word in ("rank 0", "rank 3", "program blocked", "time (ms)", "step 1"):
-        assert word in text
-    many = [Selected(trace, trace.calls, trace.job_clock()) for trace in job()] * 5
-    save_figure(lanes_figure(many), path)
-    assert "the first 16 of 20 ranks" in path.read_text(encoding="utf-8")
-
-
-def test_a_long_trace_is_no_longer_picture(tmp_path: Path) -> None:
-    call = replace(fake_calls(0)[2], waited=[])
-    calls = [replace(call, start_ns=1000 * n, end_ns=1000 * n + 500, enqueue_ns=0) for n in range(1, 60_000)]
-    save_figure(lanes_figure(select([fake_trace(0, calls)])), tmp_path / "p.svg")
-    assert (tmp_path / "p.svg").stat().st_size < 200_000
 
 
 def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
