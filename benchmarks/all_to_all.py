@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from baselines import BASELINES
 from common import add_output, dated_stem, machine, today, versions
 
 from commlayer.cli.bench import bench_job
@@ -74,7 +75,7 @@ def measured(cluster: Cluster, rounds: int) -> tuple[Profile, BenchResult]:
     place = place_of(cluster.shape, cluster.inter, cluster.intra, delay=0.0, timeout=1800e6)
     if place.inter is None:
         raise SystemExit("this machine grants no network namespaces: there are no shaped links to benchmark")
-    options = BenchOptions(SIZES, rounds, gathers=tuple(Gather))
+    options = BenchOptions(SIZES, rounds, gathers=tuple(Gather), baselines=BASELINES)
     found = run_job(replace(place, timeout_s=1800.0), job, options, place, f"emulated-{cluster.key}")
     if found is None:
         raise SystemExit("run this once, not under torchrun: it starts its own ranks")

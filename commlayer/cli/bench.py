@@ -1,5 +1,4 @@
-"""``commlayer bench``: every candidate plan, torch's own all_to_all and what other software does,
-alternately in one run."""
+"""``commlayer bench``: every candidate plan and torch's own all_to_all, alternately in one run."""
 
 from __future__ import annotations
 

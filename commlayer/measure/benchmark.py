@@ -1,4 +1,4 @@
-"""Every way of moving one all_to_all, measured alternately in one run: candidates, torch's own, other software's.
+"""Every way of moving one all_to_all, measured alternately in one run: candidates, torch's own, baselines.
 
 Correctness first: before a way is timed its result is compared with torch.distributed's, byte for byte. Then all ways
 run round after round, in a new order each round, so that what drifts on a noisy machine hits all of them alike.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
 
@@ -19,7 +19,6 @@ from msgspec import structs
 
 from commlayer.agree.messages import ControlMessage, Peers, from_first
 from commlayer.communicator import Communicator
-from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import run_environment
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
@@ -31,7 +30,7 @@ from commlayer.scheduler.group_strategies import candidates
 from commlayer.scheduler.plan import Gather, Plan
 from commlayer.scheduler.price import Timeline, price
 
-__all__ = ["BenchOptions", "check_sizes", "nearest_size", "run_bench", "world_groups"]
+__all__ = ["Baseline", "BenchOptions", "check_sizes", "nearest_size", "run_bench", "world_groups"]
 
 _TORCH = "torch.distributed"
 _MAX_ROUNDS = 31
@@ -46,6 +45,10 @@ _HIDDEN = 512  # of bf16: rows of 1 KiB
 _ELEMENT_BYTES = 2
 
 
+Baseline = Callable[[torch.Tensor, dist.ProcessGroup, dist.ProcessGroup], torch.Tensor]
+"""Another way of moving the tokens: they, the ep group and the tp group in, the result out."""
+
+
 class _Environment(ControlMessage, frozen=True):
     """The machine of a result, as rank 0 sees it."""
 
@@ -54,14 +57,14 @@ class _Environment(ControlMessage, frozen=True):
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes in bytes a rank. ``gathers``: measure our own form of the plans, or MoNTA's too. ``trace_bytes``: those of the
-    sizes whose chosen plan is traced for a picture."""
+    """Sizes in bytes a rank. ``gathers``: measure our own form of the plans, or MoNTA's too. ``baselines``: other ways to
+    measure beside them, by name. ``trace_bytes``: those of the sizes whose chosen plan is traced for a picture."""
 
     sizes: Sequence[int]
     rounds: int = 5
     max_chunks: int = 32
     gathers: tuple[Gather, ...] = (Gather.REMOTE,)
-    with_baselines: bool = True
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
     trace_bytes: Sequence[int] = ()
     timeout_s: float = 120.0
 
@@ -152,13 +155,11 @@ def _measure_size(
     x = _tokens(size, communicator)
     decision = communicator.decide(size)
     plans = _plans(decision, communicator, options)
-    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: partial(torch_flat, x, groups[0])}
+    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: partial(_torch_flat, x, groups[0])}
     for name, plan in plans.items():
         # The chosen plan as users run it; another one has to be checked against the tensor at each call.
         ways[name] = partial(communicator.all_to_all, x, plan=None if plan == decision.plan else plan)
-    if options.with_baselines and x.shape[1] % (4 * len(communicator.grid.tp_ranks)) == 0:
-        ways["DeepSpeed drop/gather"] = partial(deepspeed_drop_gather, x, *groups)
-        ways["MoNTA released, 4 chunks"] = partial(monta_fixed_chunks, x, *groups)
+    ways |= {name: partial(move, x, *groups) for name, move in options.baselines.items()}
     expected = ways[_TORCH]()
     wrong = {name: int(prober.agree(_wrong_bytes(way(), expected))) for name, way in ways.items()}
     times = _alternate(ways, prober, options.rounds, seed=size)
@@ -188,6 +189,13 @@ def _tokens(size: int, communicator: Communicator) -> torch.Tensor:
     hidden = math.gcd(_HIDDEN, size // (_ELEMENT_BYTES * blocks))
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(torch.bfloat16)
     return flat.view(blocks, -1, hidden)
+
+
+def _torch_flat(x: torch.Tensor, ep_group: dist.ProcessGroup) -> torch.Tensor:
+    """torch.distributed's own all_to_all of the whole tensor."""
+    output = torch.empty_like(x)
+    dist.all_to_all_single(output, x, group=ep_group)
+    return output
 
 
 def _plans(decision: Decision, communicator: Communicator, options: BenchOptions) -> dict[str, Plan]:

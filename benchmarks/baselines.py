@@ -1,4 +1,4 @@
-"""Baselines: what users have today, written with torch.distributed alone: the other side of every comparison.
+"""Baselines: how other software moves replicated tokens, written with torch.distributed alone.
 
 Shapes: [e, C, H] tokens for e expert ranks, replicated over the t ranks of the tp group; C divides by what is cut.
 """
@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["deepspeed_drop_gather", "monta_fixed_chunks", "torch_flat"]
-
-
-def torch_flat(x: torch.Tensor, ep_group: dist.ProcessGroup) -> torch.Tensor:
-    """torch.distributed's own all_to_all of the whole tensor."""
-    output = torch.empty_like(x)
-    dist.all_to_all_single(output, x, group=ep_group)
-    return output
+__all__ = ["BASELINES"]
 
 
 def deepspeed_drop_gather(x: torch.Tensor, ep_group: dist.ProcessGroup, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,3 +48,7 @@ def _gather(x: torch.Tensor, tp_group: dist.ProcessGroup) -> list[torch.Tensor]:
     pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(tp_group))]
     dist.all_gather(pieces, x, group=tp_group)
     return pieces
+
+
+BASELINES = {"DeepSpeed drop/gather": deepspeed_drop_gather, "MoNTA released, 4 chunks": monta_fixed_chunks}
+"""The baselines by name. Four chunks, and the ranks of a node, have to divide the tokens."""
