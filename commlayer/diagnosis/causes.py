@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog
+from commlayer.diagnosis.call_logs import MESSAGES, NO_THREAD, CallLog, RankLog
 from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call
 from commlayer.diagnosis.findings import (
     Cause,
@@ -38,6 +38,9 @@ _MOST_GROUPS = 64
 _MOST_EXTENDED = 16
 """The number of calls that are inferred at most beyond a rank's last one: numbers in files may be
 of any size."""
+_ENOUGH_ALIKE = 16
+"""The number of calls that two ranks make from the same places, after which it is likely that they
+have made equally many before."""
 _CERTAINTIES = ("unknown", "likely", "proven")
 _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
@@ -61,7 +64,7 @@ def with_cause(
         return diagnosis
     groups = _groups(logs)
     shift = _first_shift(groups)
-    cause = shift or _cause(diagnosis, circles_are)
+    cause = shift or _cause(diagnosis, groups, circles_are)
     if cause is not None:
         cause = msgspec.structs.replace(cause, certainty=_lesser(cause.certainty, at_most))
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
@@ -71,7 +74,7 @@ def _lesser(*certainties: str) -> str:
     return min(certainties, key=_CERTAINTIES.index)
 
 
-def _cause(diagnosis: Diagnosis, circles_are: str) -> Cause | None:
+def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str) -> Cause | None:
     for finding in diagnosis.findings:
         if isinstance(finding, Mismatch):
             return _differing(finding, bool(diagnosis.shared))
@@ -82,8 +85,8 @@ def _cause(diagnosis: Diagnosis, circles_are: str) -> Cause | None:
     for why in ("late", "silent"):  # a rank that is seen in no call, before one of which nothing is seen
         missing = missing or [each for each in diagnosis.waits if each.why == why]
     if missing:
-        return _absent(missing)
-    return _stalled(diagnosis) or (_absent(diagnosis.waits) if diagnosis.waits else None)
+        return _absent(missing, groups)
+    return _stalled(diagnosis) or (_absent(diagnosis.waits, groups) if diagnosis.waits else None)
 
 
 # Calls that a rank has left out, or made too many
@@ -305,8 +308,9 @@ def _order(cycle: Cycle, certainty: str) -> Cause:
     )
 
 
-def _absent(missing: Sequence[Missing]) -> Cause:
+def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
     first = max(missing, key=lambda each: len(each.waiting) + len(each.behind))
+    sureness = _sureness(first, groups)
     what, state, certainty = {
         "gone": ("ended", f"has ended{first.how and f' {first.how}'}", "proven"),
         "late": ("absent", "is in no call", "proven"),
@@ -327,9 +331,11 @@ def _absent(missing: Sequence[Missing]) -> Cause:
     ranks = tuple(sorted({each.call.rank for each in missing}))
     others_missing = [rank for rank in ranks if rank != first.call.rank]
     more = f" (and so for {ranks_words(others_missing)})" if others_missing else ""
+    if sureness != "proven":
+        more += f", or {'has' if len(others) == 1 else 'have'} made a call too many"
     return Cause(
         what=what,
-        certainty=_lesser(certainty, first.certainty),
+        certainty=_lesser(certainty, first.certainty, sureness),
         ranks=ranks,
         calls=tuple(each.last or each.call for each in missing),
         words=(
@@ -338,6 +344,42 @@ def _absent(missing: Sequence[Missing]) -> Cause:
             f"{more}"
         ),
     )
+
+
+def _sureness(missing: Missing, groups: Sequence[_Group]) -> str:
+    """How sure it is that a rank which has not come is at fault, and not the few that wait for it with a call too many.
+
+    Sure are more ranks than those that have not come, as no two make the same call too many; or all
+    calls of the group, if they are recorded, and of two places one is always the other's counterpart.
+    """
+    rank, number = missing.call.rank, missing.call.number
+    if missing.why not in ("late", "silent") or missing.call.kind in MESSAGES:
+        return "proven"
+    waiting = {waiter.call.rank for waiter in missing.waiting}
+    come, absent, is_whole, num_alike = set(waiting), {rank}, False, 0
+    for group in groups:
+        if rank not in group.ranks:
+            continue
+        made = group.made.get(rank, 0)
+        is_silent = missing.why == "silent"
+        come |= {each for each in group.made if group.made[each] > (group.done[each] if is_silent else made)} - {rank}
+        if group.name != missing.call.group or not waiting <= set(group.made):
+            continue
+        absent |= {each for each in group.made if group.made[each] < number}
+        its = group.calls.get(rank, {})
+        alike = [each for each in waiting if not is_silent and _are_counterparts(group.calls[each], its)]
+        is_whole = any(len(its) == made and len(group.calls[each]) == group.made[each] for each in alike)
+        num_alike = max((len(its.keys() & group.calls[each].keys()) for each in alike), default=0)
+    if len(come) > len(absent) or (is_whole and len(absent) == 1):
+        return "proven"
+    is_likely = is_whole or num_alike >= _ENOUGH_ALIKE or len(come) > 1 or missing.at is not None
+    return "likely" if is_likely else "unknown"
+
+
+def _are_counterparts(one: _Calls, other: _Calls) -> bool:
+    """Whether two ranks make each call of one place at one place of the other's program, as far as it is recorded."""
+    pairs = {(_identity(one[number]), _identity(other[number])) for number in one.keys() & other.keys()}
+    return len(pairs) == len({mine for mine, _ in pairs}) == len({its for _, its in pairs})
 
 
 def _waiting(ranks: Sequence[int]) -> str:
