@@ -96,27 +96,33 @@ def diagnose_dumps(
 
 def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
     """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what is wrong with the rest."""
-    sound = []
-    wrong_lists = contradicted_lists(dumps)
-    for dump in dumps:
-        names = [name for name, ranks in dump.group_ranks.items() if (name, ranks) in wrong_lists]
-        if names:
-            damaged.append(
-                f"{dump.path}: expected of group {shortened(names[0])} the ranks that the other dumps tell of, got others: "
-                "give the dumps of one job; it is left out"
-            )
-        else:
-            sound.append(dump)
-    dumps, sound = sound, []
-    groups = DumpGroups(dumps)
-    for dump in dumps:
-        try:
-            _records(dump, groups)
-        except UsageError as error:  # noqa: PERF203
-            damaged.append(f"{error}; it is left out")
-        else:
-            sound.append(dump)
-    return sound if len(sound) == len(dumps) else without_contradictions(sound, damaged)
+    rest: list[Dump] = []
+    sound = list(dumps)
+    while len(sound) != len(rest):  # what is left out may have been all that spoke for another one
+        rest, sound = sound, []
+        wrong_lists = contradicted_lists(rest)
+        for dump in rest:
+            names = [name for name, ranks in dump.group_ranks.items() if (name, ranks) in wrong_lists]
+            if names:
+                damaged.append(
+                    f"{dump.path}: expected of group {shortened(names[0])} the ranks that the other dumps tell of, got "
+                    "others: give the dumps of one job; it is left out"
+                )
+            else:
+                sound.append(dump)
+        groups = DumpGroups(sound)
+        sound = [dump for dump in sound if _fits(dump, groups, damaged)]
+    return sound
+
+
+def _fits(dump: Dump, groups: DumpGroups, damaged: list[str]) -> bool:
+    """Whether the calls of a dump are of groups that have its rank; ``damaged`` takes why not."""
+    try:
+        _records(dump, groups)
+    except UsageError as error:
+        damaged.append(f"{error}; it is left out")
+        return False
+    return True
 
 
 def _is_on_device(dumps: Sequence[Dump]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +192,22 @@ def test_the_list_that_more_dumps_contradict_is_left_out(
     assert len(damaged) == len(lists) - len(sound)
 
 
+def test_dumps_are_left_out_one_after_the_other_in_any_number() -> None:
+    """Each dump alone says that the next one's rank is in its group, and none says so of the first."""
+    number = 120
+    last = dump(number, {f"g{at}": (number,) for at in range(number)}, [])
+    dumps = [dump(at, {f"g{at + 1}": (at, at + 1)}, [call(f"g{at}", 1)]) for at in range(number)]
+    damaged: list[str] = []
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 60)
+    try:
+        sound = without_contradictions([*dumps, last], damaged)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert sound == [last]
+    assert len(damaged) == number
+
+
 def test_a_circle_of_gloo_is_likely_as_calls_may_be_asynchronous() -> None:
     def made(group: str, number: int, *, has_ended: bool) -> Entry:
         return call(group, number, backend="gloo", has_ended=has_ended, at_s=float(number))
@@ -205,14 +223,54 @@ def test_a_circle_of_gloo_is_likely_as_calls_may_be_asynchronous() -> None:
 def test_a_rank_may_only_be_late_before_the_timeout() -> None:
     """Rank 0 writes a checkpoint for 90 s, of a timeout of 600 s."""
     world = {"world": (0, 1)}
-    before = call("world", 4, has_ended=True)
+    before = call("world", 1, has_ended=True)
     for age_s, certainty in ((90.0, "likely"), (700.0, "proven")):
         dumps = [
             dump(0, world, [before], age_s=age_s),
-            dump(1, world, [before, call("world", 5)], age_s=age_s),
+            dump(1, world, [before, call("world", 2)], age_s=age_s),
         ]
         assert caused(dumps) == ("absent", certainty, (0,))
         assert ("it may only be late" in worded(dumps)[1]) is (certainty == "likely")
+
+
+@pytest.mark.parametrize(
+    ("lines", "others", "certainty"),
+    [
+        ((91, 90, 90, 90), 0, "unknown"),  # its ring has lost #1, and #2 may be the one too many
+        ((90, 90, 90, 90), 0, "unknown"),  # or what its ring has lost
+        ((90, 90, 90, 90, 90), 0, "proven"),
+        ((90, 90, 90, 90), 1, "proven"),  # no two ranks make the same call too many
+    ],
+)
+def test_who_waits_alone_may_have_made_a_call_too_many(lines: Sequence[int], others: int, certainty: str) -> None:
+    """Rank 0 has made four calls, and is in none; rank 1, and perhaps another one, waits in the fifth."""
+    groups = {"dp": tuple(range(2 + others))}
+    waiting = [call("dp", number, line, has_ended=number < 5) for number, line in enumerate(lines, 6 - len(lines))]
+    dumps = [dump(0, groups, [call("dp", number, 90, has_ended=True) for number in range(1, 5)])]
+    dumps += [dump(rank, groups, waiting, lost=5 - len(lines)) for rank in range(1, 2 + others)]
+    assert caused(dumps) == ("absent", certainty, (0,))
+    assert ("or has made a call too many" in worded(dumps)[1]) is (certainty == "unknown")
+
+
+def test_more_ranks_that_have_not_come_than_wait_are_not_proven_to_be_at_fault() -> None:
+    groups = {"world": (0, 1, 2)}
+    before = call("world", 1, has_ended=True)
+    dumps = [dump(rank, groups, [before]) for rank in (0, 1)]
+    assert caused([*dumps, dump(2, groups, [before, call("world", 2)])]) == ("absent", "likely", (0, 1))
+
+
+def test_a_rank_without_a_dump_is_likely_the_cause_where_several_wait_for_it() -> None:
+    """The last one of 2 x 2 ranks left no dump, and two wait for it, each in a group of its own: that is no chance."""
+    groups = {0: {"tp0": (0, 1), "dp0": (0, 2)}, 1: {"tp0": (0, 1), "dp1": (1, 3)}, 2: {"tp1": (2, 3), "dp0": (0, 2)}}
+    dumps = [
+        dump(0, groups[0], [call("tp0", 1, has_ended=True), call("dp0", 1)]),
+        dump(1, groups[1], [call("tp0", 1, has_ended=True), call("dp1", 1)]),
+        dump(2, groups[2], [call("tp1", 1)]),
+    ]
+    assert caused(dumps) == ("no dump", "likely", (3,))
+    done = dump(2, groups[2], [call("tp1", 1, has_ended=True), call("dp0", 1, has_ended=True)])
+    dumps[0] = dump(0, groups[0], [call("tp0", 1, has_ended=True), call("dp0", 1, has_ended=True)])
+    assert caused([*dumps[:2], done]) == ("no dump", "unknown", (3,))
 
 
 def test_a_job_whose_calls_do_not_end_is_not_sound() -> None:
@@ -223,8 +281,8 @@ def test_a_job_whose_calls_do_not_end_is_not_sound() -> None:
 
 def test_stacks_say_more_than_that_a_rank_is_in_no_call() -> None:
     world = {"world": (0, 1)}
-    before = call("world", 4, has_ended=True)
-    dumps = [dump(0, world, [before, call("world", 5)]), dump(1, world, [before])]
+    before = call("world", 1, has_ended=True)
+    dumps = [dump(0, world, [before, call("world", 2)]), dump(1, world, [before])]
     site, inside = Site("train.py", 9, "step"), Site("torch/distributed/distributed_c10d.py", 41, "recv")
     in_call = diagnose_dumps(dumps, [ProgramPlace(1, site, inside, is_in_call=True)])[1].cause
     assert in_call is not None
