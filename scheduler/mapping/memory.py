@@ -24,6 +24,7 @@ from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import Format, LayerCut, LayerOp, Saved, layer_table
+from commlayer.scheduler.mapping.layer_work import expert_rows, tokens_of
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed, layer_kinds
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, offloaded_modules
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
@@ -294,7 +295,7 @@ class _Counting:
         weights, gradients, optimizer = self._state(held.elements)
         weights += self.copies * held.multiplied
         under_way = self._under_way(held)
-        activations = self._over_chunks(held, sizes.sparse, sizes.dense)
+        activations = self._over_chunks(held, *(each.kept for each in sizes.layers))
         if setup.has_head(stage.number):
             activations += sizes.logits
         if setup.has_modules(stage.number):
@@ -302,12 +303,12 @@ class _Counting:
         tasks = 2 if setup.is_merged else 1  # both have a layer under way
         buffers, away = sizes.working * tasks, 0.0
         if setup.offload != KEPT:
-            there = sizes.offloaded
-            left = self._over_chunks(held, there.sparse_left, there.dense_left)
-            mean = (stage.sparse * there.sparse_left + stage.dense * there.dense_left) / max(stage.layers, 1)
+            leaves = [each.leaves for each in sizes.layers]
+            left = self._over_chunks(held, *leaves)
+            mean = (stage.sparse * leaves[0] + stage.dense * leaves[1]) / max(stage.layers, 1)
             activations -= left
             buffers += min(left, _LAYERS_AHEAD * tasks * mean)
-            away = self._over_chunks(held, there.sparse_crosses, there.dense_crosses)
+            away = self._over_chunks(held, *(each.crosses for each in sizes.layers))
         if setup.zero >= 2:
             buffers += _absent(held, self.over) * (self.gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
         return Memory(
@@ -340,28 +341,22 @@ class _Counting:
         """The bytes of one layer more of the stage, its activations as the mean of its chunks has
         them, and these of one micro-batch."""
         under_way = in_flight(self.setup, held.stage.number, self.micro_batches)
-        sizes = self.sizes
-        kept = (
-            sizes.sparse - sizes.offloaded.sparse_left
-            if held.stage.sparse
-            else sizes.dense - sizes.offloaded.dense_left
-        )
-        return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + kept * under_way, kept
+        stays = self.sizes.layers[not held.stage.sparse].stays
+        return sum(self._state(held.layer)) + self.copies * held.multiplied_layer + stays * under_way, stays
 
     def most_layers(self, is_moe: bool, limit: float) -> Iterator[int]:
         """Layers of one kind that each rank has room for at most: with DualPipe and its V in the chunk
         with fewest micro-batches, else in all chunks alike, as even and balanced layouts have
         them."""
         setup, sizes = self.setup, self.sizes
-        there, (elements, multiplied) = sizes.offloaded, self.layers[is_moe]
-        kept = sizes.sparse - there.sparse_left if is_moe else sizes.dense - there.dense_left
+        (elements, multiplied), stays = self.layers[is_moe], sizes.layers[not is_moe].stays
         held = sum(self._state(elements)) + self.copies * multiplied
         for rank in range(setup.pp // setup.copies):
             under_way = in_flight(setup, rank, self.micro_batches)
             if is_dual(setup.schedule):
                 under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
             left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
-            yield max(0, math.floor(left / (held + under_way * kept)))
+            yield max(0, math.floor(left / (held + under_way * stays)))
 
     def _state(self, elements: parameters.Elements) -> list[float]:
         """Weights, gradients and optimizer state of parameters, without FP8 copies."""
@@ -375,8 +370,8 @@ def offloaded_layer_bytes(
 ) -> float:
     """Bytes that cross to the host for one layer and a micro-batch, and come back for its backward
     pass."""
-    found = _offloaded(job, setup, software, None if gpu is None else recipe_of(setup.precision, gpu))
-    return found.sparse_crosses if is_moe else found.dense_crosses
+    recipe = None if gpu is None else recipe_of(setup.precision, gpu)
+    return _layer_bytes(job, setup, software, recipe)[not is_moe].crosses
 
 
 def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float:
@@ -385,55 +380,56 @@ def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float
     return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 
 
-class _Offloaded(NamedTuple):
-    """Bytes that leave the GPU of a layer with experts, or a dense one, and a micro-batch, and
-    those that cross for it."""
+class _LayerBytes(NamedTuple):
+    """The activations of a layer and a micro-batch, bytes: what it has without recomputation, what
+    it keeps, what of that leaves the GPU, and what crosses to the host for it."""
 
-    sparse_left: float
-    sparse_crosses: float
-    dense_left: float
-    dense_crosses: float
+    whole: float
+    kept: float
+    leaves: float
+    crosses: float
+
+    @property
+    def stays(self) -> float:
+        return self.kept - self.leaves
 
 
-_NOTHING = _Offloaded(0.0, 0.0, 0.0, 0.0)
-
-
-def _offloaded(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> _Offloaded:
-    if setup.offload == KEPT:
-        return _NOTHING
+def _layer_bytes(
+    job: Job, setup: Setup, software: Software, recipe: Recipe | None
+) -> tuple[_LayerBytes, _LayerBytes]:
+    """Of a layer with experts, and of a dense one."""
     tokens, rows = _tokens_and_rows(job, setup)
     cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)
-    layers = (
-        offloaded_elements(job.model, setup.offload, setup.recompute, cut, formats, is_moe) for is_moe in (True, False)
-    )
-    return _Offloaded(*(_WEIGHT * each.of(tokens, rows) for layer in layers for each in layer))
+
+    def of(is_moe: bool) -> _LayerBytes:
+        way, away = setup.recompute, _NOTHING
+        if setup.offload != KEPT:
+            away = offloaded_elements(job.model, setup.offload, way, cut, formats, is_moe)
+        kept = (kept_elements(job.model, each, cut, formats, is_moe) for each in ("none", way))
+        return _LayerBytes(*(_WEIGHT * each.of(tokens, rows) for each in (*kept, *away)))
+
+    return of(True), of(False)
+
+
+_NOTHING = LayerElements(0.0, 0.0), LayerElements(0.0, 0.0)
 
 
 class _Sizes(NamedTuple):
-    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of what
-    modules of multi-token prediction keep beside their layers (both hidden states, and their
-    norms), of the largest temporary tensors; and what of a layer is offloaded."""
+    """Bytes that are the same on all stages: of a layer with experts, and of a dense one; of the
+    logits, of what modules of multi-token prediction keep beside their layers (both hidden states,
+    and their norms), and of the largest temporary tensors."""
 
-    sparse: float
-    dense: float
+    layers: tuple[_LayerBytes, _LayerBytes]
     logits: float
     modules: float
     working: float
-    offloaded: _Offloaded
 
 
 def _tokens_and_rows(job: Job, setup: Setup) -> tuple[float, float]:
-    """A rank's share of a micro-batch's tokens, and the rows that its experts take of it.
-
-    The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a
-    capacity its buffers are as large as the capacity, whatever the routing; without one the busiest
-    rank has ``imbalance`` times the mean, where there are others that have other experts.
-    """
-    tokens = setup.micro_batch * job.sequence / (setup.cp * setup.tp)
-    spread = min(job.imbalance, setup.ep)
-    if job.capacity_factor is not None:
-        spread = job.capacity_factor
-    return tokens, (tokens if job.model.moe_layers else 0.0) * job.model.top_k * setup.etp * spread
+    """A rank's share of a micro-batch's tokens, and the rows that its experts take of it: with a
+    capacity its buffers are as large as that, whatever the routing; without one the busiest rank's
+    (:func:`expert_rows`)."""
+    return tokens_of(job, setup)[1], expert_rows(job, setup) if job.model.moe_layers else 0.0
 
 
 def _formats(software: Software, recipe: Recipe | None) -> Formats:
@@ -448,14 +444,9 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
     model, tp = job.model, setup.tp
     tokens, rows = _tokens_and_rows(job, setup)
     routed = tokens if model.moe_layers else 0.0
-    cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)
-    sparse, dense = (
-        [kept_elements(model, way, cut, formats, is_moe).of(tokens, rows) for way in (setup.recompute, "none")]
-        for is_moe in (True, False)
-    )
+    layers = _layer_bytes(job, setup, software, recipe)
     exchanged = rows if setup.exchange == "all_to_all" else routed * setup.etp * setup.ep
     working = 2 * exchanged * model.routed_hidden  # to the experts and back
-    working += max(whole - kept for kept, whole in (sparse, dense))  # what recomputation brings back for one layer
     # the gradient of the widest tensor
     working += (model.matrices - 1) * max(
         rows * model.width / setup.etp, tokens * max(model.shared_width, model.dense_width)
@@ -467,10 +458,9 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         blocks = setup.cp if software.context == "gather" else 2
         working += tokens * tp * max(kv_heads_needed(model, tp)) * head_sizes(model)[1] * blocks
     return _Sizes(
-        sparse=_WEIGHT * sparse[0],
-        dense=_WEIGHT * dense[0],
+        layers=layers,
         logits=_LOGIT * tokens * model.vocabulary * (1 + model.mtp_layers),  # tp · tokens meet 1 / tp of the vocabulary
         modules=_WEIGHT * tokens * 4 * model.hidden * model.mtp_layers,
-        working=_WEIGHT * working,
-        offloaded=_offloaded(job, setup, software, recipe),
+        # and what recomputation brings back for one layer
+        working=_WEIGHT * working + max(each.whole - each.kept for each in layers),
     )
