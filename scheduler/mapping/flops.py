@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.layer_table import LayerCut, attention_kinds, layer_table, stream_weights
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import count
 
-__all__ = ["Flops", "forward", "mfu", "of_step"]
+__all__ = ["Flops", "forward", "of_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +88,3 @@ def forward(model: ModelShape, sequence: int) -> Flops:
 def of_step(job: Job) -> float:
     """Model FLOPs of a step: three forward passes of every token."""
     return 3 * forward(job.model, job.sequence).total * job.tokens
-
-
-def mfu(job: Job, step_us: float, peak_tflops: float) -> float:
-    """Model FLOPs over what ``job.gpus`` GPUs of ``peak_tflops`` could do in ``step_us``.
-
-    Raises UsageError where either is not positive.
-    """
-    if step_us <= 0 or peak_tflops <= 0:
-        raise UsageError(f"mfu: expected a positive step_us and peak_tflops, got {step_us!r} and {peak_tflops!r}")
-    return of_step(job) / (step_us * job.gpus * peak_tflops * 1e6)  # µs · 1e12 FLOP/s = 1e6

@@ -14,20 +14,10 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["Loads", "Spread"]
+__all__ = ["Loads"]
 
 _SAMPLES = 400
 _BISECTIONS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The busiest rank's rows over the mean, over many steps: its mean and quantiles, each at least 1."""
-
-    mean: float
-    p50: float
-    p95: float
-    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +54,9 @@ class Loads:
             raise UsageError("experts' counts: expected at least one choice")
         return cls(tuple(count / whole for count in counts))
 
-    def spread(self, ep: int, rows: int, *, seed: int = 0) -> Spread:
-        """Compute what the busiest of ``ep`` ranks gets, where ``rows`` choices are drawn, and experts lie on ranks in random
-        order.
+    def busiest(self, ep: int, rows: int) -> float:
+        """The rows of the busiest of ``ep`` ranks over the mean, the mean over many steps: ``rows``
+        choices are drawn, and experts lie on ranks in random order.
 
         By 400 draws with a seed, so that the answer is always the same. Choices are drawn independently of each other: each
         expert's count is normal around its share, as large samples are. Raises UsageError where ep does not divide the experts.
@@ -75,7 +65,7 @@ class Loads:
             raise UsageError(
                 f"expected ep to divide the {len(self.shares)} experts and at least one row, got ep={ep}, rows={rows}"
             )
-        return _spread(self.shares, ep, rows, seed)
+        return _busiest(self.shares, ep, rows)
 
     def togetherness(self, parts: int, top_k: int) -> float:
         """Compute on how many of ``parts`` a token has an expert, expected, over what it were with even shares: popular experts
@@ -115,19 +105,17 @@ def _rung(rates: Sequence[float], time: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _spread(shares: tuple[float, ...], ep: int, rows: int, seed: int) -> Spread:
+def _busiest(shares: tuple[float, ...], ep: int, rows: int) -> float:
     if ep == 1:
-        return Spread(1.0, 1.0, 1.0, 1.0)
-    draw = random.Random(seed)
+        return 1.0
+    draw = random.Random(0)
     local = len(shares) // ep
     order = list(shares)
-    found = []
+    total = 0.0
     for _ in range(_SAMPLES):
         draw.shuffle(order)
         counts = [max(0.0, draw.gauss(rows * share, math.sqrt(rows * share * (1 - share)))) for share in order]
         ranks = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
         mean = sum(ranks) / ep
-        found.append(max(ranks) / mean if mean else 1.0)
-    found.sort()
-    quantiles = (found[min(_SAMPLES - 1, int(part * _SAMPLES))] for part in (0.5, 0.95, 0.99))
-    return Spread(sum(found) / _SAMPLES, *quantiles)
+        total += max(ranks) / mean if mean else 1.0
+    return total / _SAMPLES

@@ -238,36 +238,6 @@ class Setup:
         """List those of a pipeline rank."""
         return chunks_of(self.schedule, self.pp, stage, self.vpp)
 
-    def has_embedding(self, stage: int) -> bool:
-        """Whether a pipeline rank has the model's first chunk."""
-        return stage == 0 or (self.schedule == "dualpipe" and stage == self.pp - 1)
-
-    def has_head(self, stage: int) -> bool:
-        """Whether a pipeline rank has the model's last chunk."""
-        return stage == (0 if self.schedule == "dualpipev" else self.pp - 1) or (
-            stage == 0 and self.schedule == "dualpipe"
-        )
-
-    def has_modules(self, stage: int) -> bool:
-        """Whether a pipeline rank has the modules of multi-token prediction, where the model has any."""
-        if self.pipeline_layout in (EVEN_LAYOUT, AUTO_LAYOUT):
-            return self.has_head(stage)
-        laid = parse_layout(self.pipeline_layout)
-        return any(laid[chunk].modules for chunk in self.chunks(stage))
-
-    def ends_at(self, stage: int) -> tuple[bool, bool, bool]:
-        """Whether a pipeline rank has the embedding, the head, and the modules of multi-token prediction: two ranks with the same
-        layers and the same ends send the same."""
-        return self.has_embedding(stage), self.has_head(stage), self.has_modules(stage)
-
-    def chunk_of_modules(self, stage: int) -> int:
-        """Which of a pipeline rank's chunks has the modules, where the rank has them (:meth:`has_modules`)."""
-        own = self.chunks(stage)
-        if self.pipeline_layout in (EVEN_LAYOUT, AUTO_LAYOUT):
-            return own.index(self.num_chunks - 1)
-        laid = parse_layout(self.pipeline_layout)
-        return next(place for place, chunk in enumerate(own) if laid[chunk].modules)
-
     @property
     def copies(self) -> int:
         """Pipeline ranks that have the same layers: two with DualPipe."""

@@ -276,7 +276,7 @@ class _Counting:
         gradient_bytes = software.gradient_bytes
         if gradient_bytes not in (2, 4):
             raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
-        self.setup, self.gradient_bytes = setup, gradient_bytes
+        self.model, self.setup, self.gradient_bytes = job.model, setup, gradient_bytes
         self.micro_batches = setup.micro_batches(job)
         recipe = None if gpu is None else recipe_of(setup.precision, gpu)
         self.sizes = _sizes(job, setup, software, recipe)
@@ -296,10 +296,10 @@ class _Counting:
         weights += self.copies * held.multiplied
         under_way = self._under_way(held)
         activations = self._over_chunks(held, *(each.kept for each in sizes.layers))
-        if setup.has_head(stage.number):
+        if stage.ends.head:
             activations += sizes.logits
-        if setup.has_modules(stage.number):
-            activations += sizes.modules * under_way[setup.chunk_of_modules(stage.number)]
+        if stage.ends.modules:
+            activations += sizes.modules * under_way[self._chunk_of_modules(stage.number)]
         tasks = 2 if setup.is_merged else 1  # both have a layer under way
         buffers, away = sizes.working * tasks, 0.0
         if setup.offload != KEPT:
@@ -323,6 +323,12 @@ class _Counting:
     def _under_way(self, held: parameters.StageElements) -> tuple[float, ...]:
         setup = self.setup
         return in_flight_by_chunk(setup.schedule, setup.pp, held.stage.number, self.micro_batches, setup.vpp)
+
+    def _chunk_of_modules(self, rank: int) -> int:
+        """Which of a pipeline rank's chunks has the modules, where the rank has them."""
+        setup = self.setup
+        laid = parameters.chunks_laid(self.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        return next(place for place, chunk in enumerate(setup.chunks(rank)) if laid[chunk].modules)
 
     def _over_chunks(self, held: parameters.StageElements, sparse: float, dense: float) -> float:
         """The bytes of all layers of a stage, each as often as micro-batches are under way in its
@@ -355,7 +361,7 @@ class _Counting:
             under_way = in_flight(setup, rank, self.micro_batches)
             if is_dual(setup.schedule):
                 under_way = min(in_flight_by_chunk(setup.schedule, setup.pp, rank, self.micro_batches, setup.vpp))
-            left = limit - sizes.working - (sizes.logits if setup.has_head(rank) else 0.0)
+            left = limit - sizes.working - sizes.logits * parameters.ends_at(self.model, setup, rank).head
             yield max(0, math.floor(left / (held + under_way * stays)))
 
     def _state(self, elements: parameters.Elements) -> list[float]:
@@ -394,9 +400,7 @@ class _LayerBytes(NamedTuple):
         return self.kept - self.leaves
 
 
-def _layer_bytes(
-    job: Job, setup: Setup, software: Software, recipe: Recipe | None
-) -> tuple[_LayerBytes, _LayerBytes]:
+def _layer_bytes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> tuple[_LayerBytes, _LayerBytes]:
     """Of a layer with experts, and of a dense one."""
     tokens, rows = _tokens_and_rows(job, setup)
     cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)

@@ -44,6 +44,7 @@ __all__ = [
     "Parameters",
     "Stage",
     "StageElements",
+    "StageEnds",
     "axis_of_whole",
     "bucket_bytes",
     "check",
@@ -51,6 +52,7 @@ __all__ = [
     "count",
     "cut_of",
     "end_parameters",
+    "ends_at",
     "held",
     "held_elements",
     "kinds_of_chunks",
@@ -59,7 +61,6 @@ __all__ = [
     "layer_parameters",
     "layers_of",
     "mean_elements",
-    "per_gpu",
     "replicas",
     "replicated_elements",
     "shard_elements",
@@ -133,17 +134,26 @@ class LayerParameters(NamedTuple):
         return self.sharded + self.keys_values + self.copied
 
 
+class StageEnds(NamedTuple):
+    """The parts of a model's ends that a stage has; ``modules``: of multi-token prediction."""
+
+    embedding: bool
+    head: bool
+    modules: bool
+
+
 class Stage(NamedTuple):
     """A pipeline stage: its number, and how many layers it has with a dense FFN and with experts.
 
     ``kinds``: for each of its layers, in order, whether it has experts. ``alike``: so many stages
-    have as many layers of each kind as this one, which is the first of them.
+    have as many layers of each kind, and the same ends, as this one, which is the first of them.
     """
 
     number: int
     dense: int
     sparse: int
     kinds: tuple[bool, ...]
+    ends: StageEnds
     alike: int = 1
 
     @property
@@ -325,7 +335,8 @@ def _stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, la
         key = _kind(model, pp, vpp, schedule, layout, number)
         known = found.get(key)
         kinds = _kinds(model, pp, vpp, schedule, layout, number)
-        one = Stage(number, len(kinds) - sum(kinds), sum(kinds), kinds)
+        ends = _ends_of(model, pp, vpp, schedule, layout, number)
+        one = Stage(number, len(kinds) - sum(kinds), sum(kinds), kinds, ends)
         found[key] = known._replace(alike=known.alike + 1) if known else one
     return tuple(found.values())
 
@@ -384,18 +395,11 @@ def _kinds(
     return tuple(is_moe for chunk in chunks_of(schedule, pp, stage, vpp) for is_moe in every[chunk])
 
 
-class _Ends(NamedTuple):
-    """The parts of a model's ends that a stage has."""
-
-    embedding: bool
-    head: bool
-    modules: bool
-
-
-def _ends_of(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int) -> _Ends:
+@lru_cache(maxsize=1 << 16)
+def _ends_of(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int) -> StageEnds:
     laid = chunks_laid(model, pp, vpp, schedule, layout)
     own = [laid[chunk] for chunk in chunks_of(schedule, pp, stage, vpp)]
-    return _Ends(
+    return StageEnds(
         any(chunk.has_embedding for chunk in own),
         any(chunk.has_head for chunk in own),
         any(chunk.modules for chunk in own),
@@ -449,13 +453,6 @@ def _held(
     return tuple(found)
 
 
-def per_gpu(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[int, int]:
-    """(dense, expert) parameters of the fullest GPU: of the stage that has most. Errors: as
-    :func:`held`."""
-    fullest = max(held(model, setup, software), key=lambda each: each.total).elements
-    return fullest.split + fullest.whole, fullest.expert
-
-
 def replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
     """GPUs that hold the same of what tp splits, of what its ranks have whole, and of experts: over
     so many ZeRO shards.
@@ -496,7 +493,7 @@ def _mean(model: ModelShape, ranks: float, cut: LayerCut) -> Elements:
     sparse, dense = (_summed(_layer(model, cut, is_moe)) for is_moe in (True, False))
     kinds = layer_kinds(model)
     number = sum(kinds) + model.mtp_layers * kinds[-1], len(kinds) - sum(kinds) + model.mtp_layers * (not kinds[-1])
-    first, last = _ends(model, cut, _Ends(True, True, True))
+    first, last = _ends(model, cut, StageEnds(True, True, True))
     parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
     return Elements(*(int((number[0] * a + number[1] * b + c) / ranks) for a, b, c in parts))
 
@@ -543,7 +540,7 @@ def replicated_elements(model: ModelShape, setup: Setup, software: Software, sta
 
 def end_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> tuple[list[Sized], list[Sized]]:
     """Embedding, and norm with head, on one rank of this stage, in order."""
-    first, last = _ends(model, _cut_of_weights(setup, software), _ends_at(model, setup, stage))
+    first, last = _ends(model, _cut_of_weights(setup, software), ends_at(model, setup, stage))
     return _on_axes(first, setup, software), _on_axes(last, setup, software)
 
 
@@ -610,15 +607,16 @@ def _on_axes(parameters: Iterable[Weight], setup: Setup, software: Software) -> 
 def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[Weight]:
     dense, sparse = layers_of(model, setup, stage)
     cut = _cut_of_weights(setup, software)
-    first, last = _ends(model, cut, _ends_at(model, setup, stage))
+    first, last = _ends(model, cut, ends_at(model, setup, stage))
     return [*first, *_layer(model, cut, False) * dense, *_layer(model, cut, True) * sparse, *last]
 
 
-def _ends_at(model: ModelShape, setup: Setup, stage: int) -> _Ends:
+def ends_at(model: ModelShape, setup: Setup, stage: int) -> StageEnds:
+    """The parts of a model's ends that pipeline stage ``stage`` has."""
     return _ends_of(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
 
 
-def _ends(model: ModelShape, cut: LayerCut, has: _Ends) -> tuple[list[Weight], list[Weight]]:
+def _ends(model: ModelShape, cut: LayerCut, has: StageEnds) -> tuple[list[Weight], list[Weight]]:
     whole, modules = model.vocabulary * model.hidden, model.mtp_layers * has.modules
     axis, elements = ("dp_cp", -(-whole // cut.tp)) if cut.splits_ends else (WHOLE, whole)
     first = [Weight("embedding", axis, elements)] if has.embedding else []

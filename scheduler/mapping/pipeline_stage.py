@@ -47,7 +47,7 @@ class Exposed:
 def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
     """Time embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
     parts: list[Item] = []
-    has = {"head": setup.has_head(stage.number), "modules": setup.has_modules(stage.number)}
+    has = {"head": stage.ends.head, "modules": stage.ends.modules}
     if any(has.values()):
         times = head_work(builder.job, setup, builder.compute, **has)
         parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]

@@ -84,7 +84,7 @@ def simai_workload(estimator: Estimator, setup: Setup) -> str:
     rows.append(_row("optimizer", weights=_Piece("", optimizer_us)))
     layers = {is_moe: _layer_rows(estimator, setup, is_moe) for is_moe in set(stage.kinds)}
     passing = [row for is_moe in stage.kinds for row in layers[is_moe]]
-    if setup.has_head(stage.number):
+    if stage.ends.head:
         passing.append(_row("head", _Piece("", head_forward), _Piece("", head_backward)))
     if len(rows) + count * len(passing) > _MOST_ROWS:
         raise UsageError(

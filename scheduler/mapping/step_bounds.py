@@ -80,7 +80,7 @@ class StepBounds:
             setup.zero,
             setup.copies,
         )
-        key = ("exposed", *degrees, stage.dense, stage.sparse, setup.ends_at(stage.number))
+        key = ("exposed", *degrees, stage.dense, stage.sparse, stage.ends)
         least = self.parts.once(key, lambda: least_exposed(self.parts.builder(setup), setup, stage))
         total = 0.0
         for place, side in (("gradients", 1), ("parameters", 0)):
@@ -211,7 +211,7 @@ class StepBounds:
         """Bound the time of what a stage has beside its layers, in the same way."""
         if level >= 2:
             return self.parts.ends(setup, stage).total_us
-        has = setup.has_head(stage.number), setup.has_modules(stage.number)
+        has = stage.ends.head, stage.ends.modules
         return self.parts.head_us(setup, *has) if any(has) else 0.0
 
 

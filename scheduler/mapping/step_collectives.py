@@ -28,6 +28,7 @@ from commlayer.scheduler.mapping.parameters import (
     bucket_bytes,
     cut_of,
     end_parameters,
+    ends_at,
     layer_parameters,
     layers_of,
     replicated_elements,
@@ -351,7 +352,8 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
     size = rows_of_rank(job, setup) * setup.micro_batch * elements * software.activation_bytes
     sent, chunks = setup.passes(job), setup.chunks_per_rank
     turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
-    forth, back = (sent * (chunks - is_end - turns) for is_end in (setup.has_head(stage), setup.has_embedding(stage)))
+    ends = ends_at(job.model, setup, stage)
+    forth, back = (sent * (chunks - is_end - turns) for is_end in (ends.head, ends.embedding))
     activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
     return _kept(setup, activations, replace(_mirrored(activations), count=back))
 
@@ -362,25 +364,25 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     label's and the sum of exponentials (Megatron-LM)."""
     sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
-    modules = sent * job.model.mtp_layers
+    ends, modules = ends_at(job.model, setup, stage), sent * job.model.mtp_layers
     heads = sent + modules
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes
-        if setup.has_embedding(stage):
+        if ends.embedding:
             embedding = StepCollective("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
             found += [embedding, _mirrored(embedding)]
-        if setup.has_head(stage):
+        if ends.head:
             head = StepCollective("head", "tp", "tp", "all_gather", size, "head", heads)
             again = [replace(head, name="head_again")] if software.gathers_again else []
             found += [head, *again, _mirrored(head)]
             found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * heads))
-        if setup.has_modules(stage):
+        if ends.modules:
             # a module's own embedding of the token, and the two hidden states that its projection joins
             token = StepCollective("mtp_embedding", "tp", "tp", "reduce_scatter", size, "embedding", modules)
             joined = StepCollective("mtp_joined", "tp", "tp", "all_gather", 2 * size, "head", modules)
             found += [token, _mirrored(token), joined, _mirrored(joined)]
     axis = "world" if software.sums_loss_over_world else "dp_cp"
-    if axis == "world" or setup.has_head(stage):
+    if axis == "world" or ends.head:
         found.append(StepCollective("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
     return _kept(setup, *found)
 
@@ -397,8 +399,9 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
     ties, modules = job.model.ties_embeddings, job.model.mtp_layers > 0
-    has_copy = (ties and setup.has_head(stage)) or (modules and setup.has_modules(stage))
-    if (ties or modules) and setup.pp > 1 and setup.has_embedding(stage) != has_copy:
+    ends = ends_at(job.model, setup, stage)
+    has_copy = (ties and ends.head) or (modules and ends.modules)
+    if (ties or modules) and setup.pp > 1 and ends.embedding != has_copy:
         # Of the stages with the embedding and with its copy alone; there is no axis of those.
         _, size = end_parameters(job.model, setup, software, 0)[0][0]
         found.append(

@@ -107,7 +107,7 @@ class StepParts:
         layers = (setup.vpp, setup.pipeline_layout) if setup.zero > 1 else ()
         key = (
             "ends",
-            setup.ends_at(stage.number),
+            stage.ends,
             *layers,
             *degrees,
             setup.schedule,
@@ -170,7 +170,7 @@ class StepParts:
         ratio = self.job.imbalance
         if self.loads is not None:
             rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)
-            ratio = self.loads.spread(setup.ep, max(rows, 1)).mean
+            ratio = self.loads.busiest(setup.ep, max(rows, 1))
         if ratio not in self._builders:
             job = replace(self.job, imbalance=ratio, loads=self.loads)
             self._builders[ratio] = LayerBuilder(job, self.cluster, self.software, self.pricer, self.compute)

@@ -98,8 +98,9 @@ def test_a_layout_goes_with_its_mapping_and_its_model() -> None:
 def test_ranks_have_the_layers_and_the_ends_that_the_layout_gives_them() -> None:
     setup = Setup(gpus=256, pp=8, vpp=4, ep=32, pipeline_layout="Ettt|(tt|)*29m|L")
     assert [sum(parameters.layers_of(V3, setup, stage)) for stage in range(8)] == [9, 8, 8, 8, 8, 8, 7, 6]
-    assert [setup.has_modules(stage) for stage in range(8)] == [False] * 6 + [True, False]
-    assert [setup.has_head(stage) for stage in range(8)] == [False] * 7 + [True]
+    ends = [parameters.ends_at(V3, setup, stage) for stage in range(8)]
+    assert [each.modules for each in ends] == [False] * 6 + [True, False]
+    assert [each.head for each in ends] == [False] * 7 + [True]
     stages = parameters.stages(V3, 8, 4, "1f1b", setup.pipeline_layout)
     assert sum(stage.alike for stage in stages) == 8
     assert sum(stage.alike * stage.layers for stage in stages) == 62
