@@ -17,7 +17,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS
-from commlayer.drawing.mapping_cells import exposed_share, job_words, short_mappings, speed_cells
+from commlayer.drawing.mapping_cells import JOB_NUMBERS, exposed_share, job_words, short_mappings, speed_cells
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
@@ -246,9 +246,16 @@ def _without_dp(setup: Setup) -> str:
     return re.sub(r" DP\d+", "", str(setup))
 
 
+def _headline(request: Request, varied: Varied, software: str) -> str:
+    """Describe the job with every value of the number that varies."""
+    variation = varied.variation
+    values = {variation.kind: [int(value) for value in variation.values]} if variation.kind in JOB_NUMBERS else None
+    return job_words(request.job, request.cluster.name, software, values)
+
+
 def _show(request: Request, varied: Varied) -> None:
     software = " and ".join(dict.fromkeys(each.way.software.name for each in varied.ways))
-    echo_sentence(job_words(request.job, request.cluster.name, software))
+    echo_sentence(_headline(request, varied, software))
     echo(f"varied: {_LABELS[varied.variation.kind]}\n")
     rows, same = _short_rows(varied)
     kept = [index for index in range(len(_COLUMNS)) if index or any(row[0] for row in rows)]
@@ -290,7 +297,7 @@ def _write_report(path: Path, request: Request, varied: Varied) -> None:
     write_what_if_report(
         path,
         f"What if: {label}",
-        [job_words(request.job, request.cluster.name, request.software.name)],
+        [_headline(request, varied, request.software.name)],
         _sentences(varied),
         (_COLUMNS, _rows(varied)),
         figures,

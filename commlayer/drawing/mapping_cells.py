@@ -27,6 +27,7 @@ from commlayer.scheduler.mapping.volumes import (
 from commlayer.units import format_bytes
 
 __all__ = [
+    "JOB_NUMBERS",
     "MAPPING_COLUMNS",
     "MAPPING_SPARE",
     "MEMORY_COLUMNS",
@@ -57,23 +58,36 @@ TRAFFIC_COLUMNS = ["what moves", "axis", "collective", ">bytes", "ranks", ">call
 TRAFFIC_SPARE = (9, 1, 6, 7)
 """Columns that a narrow terminal leaves out: link, axis, plan, µs a call."""
 
+JOB_NUMBERS = {"gpus": "GPU", "global_batch": "sequence", "sequence": "token"}
+"""The numbers of a job that its description has, and what each counts."""
 _GB = 1e9
 _ACTIVATION_BYTES = 2
 
 
-def job_words(job: Job, cluster: str, software: str) -> str:
-    """Describe a job: what is trained, on what."""
+def job_words(job: Job, cluster: str, software: str, varied: Mapping[str, Sequence[int]] | None = None) -> str:
+    """Describe a job: what is trained, on what. ``varied``: the values of a field that has several."""
     sizes = parameters.count(job.model)
+    values = {name: (getattr(job, name),) for name in JOB_NUMBERS} | dict(varied or {})
+    gpus, sequences, tokens = (_several(values[name], word) for name, word in JOB_NUMBERS.items())
     words = (
         f"{job.model.name} ({sizes.total / 1e9:.4g} B parameters, {sizes.active / 1e9:.4g} B active) on "
-        f"{counted(job.gpus, 'GPU')} of {cluster}, {named_dispatcher(software)}: {counted(job.global_batch, 'sequence')} of "
-        f"{counted(job.sequence, 'token')} a step"
+        f"{gpus} of {cluster}, {named_dispatcher(software)}: {sequences} of {tokens} a step"
     )
     if job.capacity_factor is not None:
         words += f", capacity factor {job.capacity_factor:g}"
     if job.loads is not None:
         return f"{words}, skewed routing (the most popular expert gets {max(job.loads.shares):.1%})"
     return words + (f", imbalance {job.imbalance:g}" if job.imbalance != 1 else "")
+
+
+def _several(values: Sequence[int], word: str) -> str:
+    """Name few values each, and of many the first and the last."""
+    if len(values) == 1:
+        return counted(values[0], word)
+    listed = (
+        f"{', '.join(map(str, values[:-1]))} or {values[-1]}" if len(values) < 5 else f"{values[0]} to {values[-1]}"
+    )
+    return f"{listed} {word}s"
 
 
 def exposed_share(estimate: StepEstimate) -> float:

@@ -105,10 +105,12 @@ class LayerBuilder:
             return self._chosen(setup)[1] or _LAUNCHES_WITHOUT_CHUNKS * is_counted_once
         if (routes := self.calls.routes(setup)) is not None:
             return routes.note()
-        name = self.software.kernels.name
-        is_asked = setup.ep > 1 and setup.exchange == "all_to_all"
-        why = "it takes whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
-        return f"{name} does not dispatch this mapping, whose tokens go by all_to_all: {why}" if is_asked else ""
+        if setup.ep == 1:
+            return ""
+        return (
+            f"{self.software.kernels.name} does not dispatch this mapping, whose tokens go by {setup.exchange}: it stands in for "
+            "an all_to_all with whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
+        )
 
     def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
         """The levels in which tokens go, and why; none where they go flat. Of one setup always the

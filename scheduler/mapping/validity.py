@@ -44,6 +44,7 @@ from commlayer.scheduler.mapping.declared_links import FABRICS, Link
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import Software
+from commlayer.scheduler.mapping.token_routes import TokenRoutes
 
 __all__ = [
     "CLOSE",
@@ -235,7 +236,9 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
         experts = "alone"
     else:
         experts = "between" if len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1 else "inside"
-    kernels = software.kernels if setup.ep > 1 else None
+    kernels, nodes = software.kernels, cluster.nodes_of(setup.layout("ep"), setup.gpus)
+    if kernels is not None and TokenRoutes.of(kernels, job, setup, nodes, software) is None:
+        kernels = None  # they do not dispatch this mapping, which a note says
     chunks = software.hides_dispatch or software.two_levels
     return CaseKind(
         generation=_generation(cluster.gpu.name),

@@ -710,7 +710,11 @@ def test_a_search_of_several_lengths_is_a_variation_of_the_sequence(tmp_path: Pa
     varied = call_json("what-if", *JOB[:-1], "8K", *FEW, "--vary", "sequence", "--values", "8K,32768")
     assert found == varied
     assert [point["value"] for point in found["ways"][0]["points"]] == [8192, 32768]
-    assert "What if: tokens of a sequence" in report.read_text(encoding="utf-8")
+    page = report.read_text(encoding="utf-8")
+    assert "What if: tokens of a sequence" in page
+    assert "32 sequences of 8192 or 32768 tokens a step" in page
+    scaled = call("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "16,32,64,128,256", "--hold").stdout
+    assert " on 16 to 256 GPUs of h100-eos" in " ".join(scaled.split())
 
 
 # All of them

@@ -198,6 +198,9 @@ def test_qwen3_is_trained_as_it_was() -> None:
         "megatron", Job(model=catalog.load("mixtral-8x7b"), gpus=8, global_batch=8, sequence=4096), Setup(gpus=8)
     )
     assert "--norm-epsilon 1e-05\n" in mixtral.text
+    larger = export("megatron", JOB, Setup(gpus=128, tp=2, ep=8, pp=8))
+    assert "--rotary-base 1000000\n" in larger.text
+    assert not any("--rotary-base" in note for note in larger.notes)
     unknown = Job(model=catalog.load("qwen2-57b-a14b"), gpus=8, global_batch=8, sequence=4096)
     other = export("megatron", unknown, Setup(gpus=8))
     assert "--rotary-base" not in other.text
@@ -577,7 +580,7 @@ OTHER_NAMES = {
 OF_ARGUMENTS = {  # what pretrain_gpt.py takes for itself, and no configuration of Megatron-Core has
     "untie_embeddings_and_output_weights", "position_embedding_type", "vocab_size", "micro_batch_size", "global_batch_size",
     "seq_length", "max_position_embeddings", "group_query_attention", "num_layers_per_virtual_pipeline_stage",
-    "use_megatron_fsdp", "ckpt_format",
+    "use_megatron_fsdp", "ckpt_format", "rotary_base",
 }
 
 def value(words):

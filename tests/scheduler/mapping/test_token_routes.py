@@ -315,14 +315,19 @@ def test_busy_ranks_send_more_but_a_token_only_once() -> None:
 
 @pytest.mark.parametrize(
     ("setup", "job"),
-    [(replace(SETUP, etp=2), JOB), (SETUP, replace(JOB, capacity_factor=1.0))],
-    ids=["etp", "capacity"],
+    [
+        (replace(SETUP, etp=2), JOB),
+        (SETUP, replace(JOB, capacity_factor=1.0)),
+        (replace(SETUP, exchange="all_gather"), JOB),
+    ],
+    ids=["etp", "capacity", "all_gather"],
 )
 def test_flat_and_said_so_where_kernels_do_not_dispatch(setup: Setup, job: Job) -> None:
     found = Estimator(job, EOS, with_dispatcher(MEGATRON, "deepep"), efficiency=0.8).estimate(setup)
     flat = Estimator(job, EOS, MEGATRON, efficiency=0.8).estimate(setup)
     assert found.step_us == flat.step_us
-    assert [note for note in found.notes if "deepep does not dispatch this mapping" in note]
+    said = f"deepep does not dispatch this mapping, whose tokens go by {setup.exchange}"
+    assert len([note for note in found.notes if said in note]) == 1
 
 
 def test_dispatchers_by_name() -> None:

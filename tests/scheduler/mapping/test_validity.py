@@ -242,6 +242,12 @@ def test_kinds_follow_from_the_cluster_and_the_software() -> None:
     setup = Setup(gpus=1024, tp=2, pp=8, ep=64, vpp=4, precision="fp8")
     kind = kind_of(JOB, setup, clusters.load("h100-eos"), with_dispatcher(MEGATRON, "deepep"), 40e6)
     assert kind == KIND._replace(precision="fp8")
+    deepep, eos = with_dispatcher(MEGATRON, "deepep"), clusters.load("h100-eos")
+    for unfit in (
+        {"etp": 2, "ep": 32},
+        {"exchange": "all_gather"},
+    ):  # which its kernels do not dispatch, as a note says
+        assert kind_of(JOB, replace(setup, **unfit), eos, deepep, 40e6).dispatcher == "nccl"
     inside = kind_of(JOB, Setup(gpus=1024, ep=8, zero=3), clusters.load("a100"), COMMLAYER, 1e6)
     ours = KIND._replace(software="commlayer", dispatcher="chunks", overlap="chunks", short=True, sharded=True)
     assert inside == ours._replace(generation="ampere", experts="inside")
