@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
     from commlayer.integrations.parameter_marks import mark_experts, mark_replicated, mark_split
     from commlayer.integrations.remat import Rematerialise, recomputable
-    from commlayer.integrations.sharded_optimizer import ShardedOptimizer
     from commlayer.integrations.torchft import planned_process_group
     from commlayer.integrations.training_state import TrainingState
     from commlayer.integrations.wire_choice import DispatchWire, LaneWires, tensor_parallel_wire
@@ -49,7 +48,6 @@ __all__ = [
     "Router",
     "RouterConfig",
     "Routing",
-    "ShardedOptimizer",
     "TokenDispatcher",
     "TrainingState",
     "all_reduce_hook",

@@ -28,8 +28,7 @@ def clip_gradients(module: nn.Module, mesh: FoldedMesh | None, max_norm: float) 
     whole counts once, and so does what all ranks of etp hold; what is split over them counts with all its parts. Of a DTensor,
     such as ``fully_shard`` makes, all shards count once. Experts count by their numbers: one that lies on several ranks
     counts once, and where it lies does not change a bit. A norm that is NaN or infinite scales nothing: whether to step
-    is the trainer's choice. A :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` sums gradients only in its own
-    step: parameters that it steps cannot be clipped by this.
+    is the trainer's choice.
 
     Args:
         module: what this rank holds of the model.

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from commlayer.agree.messages import ControlMessage, Peers, Reason, gather_messages
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.moe.expert_migration import Optimizer, optimizer_of
+from commlayer.integrations.moe.expert_migration import optimizer_of
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.parameter_marks import holds_experts
 from commlayer.integrations.parameter_owners import owned_parameters
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.integrations.spread_parameters import (
     fill_whole,
     first_row,
@@ -60,7 +60,7 @@ class TrainingState:
 
     Args:
         model: with its MoE layers in order, or placed.
-        optimizer: torch's, ShardedOptimizer, or several of them.
+        optimizer: torch's, or several of them.
         mesh: of the model; None: it is whole on this rank, but for what DTensors spread over their own meshes.
 
     Raises UsageError for parameters of FSDP1. :meth:`state_dict` raises it for a parameter of which nothing says whether ranks
@@ -68,14 +68,18 @@ class TrainingState:
     along another dim than the first.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: FoldedMesh | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        mesh: FoldedMesh | None,
+    ) -> None:
         refuse_fsdp1(model.named_parameters(), "TrainingState")
         self._model, self._mesh = model, mesh
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of which this rank has a part to save, by name. Those of the model, and of torch's optimizers, are
-        the tensors themselves; a ShardedOptimizer's are gathered: whole on every rank as long as they are kept.
+        """Return all tensors of which this rank has a part to save, by name: those of the model and its optimizers themselves.
 
         An optimizer that has made no step gets its state here, of zeros: what is loaded needs a place. Raises UsageError for one
         whose gradients are there already, or whose state begins with other numbers, as NAdam's does.
@@ -110,9 +114,6 @@ class TrainingState:
                     tensor.copy_(loaded)
             elif is_dtensor(tensor) or loaded.data_ptr() != tensor.data_ptr():
                 fill_whole(tensor, loaded)
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, ShardedOptimizer):
-                optimizer.load_whole(self._wholes(optimizer, own))
 
     def _prepare(self) -> None:
         """Let optimizers begin. Raises UsageError where what is loaded would not stay, or has no place or no name."""
@@ -144,29 +145,6 @@ class TrainingState:
         if failure is not None:
             raise failure
 
-    def _wholes(
-        self, optimizer: ShardedOptimizer, state: Mapping[str, torch.Tensor]
-    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Return what ``state`` says of the parameters of a ShardedOptimizer, with experts in their places."""
-        by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        for parameter, names, tensors in self._entries():
-            if optimizer_of(parameter, self._optimizers) is not optimizer:
-                continue
-            by_parameter[parameter] = {}
-            for key, tensor in tensors.items():
-                if key == "":
-                    continue
-                full = torch.zeros_like(tensor)
-                for row, name in names.items():
-                    if row is None:
-                        full = state[_key(name, key)]
-                    elif tensor.shape == tensors[""].shape:
-                        full[row] = state[_key(name, key)]
-                    else:
-                        full = state[_key(_without_number(name), key)]
-                by_parameter[parameter][key] = full
-        return by_parameter
-
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every buffer by its name, with a cut where its module holds other parameters than that of another rank."""
         split = {id(owned.parameter) for owned in owned_parameters(self._model, self._mesh) if owned.is_split}
@@ -186,19 +164,11 @@ class TrainingState:
             if isinstance(holder, GroupedExperts)
             for name, parameter in holder.named_parameters(recurse=False)
         }
-        gathered = {
-            parameter: tensors
-            for optimizer in self._optimizers
-            if isinstance(optimizer, ShardedOptimizer)
-            for parameter, tensors in optimizer.whole().items()
-        }
         for owned in owned_parameters(self._model, self._mesh):
             parameter = owned.parameter
             tensors = {"": parameter.data}
             optimizer = optimizer_of(parameter, self._optimizers)
-            if parameter in gathered:
-                tensors |= gathered[parameter]
-            elif isinstance(optimizer, torch.optim.Optimizer):
+            if optimizer is not None:
                 state = optimizer.state.get(parameter, {})
                 tensors |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             names: dict[int | None, str]
@@ -272,28 +242,29 @@ def _without_number(name: str) -> str:
 
 def _begin(optimizer: Optimizer) -> None:
     """Let an optimizer make its state, by a step with gradients of zeros at a learning rate of zero."""
-    inner = optimizer.optimizer if isinstance(optimizer, ShardedOptimizer) else optimizer
-    parameters = [each for group in inner.param_groups for each in group["params"] if each.requires_grad]
-    keeps_nothing = isinstance(inner, torch.optim.SGD) and not any(group["momentum"] for group in inner.param_groups)
-    if inner.state or not parameters or keeps_nothing:
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    keeps_nothing = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    )
+    if optimizer.state or not parameters or keeps_nothing:
         return
     if any(parameter.grad is not None for parameter in parameters):
         raise UsageError(f"{who()}an optimizer before its first step, and gradients are there: call zero_grad() first")
-    if isinstance(inner, _BEGIN_ELSEWHERE):
+    if isinstance(optimizer, _BEGIN_ELSEWHERE):
         raise UsageError(
-            f"{who()}{type(inner).__name__} before its first step: its state does not begin with zeros, and only a step makes "
-            "it; make one first, also where a checkpoint is loaded then"
+            f"{who()}{type(optimizer).__name__} before its first step: its state does not begin with zeros, and only a step "
+            "makes it; make one first, also where a checkpoint is loaded then"
         )
-    rates: list[Any] = [group["lr"] for group in inner.param_groups]
+    rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    for group in inner.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    inner.step()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter in parameters:
         parameter.grad = None
-        for tensor in inner.state[parameter].values():
+        for tensor in optimizer.state[parameter].values():
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()  # the number of steps too: there was none

@@ -11,22 +11,18 @@ optimizer sees the numbers that it would have seen in the old place.
 Rejected: moving all after a step, while everybody waits; and sending weights beside the
 computation, and then what the step has changed: the optimizer's state has changed in every element
 too.
-
-The state of a :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer` is cut over the
-ranks of edp, wherever that falls within an expert. A part of it goes from the rank that has it to
-the rank that shall have it, in one message.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.failures.waits import on_a_thread
@@ -34,12 +30,9 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.replica_gradients import slots_of
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.scheduler.placement.expert_placement import ExpertMove, ExpertPlacement
 
-__all__ = ["ExpertMigration", "Optimizer", "StagePlaces", "moved_bytes", "optimizer_of"]
-
-Optimizer = torch.optim.Optimizer | ShardedOptimizer
+__all__ = ["ExpertMigration", "StagePlaces", "moved_bytes", "optimizer_of"]
 
 
 @dataclass(frozen=True)
@@ -64,25 +57,6 @@ class StagePlaces:
         ranks = ranks.movedim(names.index("edp"), 0)
         members = tuple(tuple(group.ranks.index(rank) for rank in row) for row in ranks.tolist())
         return cls(group, mesh.rank("edp"), mesh.rank("ep"), members)
-
-
-class _Part(NamedTuple):
-    """The part of a stack of experts that one tensor has. ``flat``: its elements. ``bounds``: for
-    each rank of EDP the first and the last element, not included, that it has of the stack; None:
-    all ranks have all of it, each for itself."""
-
-    flat: torch.Tensor
-    bounds: tuple[tuple[int, int], ...] | None
-
-
-class _Piece(NamedTuple):
-    """Elements ``begin`` to ``end`` of an expert in one part of a parameter, that go from one rank
-    of EDP to another."""
-
-    source: int
-    target: int
-    begin: int
-    end: int
 
 
 class ExpertMigration:
@@ -126,8 +100,8 @@ class ExpertMigration:
         self._state = ExpertMessages(places.group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():
-                for part in _state_of(parameter, optimizers):
-                    self._name(self._state, layer, parameter, part)
+                for stack in _state_of(parameter, optimizers):
+                    self._name(self._state, layer, stack)
         self.num_layers, self.num_copies = len(self._moves), sum(map(len, self._moves.values()))
         self.sent_bytes = self._state.num_bytes
         is_on_host = all(each.is_cpu for layer in self._placements for each in layer.experts.parameters())
@@ -164,7 +138,7 @@ class ExpertMigration:
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    self._name(gradients, layer, parameter, _Part(parameter.grad.view(-1), None))
+                    self._name(gradients, layer, parameter.grad)
         gradients.start()
         gradients.wait()
         for layer, placement in self._placements.items():
@@ -175,25 +149,17 @@ class ExpertMigration:
             slots_of(layer).move_to(placement)
         self.waited_us = (time.perf_counter() - began_s) * 1e6
 
-    def _name(self, messages: ExpertMessages, layer: MoELayer, parameter: nn.Parameter, part: _Part) -> None:
-        """Name what goes from and to this rank of one part of a parameter: in one order on all
+    def _name(self, messages: ExpertMessages, layer: MoELayer, stack: torch.Tensor) -> None:
+        """Name what goes from and to this rank of one stack of experts: in one order on all
         ranks."""
         places, before, after = self._places, slots_of(layer).placement, self._placements[layer]
-        size = parameter[0].numel()
         for move in self._moves[layer]:
-            if places.ep not in (move.source, move.target):
-                continue
-            here, there = (
-                placement.slots[rank].tolist().index(move.expert) * size
-                for placement, rank in ((before, move.source), (after, move.target))
-            )
-            for piece in _pieces(part, len(places.members), here, there, size):
-                if (piece.source, move.source) == (places.edp, places.ep):
-                    peer = places.members[piece.target][move.target]
-                    messages.send(_cut(part, places.edp, here + piece.begin, here + piece.end), peer)
-                if (piece.target, move.target) == (places.edp, places.ep):
-                    peer = places.members[piece.source][move.source]
-                    messages.receive(_cut(part, places.edp, there + piece.begin, there + piece.end), peer)
+            if places.ep == move.source:
+                slot = before.slots[move.source].tolist().index(move.expert)
+                messages.send(stack[slot], places.members[places.edp][move.target])
+            if places.ep == move.target:
+                slot = after.slots[move.target].tolist().index(move.expert)
+                messages.receive(stack[slot], places.members[places.edp][move.source])
 
     def _clear(self, layer: MoELayer, placement: ExpertPlacement) -> None:
         """Make the slots zero from which an expert has gone: weights, state and gradients."""
@@ -201,77 +167,35 @@ class ExpertMigration:
         after = placement.slots[self._places.ep].tolist()
         gone = [slot for slot, (was, now) in enumerate(zip(before, after, strict=True)) if was >= 0 > now]
         for parameter in layer.experts.parameters():
-            parts = _state_of(parameter, self._optimizers)
+            stacks = _state_of(parameter, self._optimizers)
             if parameter.grad is not None:
-                parts.append(_Part(parameter.grad.view(-1), None))
-            size = parameter[0].numel()
-            for part in parts:
+                stacks.append(parameter.grad)
+            for stack in stacks:
                 for slot in gone:
-                    begin, end = _within(part, self._places.edp, slot * size, (slot + 1) * size)
-                    if begin < end:
-                        _cut(part, self._places.edp, begin, end).zero_()
+                    stack[slot].zero_()
 
 
 def optimizer_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Optimizer | None:
     """Find the optimizer that steps ``parameter``; None where none does."""
     for optimizer in optimizers:
-        if isinstance(optimizer, ShardedOptimizer):
-            if optimizer.shard_of(parameter) is not None:
-                return optimizer
-        elif any(parameter is each for group in optimizer.param_groups for each in group["params"]):
+        if any(parameter is each for group in optimizer.param_groups for each in group["params"]):
             return optimizer
     return None
 
 
 def moved_bytes(layer: MoELayer, optimizers: Sequence[Optimizer]) -> int:
-    """Count the bytes that a rank sends of one expert: weights and the optimizer's state, or its
-    part of them."""
-    total = sum(
-        part.flat.nbytes for parameter in layer.experts.parameters() for part in _state_of(parameter, optimizers)
-    )
+    """Count the bytes that a rank sends of one expert: weights and the optimizer's state."""
+    total = sum(stack.nbytes for parameter in layer.experts.parameters() for stack in _state_of(parameter, optimizers))
     return total // layer.experts.count
 
 
-def _state_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> list[_Part]:
-    """All that goes with experts beside their gradients: their weights, and what the optimizer
-    keeps for each element."""
+def _state_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """All that goes with experts beside their gradients, in stacks of slots: their weights, and what
+    the optimizer keeps for each element."""
+    stacks = [parameter.data]
     optimizer = optimizer_of(parameter, optimizers)
-    if isinstance(optimizer, ShardedOptimizer):
-        shard = optimizer.shard_of(parameter)
-        assert shard is not None  # it is this one's
-        return [_Part(flat, shard.bounds) for flat in shard.tensors]  # of which its step makes the model's weights
-    parts = [_Part(parameter.data.view(-1), None)]
     if optimizer is not None:
         state = optimizer.state.get(parameter, {})
-        parts += [
-            _Part(state[name].view(-1), None)
-            for name in sorted(state)
-            if isinstance(state[name], torch.Tensor) and state[name].shape == parameter.shape
-        ]
-    return parts
-
-
-def _pieces(part: _Part, num_edp: int, here: int, there: int, size: int) -> Iterator[_Piece]:
-    """Cut an expert of ``size`` elements, which begins at ``here`` in its old stack and at
-    ``there`` in its new one, where ranks of EDP have parts of both."""
-    if part.bounds is None:
-        yield from (_Piece(edp, edp, 0, size) for edp in range(num_edp))
-        return
-    for source, (first, last) in enumerate(part.bounds):
-        for target, (low, high) in enumerate(part.bounds):
-            begin, end = max(0, first - here, low - there), min(size, last - here, high - there)
-            if begin < end:
-                yield _Piece(source, target, begin, end)
-
-
-def _within(part: _Part, edp: int, begin: int, end: int) -> tuple[int, int]:
-    if part.bounds is None:
-        return begin, end
-    first, last = part.bounds[edp]
-    return max(begin, first), min(end, last)
-
-
-def _cut(part: _Part, edp: int, begin: int, end: int) -> torch.Tensor:
-    """A view of elements of the stack, all of which rank ``edp`` of EDP has."""
-    first = 0 if part.bounds is None else part.bounds[edp][0]
-    return part.flat[begin - first : end - first]
+        kept = [state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+        stacks += [tensor for tensor in kept if tensor.shape == parameter.shape]
+    return stacks

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
 from commlayer.auditing.group_audits import audit_placement
@@ -37,7 +38,6 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import (
     ExpertMigration,
-    Optimizer,
     StagePlaces,
     moved_bytes,
 )
@@ -60,7 +60,6 @@ from commlayer.integrations.moe.placement_rounds import (
 from commlayer.integrations.moe.planning import is_sharded
 from commlayer.integrations.moe.replica_gradients import placed_layers, slots_of
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.integrations.spread_parameters import is_dtensor
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import say as say_on_stderr
@@ -108,8 +107,8 @@ class ExpertPlacer:
 
     Args:
         model: with MoE layers that were made with ``spare_slots``.
-        optimizer: torch's, a ShardedOptimizer over edp, or several of them; elementwise ones, as
-            SGD and Adam are. What it keeps for each element goes with an expert.
+        optimizer: torch's, or several of them; elementwise ones, as SGD and Adam are. What it
+            keeps for each element goes with an expert.
         mesh: of the model.
         every: steps between two decisions; 0: experts move only by :meth:`move_to`.
         horizon: steps over which a migration shall pay back; None: until the next decision.
@@ -122,8 +121,8 @@ class ExpertPlacer:
 
     Raises:
         UsageError: nothing that could be placed: layers without ``spare_slots``, one rank of EP,
-            rows that are padded to a capacity, experts that FSDP shards, a ShardedOptimizer over
-            other ranks than edp, no profile to decide by; or a number below its least.
+            rows that are padded to a capacity, experts that FSDP shards, no profile to decide by;
+            or a number below its least.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class ExpertPlacer:
     ) -> None:
         self._layers = placed_layers(model)
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        _check(self._layers, self._optimizers, mesh, every, horizon)
+        _check(self._layers, mesh, every, horizon)
         self._every = every
         self._say = say or say_on_stderr
         for layer in self._layers if every else ():
@@ -407,7 +406,6 @@ class ExpertPlacer:
 
 def _check(
     layers: Sequence[MoELayer],
-    optimizers: Sequence[Optimizer],
     mesh: FoldedMesh,
     every: int,
     horizon: int | None,
@@ -426,17 +424,8 @@ def _check(
             )
         if is_sharded(layer.experts) or any(is_dtensor(each) for each in layer.experts.parameters()):
             raise UsageError(
-                "experts that FSDP shards cannot be placed: their slots are cut over ranks; leave them out of fully_shard, "
-                "and share the optimizer's state out by ShardedOptimizer over edp"
+                "experts that FSDP shards cannot be placed: their slots are cut over ranks; leave them out of fully_shard"
             )
-    for optimizer in optimizers:
-        if isinstance(optimizer, ShardedOptimizer):
-            of_experts = any(optimizer.shard_of(each) for layer in layers for each in layer.experts.parameters())
-            if of_experts and optimizer.ranks != mesh.ranks("edp"):
-                raise UsageError(
-                    f"the experts' ShardedOptimizer is over ranks {list(optimizer.ranks)}: expected edp, "
-                    f"{list(mesh.ranks('edp'))}; give the experts one of their own over mesh.group('edp')"
-                )
 
 
 def _hook(placer: ExpertPlacer, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
@@ -459,14 +448,9 @@ def _hook(placer: ExpertPlacer, optimizers: Sequence[Optimizer]) -> list[Callabl
 
     handles: list[Callable[[], object]] = []
     for optimizer in optimizers:
-        if isinstance(optimizer, ShardedOptimizer):
-            handles.append(optimizer.call_before_reduction(switch))
-            inner = optimizer.optimizer
-        else:
-            handles.append(optimizer.register_step_pre_hook(switch).remove)
-            inner = optimizer
-        handles.append(inner.register_state_dict_post_hook(add_slots).remove)
-        handles.append(inner.register_load_state_dict_pre_hook(refuse_other_slots).remove)
+        handles.append(optimizer.register_step_pre_hook(switch).remove)
+        handles.append(optimizer.register_state_dict_post_hook(add_slots).remove)
+        handles.append(optimizer.register_load_state_dict_pre_hook(refuse_other_slots).remove)
     return handles
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.moe.expert_migration import Optimizer, moved_bytes
+from commlayer.integrations.moe.expert_migration import moved_bytes
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.measuring import Measurements, work_of_experts
 from commlayer.integrations.moe.migration_times import PlacementPromise

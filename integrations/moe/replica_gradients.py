@@ -44,8 +44,7 @@ def sum_replica_gradients(module: nn.Module) -> None:
     when each copy's own are there: those of
     :func:`~commlayer.integrations.gradients.synchronise_gradients` and
     :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of
-    this rank alone, where a :class:`~commlayer.integrations.sharded_optimizer.ShardedOptimizer`
-    sums over edp later.
+    this rank alone, where something else sums over edp later.
 
     A parameter without a gradient counts as zero. Without copies nothing is sent. Raises UsageError
     for experts that ``fully_shard`` spreads over ranks; PeerError and CollectiveTimeoutError as

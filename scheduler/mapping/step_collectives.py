@@ -60,8 +60,7 @@ _COUNT_BYTES = 8  # int64
 _STATISTIC_BYTES = 8  # FP64
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
-"""Shards are whole rows of so many elements:
-:class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
+"""Shards are whole rows of so many elements, of which each has scales of its own in a wire format."""
 
 
 @dataclass(frozen=True, slots=True)

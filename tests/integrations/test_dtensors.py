@@ -40,7 +40,6 @@ from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.replica_gradients import sum_replica_gradients
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
@@ -240,10 +239,6 @@ def refused() -> None:
             ),
             (partial(GradientBuckets, model, mesh), "dense.weight is a DTensor.*fully_shard reduces its gradients"),
             (
-                lambda: ShardedOptimizer(model.parameters(), partial(torch.optim.SGD, lr=0.1)),
-                r"parameter 0 of its group, \[8, 8\], is a DTensor",
-            ),
-            (
                 lambda: ExpertPlacer(placed, torch.optim.SGD(placed.parameters(), lr=0.1), mesh),
                 "experts that FSDP shards cannot be placed",
             ),
@@ -262,10 +257,6 @@ def refused() -> None:
                 "cannot take .*weight, which belongs to FullyShardedDataParallel",
             ),
             (partial(GradientBuckets, flat, mesh), "cannot take .*weight, which belongs to FullyShardedDataParallel"),
-            (
-                lambda: ShardedOptimizer(flat.parameters(), partial(torch.optim.SGD, lr=0.1)),
-                "cannot take .* belongs to FullyShardedDataParallel",
-            ),
             (
                 lambda: TrainingState(flat, torch.optim.SGD(flat.parameters(), lr=0.1), mesh),
                 "TrainingState cannot take .*weight",

@@ -17,7 +17,6 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_placer import ExpertPlacer
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
@@ -75,38 +74,6 @@ def test_a_run_goes_on_on_other_ranks_with_experts_elsewhere(emulated_cluster: C
         assert gone_on[0] == pytest.approx(whole[4:], rel=2e-5)
     again = emulated_cluster(2, 2).run(partial(train, load=True, save=False), folder, {"ep": 4}, 1, 4, 8)[0]
     assert again == whole[4:]  # the same ranks of EP: bit for bit
-
-
-def sharded(folder: str, degrees: dict[str, int], *, load: bool) -> dict[str, torch.Tensor]:
-    dist.init_process_group("commlayer")
-    with FoldedMesh(degrees) as mesh:
-        layer = MoELayer(16, 24, ROUTER, mesh=mesh, spare_slots=1, seed=3 * load)
-        optimizer = ShardedOptimizer(
-            layer.experts.parameters(), partial(torch.optim.AdamW, lr=1e-2), mesh.group("edp"), average=False
-        )
-        state = TrainingState(layer, optimizer, mesh)
-        if load:
-            load_checkpoint({"training": state}, checkpoint_id=folder)
-        else:
-            for seed in range(2):
-                x = torch.randn(6, 16, generator=torch.Generator().manual_seed(4 * seed + dist.get_rank()))
-                layer(x).square().sum().backward()
-                optimizer.step()
-                layer.zero_grad()
-            save_checkpoint({"training": state}, checkpoint_id=folder)
-        return {name: tensor.clone() for name, tensor in state.state_dict().items()}
-
-
-def test_a_sharded_optimizer_is_loaded_on_other_ranks(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    saved = emulated_cluster(2, 2).run(partial(sharded, load=False), folder, {"ep": 2})
-    loaded = emulated_cluster(1, 3).run(partial(sharded, load=True), folder, {"ep": 3})
-    every = {name: tensor for of_rank in saved for name, tensor in of_rank.items()}
-    assert {name for of_rank in loaded for name in of_rank} == every.keys()
-    for of_rank in loaded:
-        assert all(torch.equal(tensor, every[name]) for name, tensor in of_rank.items())
-    assert float(every["optimizer.experts.w_up.step"]) == 2
-    assert every["optimizer.experts.w_up.7.exp_avg"].any()
 
 
 def half_a_state() -> tuple[str, bool]:

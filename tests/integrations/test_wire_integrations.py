@@ -27,7 +27,6 @@ from commlayer.integrations import (
     PlannedAllGather,
     PlannedReduceScatter,
     RouterConfig,
-    ShardedOptimizer,
     all_reduce_hook,
     mark_replicated,
     plan_ddp,
@@ -620,13 +619,6 @@ def formats_differ() -> None:
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     with pytest.raises(DisagreementError, match=DIFFERING):
         plan_ddp(model, dist.group.WORLD, wire="native" if dist.get_rank() else "bf16!")
-    with pytest.raises(DisagreementError, match=DIFFERING):
-        ShardedOptimizer(
-            torch.nn.Linear(8, 8).parameters(),
-            torch.optim.SGD,
-            dist.group.WORLD,
-            parameter_wire="native" if dist.get_rank() else "bf16!",
-        )
 
 
 def test_ranks_that_were_given_different_formats_hear_of_it(emulated_cluster: ClusterFactory) -> None:

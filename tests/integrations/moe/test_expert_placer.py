@@ -23,7 +23,6 @@ from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.observed_loads import ObservedLoads
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.mapping import clusters
@@ -170,50 +169,6 @@ def test_with_copies_losses_differ_by_the_order_of_sums_only(emulated_cluster: C
     for options in variants:
         losses, _ = merged(cluster.run(partial(train, fill=True, is_sgd=True, **options), {"ep": 4}, 1, (0, 2, 3)))
         assert losses == pytest.approx(static, rel=1e-6)
-
-
-def sharded(moves: Sequence[int]) -> Found:
-    """Train a layer whose experts' optimizer is shared out over edp, in parts that cut experts in two."""
-    torch.set_num_threads(1)
-    dist.init_process_group("commlayer")
-    with FoldedMesh({"ep": 2}) as mesh:
-        layer = MoELayer(32, 64, ROUTER, mesh=mesh, dispatch="all_to_all", chunks=1, spare_slots=1)
-        optimizer = ShardedOptimizer(
-            layer.experts.parameters(), partial(torch.optim.AdamW, lr=1e-2), mesh.group("edp"), average=False
-        )
-        placer = ExpertPlacer(layer, optimizer, mesh, every=0, say=lambda words: None)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        losses = []
-        for step in range(STEPS):
-            loss = layer(torch.randn(9, 32, generator=generator)).square().sum()
-            loss.backward()
-            optimizer.reduce_gradients()  # step() in its parts, as trainers call them that look at gradients between
-            optimizer.optimizer.step()
-            optimizer.gather_parameters()
-            optimizer.zero_grad()
-            layer.zero_grad()
-            placer.step()
-            losses.append(loss.item())
-            if step in moves:
-                placer.move_to([random_placement(step, placer.placements[0], fill=False)])
-        kept = optimizer.state_dict()
-        optimizer.load_state_dict(kept)
-        kept["main"] = [torch.zeros_like(main) for main in kept["main"]]
-        kept["optimizer"]["expert_slots"] = [ExpertPlacement.in_order(8, 2, 3).slots.tolist()]
-        with pytest.raises(UsageError, match="TrainingState"):
-            optimizer.load_state_dict(kept)  # of experts in other slots, and nothing is changed
-        found = layer.state_dict()
-    return losses, {name: tensor.clone() for name, tensor in found.items() if name.startswith("experts.")}
-
-
-def test_a_sharded_optimizer_keeps_every_bit(emulated_cluster: ClusterFactory) -> None:
-    cluster = emulated_cluster(2, 2)
-    static, moved = cluster.run(sharded, ()), cluster.run(sharded, (0, 1, 3))
-    assert [losses for losses, _ in moved] == [losses for losses, _ in static]
-    assert len(moved[0][1]) == 3 * 4
-    every = {name: tensor for _, of_rank in static for name, tensor in of_rank.items()}
-    for _, of_rank in moved:
-        assert all(torch.equal(tensor, every[name]) for name, tensor in of_rank.items())
 
 
 def decided(every: int) -> tuple[list[str], list[list[list[int]]], int, list[float]]:

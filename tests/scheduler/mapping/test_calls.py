@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +17,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.integrations.gradients import gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.agreement import agree_on_experts
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.remat import Rematerialise
-from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.scheduler.mapping import volumes
@@ -142,7 +138,6 @@ CASES = [
     Case(4, {"pp": 2, "cp": 2}, {"micro_batch": 2}, layers=3),
     Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "megascale"}),
     Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "megascale"}, capacity_factor=1.0),
-    Case(4, {"tp": 2, "ep": 2}, {"attention": "tensor", "zero": 1}, layers=2),  # ShardedOptimizer
     Case(4, {"ep": 4}, top_k=8, in_levels=True),  # every token goes to every rank
     Case(4, {"ep": 4}, {"recompute": "megascale"}, top_k=8, in_levels=True),
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
@@ -176,19 +171,13 @@ def run_case(case: Case) -> Step:
         # What ranks agree on at a group's first call: the number of experts, and gradients' formats.
         for layer in model._layers():
             agree_on_experts(layer.moe.dispatcher.grid)
-        optimizers = sharded_optimizers(model, mesh) if case.setup.zero else []
-        if not optimizers:
-            model._gradient_buckets(None)
+        model._gradient_buckets(None)
         tokens = torch.arange(SEQUENCE * BATCH).view(SEQUENCE, BATCH) * 7 % SHAPE.vocabulary
         reset_stats()
         with contextlib.ExitStack() as stack:
             if case.setup.recompute == "megascale":
                 stack.enter_context(Rematerialise())
-            if optimizers:  # sum the gradients themselves
-                stack.enter_context(mock.patch("examples.language_model.synchronise_gradients"))
             model.train_step(tokens, tokens, num_micro_batches=case.setup.micro_batches(case.job))
-        for optimizer in optimizers:
-            optimizer.step()
         counted = {
             (names[group["group"]], call["collective"]): (call["calls"], call["logical_bytes"])
             for group in stats()["groups"]
@@ -204,15 +193,6 @@ def run_case(case: Case) -> Step:
             described[key] = calls + each.count, size + each.count * each.logical_bytes
         routed = {names[mesh.group(axis).group_name] for axis in ("ep", "etp")}
     return Step(counted, described, set() if case.is_static else routed)
-
-
-def sharded_optimizers(model: MoELanguageModel, mesh: FoldedMesh) -> list[ShardedOptimizer]:
-    """One for each axis over which parameters are shared. Collective."""
-    return [
-        ShardedOptimizer(parameters, partial(torch.optim.SGD, lr=0.1), mesh.group(axis), average=False)
-        for axis, parameters in gradient_axes(model, mesh).items()
-        if parameters and mesh.size(axis) > 1
-    ]
 
 
 def run_cases(cases: list[Case]) -> list[Step]:
