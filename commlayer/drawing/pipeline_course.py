@@ -75,7 +75,7 @@ def pipeline_tasks(estimate: StepEstimate) -> list[Task]:
     setup = estimate.setup
     count = setup.micro_batches(estimate.job)
     uneven = setup.vpp > 1 and count % setup.pp
-    if setup.pp == 1 or not estimate.ranks or uneven or 3 * setup.num_chunks * count > _MOST_TASKS:
+    if setup.pp == 1 or not estimate.ranks or uneven or 3 * setup.pipeline.num_chunks * count > _MOST_TASKS:
         return []
     stages = estimate.ranks if setup.is_merged else _of_one_ratio(estimate.ranks)
     sends = hops(setup.pp, count, setup.vpp, setup.schedule)

@@ -290,7 +290,7 @@ def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
         return
     stages = setup.pp * setup.vpp
     if model.layers % stages or setup.pipeline_layout != EVEN_LAYOUT:
-        chunks = chunks_laid(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        chunks = chunks_laid(model, setup.pipeline)
         yield from _flag("pipeline-model-parallel-layout", written(chunks))
     elif setup.vpp > 1:
         yield from _flag("num-layers-per-virtual-pipeline-stage", model.layers // stages)

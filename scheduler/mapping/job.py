@@ -13,13 +13,17 @@ from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.offloading import KEPT, Offload, canonical_offload, unfit_offload
-from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, canonical_layout, parse_layout
+from commlayer.scheduler.mapping.pipeline_layout import (
+    AUTO_LAYOUT,
+    EVEN_LAYOUT,
+    Pipeline,
+    canonical_layout,
+    parse_layout,
+)
 from commlayer.scheduler.mapping.pipeline_schedule import (
     PipelineSchedule,
-    chunks_of,
     is_dual,
     merges,
-    num_chunks,
     unfit,
 )
 from commlayer.scheduler.mapping.precisions import Precision
@@ -181,11 +185,11 @@ class Setup:
         if self.pipeline_layout == AUTO_LAYOUT:
             return
         chunks = parse_layout(self.pipeline_layout)
-        if len(chunks) != self.num_chunks:
+        if len(chunks) != self.pipeline.num_chunks:
             times = f" × vpp={self.vpp}" if self.vpp > 1 else ""
             raise UsageError(
                 f"pipeline layout {self.pipeline_layout}: it has {len(chunks)} chunks, but pp={self.pp}{times} with "
-                f"{self.schedule} makes {self.num_chunks}: change it, pp or vpp"
+                f"{self.schedule} makes {self.pipeline.num_chunks}: change it, pp or vpp"
             )
 
     @property
@@ -225,18 +229,14 @@ class Setup:
         return pipeline_schedule.passes(self.schedule, self.micro_batches(job))
 
     @property
-    def num_chunks(self) -> int:
-        """The chunks into which the layers are cut."""
-        return num_chunks(self.schedule, self.pp, self.vpp)
+    def pipeline(self) -> Pipeline:
+        """How the layers are cut into chunks, and laid on ranks."""
+        return Pipeline(self.pp, self.vpp, self.schedule, self.pipeline_layout)
 
     @property
     def chunks_per_rank(self) -> int:
-        """How many of them each pipeline rank has."""
+        """How many chunks each pipeline rank has."""
         return 2 if is_dual(self.schedule) else self.vpp
-
-    def chunks(self, stage: int) -> tuple[int, ...]:
-        """List those of a pipeline rank."""
-        return chunks_of(self.schedule, self.pp, stage, self.vpp)
 
     @property
     def copies(self) -> int:

@@ -247,7 +247,7 @@ def _of_ranks(
     model: ModelShape, setup: Setup, every: tuple[parameters.StageElements, ...]
 ) -> tuple[parameters.StageElements, ...]:
     """The elements that each pipeline rank holds, taken from those of each kind of stage."""
-    places = parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+    places = parameters.stage_of_ranks(model, setup.pipeline)
     return tuple(
         every[place]._replace(stage=every[place].stage._replace(number=rank)) for rank, place in enumerate(places)
     )
@@ -327,8 +327,8 @@ class _Counting:
     def _chunk_of_modules(self, rank: int) -> int:
         """Which of a pipeline rank's chunks has the modules, where the rank has them."""
         setup = self.setup
-        laid = parameters.chunks_laid(self.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
-        return next(place for place, chunk in enumerate(setup.chunks(rank)) if laid[chunk].modules)
+        laid = parameters.chunks_laid(self.model, setup.pipeline)
+        return next(place for place, chunk in enumerate(setup.pipeline.chunks(rank)) if laid[chunk].modules)
 
     def _over_chunks(self, held: parameters.StageElements, sparse: float, dense: float) -> float:
         """The bytes of all layers of a stage, each as often as micro-batches are under way in its

@@ -33,8 +33,8 @@ from commlayer.scheduler.mapping.layer_table import (
 )
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, split_by_tp
 from commlayer.scheduler.mapping.offloading import KEPT
-from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, PipelineChunk, laid_chunks
-from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
+from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT, Pipeline, PipelineChunk, laid_chunks
+from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 from commlayer.scheduler.mapping.recomputation import modules_in, unfit_modules
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
@@ -285,36 +285,27 @@ def _check(model: ModelShape, cut: LayerCut) -> None:
 
 
 @lru_cache(maxsize=4096)
-def stage_of_ranks(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
-) -> tuple[int, ...]:
+def stage_of_ranks(model: ModelShape, pipeline: Pipeline) -> tuple[int, ...]:
     """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
-    kinds = {
-        _kind(model, pp, vpp, schedule, layout, stage.number): i
-        for i, stage in enumerate(_stages(model, pp, vpp, schedule, layout))
-    }
-    return tuple(kinds[_kind(model, pp, vpp, schedule, layout, rank)] for rank in range(pp))
+    kinds = {_kind(model, pipeline, stage.number): i for i, stage in enumerate(stages(model, pipeline))}
+    return tuple(kinds[_kind(model, pipeline, rank)] for rank in range(pipeline.pp))
 
 
-def _kind(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, rank: int
-) -> tuple[object, ...]:
+def _kind(model: ModelShape, pipeline: Pipeline, rank: int) -> tuple[object, ...]:
     """Return what makes a rank like another: the ends of the model are like no other."""
-    ends = _ends_of(model, pp, vpp, schedule, layout, rank)
-    kinds = _kinds(model, pp, vpp, schedule, layout, rank)
+    kinds = _kinds(model, pipeline, rank)
     each: tuple[int, ...] = ()
-    if is_dual(schedule) or layout != EVEN_LAYOUT:  # its chunks may be of other sizes in another order
-        laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
-        each = tuple(len(laid[chunk]) for chunk in chunks_of(schedule, pp, rank, vpp))
-    return ends, len(kinds) - sum(kinds), sum(kinds), each
+    if pipeline.is_mixed:
+        laid = kinds_of_chunks(model, pipeline)
+        each = tuple(len(laid[chunk]) for chunk in pipeline.chunks(rank))
+    return _ends_of(model, pipeline, rank), len(kinds) - sum(kinds), sum(kinds), each
 
 
-def stages(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b", layout: str = EVEN_LAYOUT
-) -> tuple[Stage, ...]:
+@lru_cache(maxsize=1 << 14)
+def stages(model: ModelShape, pipeline: Pipeline) -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
-    The layers are cut into pp · vpp chunks as ``layout`` says
+    The layers are cut into pp · vpp chunks as its layout says
     (:mod:`commlayer.scheduler.mapping.pipeline_layout`). ``even``: as equally as they go, the
     larger ones first: of ceil(layers / (pp · vpp)), the others of one less. Where the last has
     modules for more tokens too, it has the fewest, as in Megatron-Bridge's layouts of DeepSeek-V3
@@ -325,18 +316,12 @@ def stages(
         UsageError: a chunk would be empty; names the nearest degrees for which none is. A layout
         that does not hold this model.
     """
-    return _stages(model, pp, vpp, schedule, layout)
-
-
-@lru_cache(maxsize=1 << 14)
-def _stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str) -> tuple[Stage, ...]:
     found: dict[tuple[object, ...], Stage] = {}
-    for number in range(pp):
-        key = _kind(model, pp, vpp, schedule, layout, number)
+    for number in range(pipeline.pp):
+        key = _kind(model, pipeline, number)
         known = found.get(key)
-        kinds = _kinds(model, pp, vpp, schedule, layout, number)
-        ends = _ends_of(model, pp, vpp, schedule, layout, number)
-        one = Stage(number, len(kinds) - sum(kinds), sum(kinds), kinds, ends)
+        kinds = _kinds(model, pipeline, number)
+        one = Stage(number, len(kinds) - sum(kinds), sum(kinds), kinds, _ends_of(model, pipeline, number))
         found[key] = known._replace(alike=known.alike + 1) if known else one
     return tuple(found.values())
 
@@ -344,23 +329,22 @@ def _stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, la
 def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
     """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages`
     says."""
-    kinds = _kinds(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
+    kinds = _kinds(model, setup.pipeline, stage)
     return len(kinds) - sum(kinds), sum(kinds)
 
 
-def chunks_laid(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
-) -> tuple[PipelineChunk, ...]:
+def chunks_laid(model: ModelShape, pipeline: Pipeline) -> tuple[PipelineChunk, ...]:
     """The content of each of the pipeline's chunks. Raises as :func:`stages`."""
-    num = num_chunks(schedule, pp, vpp)
+    num, layout = pipeline.num_chunks, pipeline.layout
     if layout == EVEN_LAYOUT and num > model.layers:
-        raise UsageError(_too_many_chunks(model.layers, pp, vpp, schedule))
-    is_relieved = bool(model.mtp_layers) and not is_dual(schedule)
+        raise UsageError(_too_many_chunks(model.layers, pipeline))
+    is_relieved = bool(model.mtp_layers) and not is_dual(pipeline.schedule)
     return laid_chunks(layout, num, model.layers, model.mtp_layers, is_relieved=is_relieved)
 
 
-def _too_many_chunks(layers: int, pp: int, vpp: int, schedule: PipelineSchedule) -> str:
-    chunks = num_chunks(schedule, pp, vpp)
+def _too_many_chunks(layers: int, pipeline: Pipeline) -> str:
+    pp, vpp, schedule, _ = pipeline
+    chunks = pipeline.num_chunks
     if is_dual(schedule):
         return (
             f"{layers} layers do not fill the {chunks} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
@@ -374,31 +358,27 @@ def _too_many_chunks(layers: int, pp: int, vpp: int, schedule: PipelineSchedule)
 
 
 @lru_cache(maxsize=1 << 14)
-def kinds_of_chunks(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str = EVEN_LAYOUT
-) -> tuple[tuple[bool, ...], ...]:
+def kinds_of_chunks(model: ModelShape, pipeline: Pipeline) -> tuple[tuple[bool, ...], ...]:
     """For each chunk, and each of its layers, whether it has experts; those of modules for more
     tokens are among them."""
     every, found, first = layer_kinds(model), [], 0
-    for chunk in chunks_laid(model, pp, vpp, schedule, layout):
+    for chunk in chunks_laid(model, pipeline):
         found.append((*every[first : first + chunk.layers], *every[-1:] * chunk.modules))
         first += chunk.layers
     return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)
-def _kinds(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int
-) -> tuple[bool, ...]:
+def _kinds(model: ModelShape, pipeline: Pipeline, stage: int) -> tuple[bool, ...]:
     """For each layer of a stage, chunk by chunk, whether it has experts."""
-    every = kinds_of_chunks(model, pp, vpp, schedule, layout)
-    return tuple(is_moe for chunk in chunks_of(schedule, pp, stage, vpp) for is_moe in every[chunk])
+    every = kinds_of_chunks(model, pipeline)
+    return tuple(is_moe for chunk in pipeline.chunks(stage) for is_moe in every[chunk])
 
 
 @lru_cache(maxsize=1 << 16)
-def _ends_of(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, stage: int) -> StageEnds:
-    laid = chunks_laid(model, pp, vpp, schedule, layout)
-    own = [laid[chunk] for chunk in chunks_of(schedule, pp, stage, vpp)]
+def _ends_of(model: ModelShape, pipeline: Pipeline, stage: int) -> StageEnds:
+    laid = chunks_laid(model, pipeline)
+    own = [laid[chunk] for chunk in pipeline.chunks(stage)]
     return StageEnds(
         any(chunk.has_embedding for chunk in own),
         any(chunk.has_head for chunk in own),
@@ -425,29 +405,28 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, _cut_of_weights(setup, software))
+    return _held(model, setup.pipeline, _cut_of_weights(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(
-    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, layout: str, cut: LayerCut
-) -> tuple[StageElements, ...]:
+def _held(model: ModelShape, pipeline: Pipeline, cut: LayerCut) -> tuple[StageElements, ...]:
     _check(model, cut)
-    every = _stages(model, pp, vpp, schedule, layout)
+    every = stages(model, pipeline)
     layers = [_layer(model, cut, is_moe) for is_moe in (True, False)]
     sparse, dense = map(_summed, layers)
     cast = list(map(_multiplied, layers))
-    laid = kinds_of_chunks(model, pp, vpp, schedule, layout)
+    laid = kinds_of_chunks(model, pipeline)
     found = []
     # Of dense layers that come first the second stage has no fewer experts than any behind it.
-    is_mixed = is_dual(schedule) or model.dense_at or layout != EVEN_LAYOUT
-    for stage in dict.fromkeys(every if is_mixed else (every[0], every[min(1, len(every) - 1)], every[-1])):
-        first, last = _ends(model, cut, _ends_of(model, pp, vpp, schedule, layout, stage.number))
+    for stage in dict.fromkeys(
+        every if pipeline.is_mixed or model.dense_at else (every[0], every[min(1, len(every) - 1)], every[-1])
+    ):
+        first, last = _ends(model, cut, stage.ends)
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
         elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
         multiplied = stage.sparse * cast[0] + stage.dense * cast[1] + _multiplied([*first, *last])
         one = (sparse, cast[0]) if stage.sparse else (dense, cast[1])
-        own = [laid[chunk] for chunk in chunks_of(schedule, pp, stage.number, vpp)]
+        own = [laid[chunk] for chunk in pipeline.chunks(stage.number)]
         chunks = tuple((sum(kinds), len(kinds) - sum(kinds)) for kinds in own)
         found.append(StageElements(stage, elements, one[0], multiplied, one[1], chunks))
     return tuple(found)
@@ -613,7 +592,7 @@ def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> l
 
 def ends_at(model: ModelShape, setup: Setup, stage: int) -> StageEnds:
     """The parts of a model's ends that pipeline stage ``stage`` has."""
-    return _ends_of(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout, stage)
+    return _ends_of(model, setup.pipeline, stage)
 
 
 def _ends(model: ModelShape, cut: LayerCut, has: StageEnds) -> tuple[list[Weight], list[Weight]]:

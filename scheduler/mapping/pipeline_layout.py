@@ -19,10 +19,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 
 __all__ = [
     "AUTO_LAYOUT",
     "EVEN_LAYOUT",
+    "Pipeline",
     "PipelineChunk",
     "canonical_layout",
     "ended",
@@ -39,6 +41,29 @@ _REPEATED = (re.compile(r"\(([^()]*)\)\*(\d+)"), re.compile(r"([EtmL|])\*(\d+)")
 """A group that is repeated, then a single letter."""
 _MOST = 4096
 """The most letters of a layout, and the most repetitions of a group."""
+
+
+class Pipeline(NamedTuple):
+    """How a model's layers are cut into chunks and laid on ``pp`` ranks, each of which has ``vpp``
+    interleaved ones."""
+
+    pp: int
+    vpp: int = 1
+    schedule: PipelineSchedule = "1f1b"
+    layout: str = EVEN_LAYOUT
+
+    @property
+    def num_chunks(self) -> int:
+        return num_chunks(self.schedule, self.pp, self.vpp)
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """List the chunks of a rank."""
+        return chunks_of(self.schedule, self.pp, rank, self.vpp)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a rank's chunks may be of any size in any order."""
+        return is_dual(self.schedule) or self.layout != EVEN_LAYOUT
 
 
 class PipelineChunk(NamedTuple):

@@ -142,7 +142,7 @@ class _Graph:
     def kinds(self, virtual: int) -> Sequence[bool]:
         """For each layer of a chunk whether it has experts."""
         setup = self.setup
-        every = kinds_of_chunks(self.estimator.job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+        every = kinds_of_chunks(self.estimator.job.model, setup.pipeline)
         return every[virtual]
 
     def run(self, program: Sequence[Item], name: str) -> None:

@@ -70,9 +70,7 @@ def simai_workload(estimator: Estimator, setup: Setup) -> str:
     if reasons := [reason for reason, stands in refusals.items() if stands]:
         raise UsageError(f"SimAI's workload has no words for {', '.join(reasons)}")
     count = setup.micro_batches(job)
-    stage = max(
-        stages(job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout), key=lambda each: each.layers
-    )
+    stage = max(stages(job.model, setup.pipeline), key=lambda each: each.layers)
     exchanges = step_exchanges(job, setup, software, stage=stage.number)
     rows = [
         _weights_row(setup, each)

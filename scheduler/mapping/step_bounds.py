@@ -176,14 +176,13 @@ class StepBounds:
         are."""
         if level < 2:
             return self.parts.head_us(setup, True, True)
-        pipeline = (setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
         degrees = (setup.tp, setup.cp, setup.micro_batch, setup.zero, setup.attention, setup.precision)
 
         def all_us() -> float:
             stages = self.parts.stages(setup)
             return sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in stages) / setup.copies
 
-        return self.parts.once(("all ends", *pipeline, *degrees), all_us)
+        return self.parts.once(("all ends", setup.pipeline, *degrees), all_us)
 
     def least_layers_us(self, setup: Setup, level: int) -> dict[bool, float]:
         """Bound the time of one layer of each kind that the model has, forward and backward, as

@@ -65,7 +65,7 @@ class StepMemory:
             times[way] = self.bounds.least_pipeline_us(way, 2)
             fitting.extend([way] * (self.of(way).total <= limit))
 
-        if setup.num_chunks <= self.job.model.layers:
+        if setup.pipeline.num_chunks <= self.job.model.layers:
             if self.of(even).total > limit and not self._may_fit(even, limit):
                 return LaidOut(even, False)  # before programs are made for its times
             look_at(even)
@@ -73,7 +73,7 @@ class StepMemory:
                 return LaidOut(even, True)
         first = self._balanced(setup, None)
         if not first:
-            parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule)  # raises, and says why there is none
+            parameters.stages(self.job.model, even.pipeline)  # raises, and says why there is none
         for way in first:
             look_at(way)
 

@@ -99,8 +99,7 @@ class StepParts:
 
     def stages(self, setup: Setup) -> tuple[Stage, ...]:
         """The stages of a setup; of the even layout, where it is open."""
-        layout = EVEN_LAYOUT if setup.pipeline_layout == AUTO_LAYOUT else setup.pipeline_layout
-        return parameters.stages(self.job.model, setup.pp, setup.vpp, setup.schedule, layout)
+        return parameters.stages(self.job.model, _with_a_layout(setup).pipeline)
 
     def ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch)

@@ -99,8 +99,8 @@ class StepPipeline:
         """Layers of a rank, forward and backward, that are merged with no other: the forward task
         of a chunk goes with the backward task of the one that is as far from the rank's last as it
         is from the first."""
-        kinds = parameters.kinds_of_chunks(self.job.model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
-        layers = [len(kinds[chunk]) for chunk in setup.chunks(stage.number)]
+        kinds = parameters.kinds_of_chunks(self.job.model, setup.pipeline)
+        layers = [len(kinds[chunk]) for chunk in setup.pipeline.chunks(stage.number)]
         return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
 
     def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
@@ -131,7 +131,7 @@ class StepPipeline:
         that are spelt out ask in which order."""
         if is_dual(setup.schedule) or setup.pipeline_layout != EVEN_LAYOUT:
             model = self.job.model
-            return parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule, setup.pipeline_layout)
+            return parameters.stage_of_ranks(model, setup.pipeline)
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def sending_us(self, setup: Setup) -> float:

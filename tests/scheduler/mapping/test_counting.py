@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.layer_table import LayerCut
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import stage_parameters
+from commlayer.scheduler.mapping.pipeline_layout import Pipeline
 from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision, recipe_of
@@ -252,9 +253,9 @@ def test_stages_cut_layers_as_evenly_as_they_go(layers: int, dense: int, pp: int
     model = dataclasses.replace(catalog.load("mixtral-8x7b"), **small)
     if pp * vpp > layers:
         with pytest.raises(UsageError, match="do not fill"):
-            parameters.stages(model, pp, vpp)
+            parameters.stages(model, Pipeline(pp, vpp))
         return
-    found = parameters.stages(model, pp, vpp)
+    found = parameters.stages(model, Pipeline(pp, vpp))
     assert sum(stage.alike for stage in found) == pp
     assert sum(stage.alike * stage.layers for stage in found) == layers
     assert sum(stage.alike * stage.dense for stage in found) == min(dense, layers)
@@ -279,15 +280,15 @@ def _alternating(**rest: Any) -> ModelShape:
 def test_stages_of_interleaved_layers_have_both_kinds_in_order() -> None:
     model = _alternating()
     assert layer_kinds(model) == (False, True) * 4
-    one, *_ = parameters.stages(model, 4, 1)
+    one, *_ = parameters.stages(model, Pipeline(4))
     assert (one.dense, one.sparse, one.kinds) == (1, 1, (False, True))
-    chunks = parameters.stages(model, 4, 2)  # of one layer each: a stage has all of one kind
+    chunks = parameters.stages(model, Pipeline(4, 2))  # of one layer each: a stage has all of one kind
     assert [(each.dense, each.sparse) for each in chunks] == [(2, 0), (0, 2), (2, 0), (0, 2)]
     assert [parameters.layers_of(model, Setup(gpus=4, pp=4, vpp=2), stage) for stage in range(4)] == [
         (each.dense, each.sparse) for each in chunks
     ]
     late = dataclasses.replace(model, dense_at=(0, 1, 4, 5))
-    assert [each.kinds for each in parameters.stages(late, 4, 1)] == [(False, False), (True, True)] * 2
+    assert [each.kinds for each in parameters.stages(late, Pipeline(4))] == [(False, False), (True, True)] * 2
 
 
 def test_memory_is_that_of_the_fullest_stage_wherever_its_experts_lie() -> None:

@@ -449,7 +449,7 @@ def test_megatron_parses_the_flags() -> None:
         (replace(JOB, model=catalog.load(model), capacity_factor=factor), setup)
         for model, factor in (("mixtral-8x22b", 1.0), ("deepseek-v3", None), ("qwen2-57b-a14b", None))
         for setup in _SETUPS
-        if setup.num_chunks <= catalog.load(model).layers
+        if setup.pipeline.num_chunks <= catalog.load(model).layers
     ]
     laid = Setup(gpus=256, pp=8, vpp=4, ep=32, pipeline_layout="Et*3|(tt|)*29m|L")
     cases.append(

@@ -15,7 +15,7 @@ from commlayer.scheduler.mapping.exports import export
 from commlayer.scheduler.mapping.exports_megatron import megatron
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layout_balance import LayerTimes, balanced, least_slowest_us, owners
-from commlayer.scheduler.mapping.pipeline_layout import canonical_layout, ended, parse_layout, written
+from commlayer.scheduler.mapping.pipeline_layout import Pipeline, canonical_layout, ended, parse_layout, written
 from commlayer.scheduler.mapping.pipeline_schedule import (
     SCHEDULES,
     PipelineSchedule,
@@ -89,7 +89,7 @@ def test_a_layout_goes_with_its_mapping_and_its_model() -> None:
     ):
         parameters.check(V3, setup)
     with pytest.raises(UsageError, match=r"Estimator\.laid_out"):
-        parameters.stages(V3, 4, 1, "1f1b", "auto")
+        parameters.stages(V3, Pipeline(4, layout="auto"))
 
 
 # What each rank has
@@ -101,7 +101,7 @@ def test_ranks_have_the_layers_and_the_ends_that_the_layout_gives_them() -> None
     ends = [parameters.ends_at(V3, setup, stage) for stage in range(8)]
     assert [each.modules for each in ends] == [False] * 6 + [True, False]
     assert [each.head for each in ends] == [False] * 7 + [True]
-    stages = parameters.stages(V3, 8, 4, "1f1b", setup.pipeline_layout)
+    stages = parameters.stages(V3, setup.pipeline)
     assert sum(stage.alike for stage in stages) == 8
     assert sum(stage.alike * stage.layers for stage in stages) == 62
     elements = [
@@ -239,7 +239,7 @@ def test_a_search_has_one_layout_or_the_best_of_each_mapping() -> None:
     estimator = Estimator(job, clusters.load("h100-eos"), MEGATRON)
     spelt = "Etttt|(tttt|)*2tL"
     named = replace(space, pipeline_layout=spelt)
-    assert {setup.num_chunks for setup in setups(job, estimator.cluster, named)} == {4}
+    assert {setup.pipeline.num_chunks for setup in setups(job, estimator.cluster, named)} == {4}
     assert {each.setup.pipeline_layout for each in search(job, estimator, named).ranked} == {spelt}
     with pytest.raises(UsageError, match=r"a layout of 5 chunks is for pipelines with pp · vpp .* = 5"):
         search(job, estimator, replace(space, pipeline_layout="Ettt|(ttt|)*3tL"))

@@ -23,6 +23,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
+from commlayer.scheduler.mapping.pipeline_layout import Pipeline
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.precisions import Precision
 from commlayer.scheduler.mapping.pricing import Pricer
@@ -265,11 +266,11 @@ def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: Pipeline
     setup = Setup(gpus=64, ep=8, pp=pp, vpp=2 if schedule == "1f1b-overlap" else 1, schedule=schedule)
     for stage in range(pp):
         ends = parameters.ends_at(catalog.load("deepseek-v3"), setup, stage)
-        assert ends.embedding is (0 in setup.chunks(stage))
-        assert ends.head is (setup.num_chunks - 1 in setup.chunks(stage))
-        assert len(setup.chunks(stage)) == setup.chunks_per_rank
-    every = sorted(chunk for stage in range(pp) for chunk in setup.chunks(stage))
-    assert every == sorted([*range(setup.num_chunks)] * setup.copies)
+        assert ends.embedding is (0 in setup.pipeline.chunks(stage))
+        assert ends.head is (setup.pipeline.num_chunks - 1 in setup.pipeline.chunks(stage))
+        assert len(setup.pipeline.chunks(stage)) == setup.chunks_per_rank
+    every = sorted(chunk for stage in range(pp) for chunk in setup.pipeline.chunks(stage))
+    assert every == sorted([*range(setup.pipeline.num_chunks)] * setup.copies)
 
 
 def test_a_bound_is_that_of_the_ends_of_its_own_rank() -> None:
@@ -547,7 +548,7 @@ def test_modules_take_the_time_of_their_forward_pass_again(recompute: str) -> No
     plain = estimator.estimate(replace(setup, recompute="none"), detail=False)
     found = estimator.estimate(setup, detail=False)
     count, modules = setup.micro_batches(estimator.job), set(recompute.split("+"))
-    (stage,) = parameters.stages(estimator.job.model, 1, 1)
+    (stage,) = parameters.stages(estimator.job.model, Pipeline(1))
     expected = 0.0
     for is_moe in stage.kinds:
         work = layer_work(estimator.job, setup, estimator.compute, is_moe)
