@@ -268,6 +268,7 @@ def _searched(name: str) -> str:
     return "any" if values is None else ", ".join(map(str, values))
 
 
+_OFFERED = "; ".join(f"{name}: {', '.join(each.recomputes)}" for name, each in SOFTWARE.items())
 space_options = in_order(
     "Mappings that are searched",
     *(
@@ -278,9 +279,7 @@ space_options = in_order(
         click.option(f"--{name}", type=click.Choice(values), multiple=True, help=f"{text}  [{_searched(name)}]")
         for name, (values, text) in _WORDS.items()
     ),
-    click.option(
-        "--recompute", type=RECOMPUTATION, multiple=True, help=f"{_RECOMPUTE_HELP}  [{_searched('recompute')}]"
-    ),
+    click.option("--recompute", type=RECOMPUTATION, multiple=True, help=f"{_RECOMPUTE_HELP}  [{_OFFERED}]"),
     click.option("--offload-modules", "offload", type=OFFLOADING, multiple=True, help=f"{_OFFLOAD_HELP}  [{KEPT}]"),
     click.option("--pipeline-layout", type=PIPELINE_LAYOUT, default=AUTO_LAYOUT, show_default=True, help=_LAYOUT_HELP),
     click.option("--folded", is_flag=True, help="Only mappings whose experts' groups are free of attention's.  [both]"),
@@ -574,14 +573,16 @@ def _is_profile(name: str) -> bool:
     return content.get("format") == "commlayer-profile"
 
 
-def read_space(given: dict[str, Any]) -> Space:
-    """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open."""
+def read_space(given: dict[str, Any], software: Software) -> Space:
+    """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open, of
+    recomputation to what the software can run."""
     chosen: dict[str, Any] = {}
     for option in (*_DEGREES, *_WORDS, *_MODULES):
         name = option.replace("-", "_")
         values = given.pop(name)
         if values:
             chosen[name] = tuple(map(int, values)) if name == "zero" else tuple(values)
+    chosen.setdefault("recompute", software.recomputes)
     folded = _folded(given)
     if folded is not None:
         chosen["folded"] = (folded,)

@@ -99,9 +99,11 @@ def what_if_command(
       commlayer what-if … --vary inter-factor --from 0.1 --to 2 --points 6 --compare folding
     """
     kind, pair = _NAMES[given["vary"]], given["pair"]
-    _refuse_replaced(kind, given_options(ctx))
+    named = given_options(ctx)
+    _refuse_replaced(kind, named)
     is_fabric_named = given["fabric"] is not None
-    request, space = with_fit(read_request(given), runs_of(measured)), read_space(given)
+    request = with_fit(read_request(given), runs_of(measured))
+    space = read_space(given, request.software)
     if kind == "skew" and request.job.capacity_factor is not None:
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"
@@ -110,10 +112,13 @@ def what_if_command(
     if kind == "inter_gbps" and not is_fabric_named:
         ask_fabric(request.cluster, "--vary inter-gbps")
     precisions = [str(value) for value in values] if kind == "precision" else space.precision
-    recompute = space.recompute if kind != "gpu" else ()
+    is_way_named = "recompute" in named
+    recompute = space.recompute if kind != "gpu" and is_way_named else ()
     request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)
     plain = (Alternative(software=request.software),)
     asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
+    if not is_way_named:
+        asked = [replace(way, space=replace(way.space, recompute=way.software.recomputes)) for way in asked]
     ways = [replace(way, margin=margin) for way in asked]
     variation = Variation(kind, values)  # type: ignore[arg-type]
     answer(

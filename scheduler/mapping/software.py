@@ -9,6 +9,7 @@ from typing import Literal
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.dispatch_kernels import DISPATCH_KERNELS, DispatchKernels
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE, Recompute
 from commlayer.scheduler.plan import Strategy
 
 __all__ = [
@@ -88,6 +89,7 @@ class Software:
             (Megatron-LM's --fp8-param-gather).
         keeps_fp8_activations: what goes into a gated activation function is kept in FP8 for the backward pass
             (Megatron-LM's --activation-func-fp8-input-store).
+        recomputes: the ways of recomputation that a search offers it, of those that it can run.
         offloads: it can have activations in the host's memory until their backward pass (``Setup.offload``).
         offloaded_optimizer: the part of the optimizer's state that lies in the host's memory, and is stepped there.
     """
@@ -123,6 +125,7 @@ class Software:
     moment_bytes: tuple[int, int] = (4, 4)
     keeps_fp8_weights: bool = False
     keeps_fp8_activations: bool = False
+    recomputes: tuple[Recompute, ...] = ("none", "moe_act+layernorm", "full")
     offloads: bool = True
     offloaded_optimizer: float = 0.0
 
@@ -168,6 +171,7 @@ COMMLAYER = Software(
     count_words=(12, 8, 2),
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
+    recomputes=RECOMPUTE,
     offloads=False,
 )
 """This project's own layers, with plans, lanes and overlap."""

@@ -72,8 +72,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "expected less than 1 EiB together",
         ),
         ("plan -p emulated-2x4 --batch 0 --sequence 1 --hidden 9", "'--batch': 0 is not in the range"),
-        ("profile --emulate 2x2 --factor 1.0000001", "a factor that makes at most 1000 sizes"),
-        ("profile --emulate 2x2 --timeout 0s", "'--timeout': expected a time above zero"),
+        ("measure --emulate 2x2 --factor 1.0000001", "a factor that makes at most 1000 sizes"),
+        ("measure --emulate 2x2 --timeout 0s", "'--timeout': expected a time above zero"),
         ("emulate --delay 99h -- true", "'--delay': expected at most 10s, got '99h'"),
         (f"estimate {JOB} --capacity-factor 1e300", "'--capacity-factor': 1e+300 is not in the range"),
         (f"estimate {JOB} --recompute nope", "'--recompute': expected none, megascale, full, or some of"),
@@ -220,7 +220,12 @@ def test_help_cuts_no_sentence_short_and_says_what_a_search_looks_at() -> None:
         if isinstance(command, CommandGroup):
             assert "..." not in run(*path, "--help").stdout.partition("ommands")[2], path
     told = " ".join(run("search", "--help").stdout.split())
-    for words in ("of a micro-batch. [1, 2, 4, 8]", "products. [bf16]", "shards. [1]", "[none, megascale, full]"):
+    for words in (
+        "of a micro-batch. [1, 2, 4, 8]",
+        "products. [bf16]",
+        "shards. [1]",
+        "commlayer: none, megascale, full; megatron: none, moe_act+layernorm, full;",
+    ):
         assert words in told
 
 

@@ -211,6 +211,24 @@ def test_more_options_are_never_worse(searched: Any) -> None:
     assert wider["mappings"][0]["step_us"] <= searched["mappings"][0]["step_us"]
 
 
+@pytest.mark.parametrize(("software", "own"), [("megatron", "moe_act+layernorm"), ("commlayer", "megascale")])
+def test_a_search_offers_the_recomputation_that_the_software_can_run(software: str, own: str) -> None:
+    few = (*FEW[:-2], "--tp", "8", "--exchange", "all_to_all", "--software", software)
+    shown = call_json("search", *JOB, *few)["mappings"]
+    assert {each["setup"]["recompute"] for each in shown} == {"none", own, "full"}
+    precise = (
+        *FEW[:-2],
+        "--vary",
+        "precision",
+        "--values",
+        "bf16,fp8",
+        "--software",
+        software,
+    )  # fp8 cannot cast again
+    [points] = [way["points"] for way in call_json("what-if", *JOB, *precise)["ways"]]
+    assert all(point["estimate"] for point in points)
+
+
 def test_selective_recomputation_is_megatrons() -> None:
     given = (*JOB, "--ep", "8", "--pp", "2")
     named = {word: call_json("estimate", *given, "--recompute", word)["estimate"] for word in _SELECTIVE}
