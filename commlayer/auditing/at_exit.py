@@ -9,7 +9,6 @@ anybody scrapes it: a signal costs what came after.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import secrets
 import socket
@@ -23,11 +22,9 @@ import msgspec
 from commlayer.auditing.audit_files import AuditedGroup, AuditedPlacement, RankAudit, write_audit
 from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.auditing.job_audit import merge_audits
-from commlayer.auditing.ledger import audit, learnt_profiles
+from commlayer.auditing.ledger import audit
 from commlayer.forked_child import in_forked_child
-from commlayer.profiles.files import name_in_files
 from commlayer.profiles.printable import say, say_table, shortened
-from commlayer.profiles.profile import Profile
 from commlayer.version import __version__
 
 __all__ = [
@@ -69,7 +66,6 @@ class AuditReport:
         self._ended = threading.Event()
         self.is_over = False
         """Whether the job's default group is gone: what is written then is all there is."""
-        self._learnt: dict[tuple[str, tuple[int, ...]], tuple[str, Path]] = {}
         self._complaint = ""
         if folder is not None:
             threading.Thread(target=self._keep, name="commlayer-audit", daemon=True).start()
@@ -96,8 +92,8 @@ class AuditReport:
         )
 
     def write(self, *, is_final: bool = False) -> None:
-        """Write the rank's file, and the profiles that its groups have learnt. What cannot be
-        written is said once: the job's results are worth more."""
+        """Write the rank's file. What cannot be written is said once: the job's results are worth
+        more."""
         if self.folder is None or os.getpid() != self.pid:
             return
         with self._lock:
@@ -106,22 +102,11 @@ class AuditReport:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_audit(self.folder, self.audit(is_final=is_final or self.is_over))
-                self._write_learnt(self.folder)
             except (OSError, ValueError) as error:
                 complaint = f"rank {self.rank}: the audit cannot be written to {self.folder}: {error}"
                 if not self._complaint:
                     say(complaint)
                 self._complaint = complaint
-
-    def _write_learnt(self, folder: Path) -> None:
-        profiles = learnt_profiles()
-        for group, profile in profiles.items():
-            fingerprint, path = self._learnt.get(group, ("", None))
-            if fingerprint != profile.fingerprint:
-                self._learnt[group] = profile.fingerprint, _saved(profile, folder, group[0], path)
-        for group in self._learnt.keys() - profiles.keys():  # links are again as the job found them
-            _, path = self._learnt.pop(group)
-            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Write for the last time, and print. Again, or in a forked child: nothing."""
@@ -129,11 +114,6 @@ class AuditReport:
             return
         self._ended.set()
         self.write(is_final=True)
-        for _, path in self._learnt.values():
-            say(
-                f"rank {self.rank}: links between nodes were not as the profile says, and {path} has what was learnt of them: "
-                f"commlayer profiles merge BASE {path} -o OUT keeps it"
-            )
         if self.is_printed and self.rank == 0:
             print_audit(self.audit(is_final=True))
 
@@ -162,23 +142,6 @@ def _fitting(group: object) -> object:
     if isinstance(group, dict):
         return {key: _fitting(value) for key, value in group.items()}
     return [_fitting(each) for each in group] if isinstance(group, list) else group
-
-
-def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Path:
-    """Write what a group has learnt over what it had at ``path``, or, the first time, to a file of
-    its own, and return that: another job's, or that of a group of a like name, stays."""
-    if path is not None:
-        profile.save(path)
-        return path
-    for number in itertools.count(1):
-        path = folder / f"learnt-{name_in_files(group)}{f'-{number}' if number > 1 else ''}.json"
-        try:
-            profile.save(path, new_only=True)
-        except FileExistsError:
-            continue
-        break
-    assert path is not None
-    return path
 
 
 _report: AuditReport | None = None

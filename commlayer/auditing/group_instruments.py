@@ -69,7 +69,6 @@ def attach_of_calls(group: NewGroup) -> None:
     ledger = None
     if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
         ledger = Ledger(group.counters, planned, group.device)
-        ledger.places = group.places
         instruments.add_here(ledger)
         can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
         if settings.replan != "off" and can_change:

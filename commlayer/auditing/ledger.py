@@ -30,8 +30,6 @@ from commlayer.calls.ring import Call
 from commlayer.calls.under_way import settle_calls, watch_calls_under_way
 from commlayer.forked_child import in_forked_child
 from commlayer.profiles.counted import counted
-from commlayer.profiles.profile import Profile
-from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 
@@ -40,7 +38,6 @@ __all__ = [
     "Sample",
     "StayedFlat",
     "audit",
-    "learnt_profiles",
     "open_ledgers",
 ]
 
@@ -111,12 +108,9 @@ class Ledger(Instrument):
         self._is_on_device = bool(device)  # of whose calls nobody on the host knows what ran beside
         self._beside, self._traffic = _Row(), watch_calls_under_way()
         self._choices: AuditedChoices | None = planned.choices  # None: the group is gone
-        self._at_start: AuditedChoices | None = planned.choices
         self._nodes = tuple(tuple(planned.global_ranks[member] for member in node) for node in planned.nodes)
-        self.places: tuple[int, ...] = ()
-        """Which of the profile's nodes the group's are; empty: not known."""
         self._began_s = time.time()
-        self._last: tuple[AuditedGroup, Profile | None] | None = None  # once the group is gone
+        self._last: AuditedGroup | None = None  # once the group is gone
         self._rows: dict[tuple[str, str, int], _Row] = {}
         self._of_plans = Kept[tuple[int, int], _Kind](_MAX_KEPT)
         self._of_flat = Kept[tuple[str, int], _Kind](_MAX_KEPT)
@@ -227,27 +221,25 @@ class Ledger(Instrument):
         self.events.append(PlanEvent(time_s=time.time(), call=call, what=what))
 
     def closed(self) -> None:
-        """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing
-        else of it."""
-        self._last = self.read(), self.learnt()
+        """Note that the group is gone: keep what :meth:`read` says, and nothing else of it."""
+        self._last = self.read()
         self.heard = None
         for cache in (self._of_plans, self._of_flat, self._kinds):
             cache.clear()
-        self._choices = self._at_start = None
+        self._choices = None
         _fold_ended()
 
     @property
     def is_history(self) -> bool:
-        """Whether the group is gone and has learnt nothing of its links, so that its numbers may be
-        added to those of others."""
-        return self._last is not None and self._last[1] is None
+        """Whether the group is gone, so that its numbers may be added to those of others."""
+        return self._last is not None
 
     def read(self) -> AuditedGroup:
         """Return what is known by now."""
         choices, planned = self._choices, self._planned()
         if choices is None:
             assert self._last is not None  # which the end of the group sets first
-            return self._last[0]
+            return self._last
         return AuditedGroup(
             group=self.group,
             description=self._counters.describe(),
@@ -268,32 +260,6 @@ class Ledger(Instrument):
             late=tuple(sorted(self.late.values(), key=lambda late: -late.waited_us)),
             events=tuple(self.events),
         )
-
-    def learnt(self) -> Profile | None:
-        """The profile of the job by which the group plans now, where measurements in the running
-        job have changed it; None on all but its first rank."""
-        start, choices = self._at_start, self._choices
-        if start is None or choices is None:
-            assert self._last is not None
-            return self._last[1]
-        base, now = start.job_planner, choices.job_planner
-        if base is None or now is None or self.rank != self._counters.ranks[0]:
-            return None
-        node_rates: dict[int, float] = {}  # by the nodes' places in the profile
-        if choices.rates != start.rates and len(self.places) == len(self._nodes):
-            rates = choices.rates or (1.0,) * len(self.places)  # empty: all alike
-            node_rates = dict(zip(self.places, rates, strict=True))
-        if now.profile == base.profile and not node_rates:
-            return None
-        events = list(self.events)
-        learning = Learning(
-            base=base.profile.fingerprint,
-            fabric_rate=choices.experience.links.fabric,
-            node_rates=node_rates,
-            where=f"group {self.group} of {counted(len(self._counters.ranks), 'rank')}",
-            time_s=events[-1].time_s if events else self._began_s,
-        )
-        return learnt_profile(now.profile, learning)
 
     def stayed_flat(self) -> list[StayedFlat]:
         """List the collectives whose calls stayed flat by now, though the group spans nodes; empty
@@ -357,13 +323,6 @@ def _in_child() -> None:
 def open_ledgers() -> list[Ledger]:
     """Return the ledgers of this process, of the last groups that are gone too."""
     return list(_ledgers)
-
-
-def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
-    """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says
-    something: of a group that was made again, what the latest says."""
-    profiles = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in open_ledgers()}
-    return {group: profile for group, profile in profiles.items() if profile is not None}
 
 
 def audit() -> Audit:

@@ -164,7 +164,6 @@ def _attach(group: CommlayerGroup, connect: Connector, job: world.World, *, is_o
         store=inner.store,
         settings=job.settings,
         options=group.options,
-        places=job.places_of(request.global_ranks),
         rank=me,
         ranks=request.global_ranks,
         world_size=world_size,

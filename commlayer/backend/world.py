@@ -149,13 +149,6 @@ class World:
         pairs = [(places[a], places[b], rate) for a, b, rate in profile.slow_pairs if {a, b} <= places.keys()]
         return tuple(sorted((min(a, b), max(a, b), rate) for a, b, rate in pairs))
 
-    def places_of(self, global_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Which of the profile's nodes those of a group are; empty where that is not known."""
-        if self.planner is None:
-            return ()
-        known = Topology.parse(self.planner.profile.topology).num_nodes
-        return tuple(self._nodes_of(global_ranks)) if known == self.topology.num_nodes else ()
-
     def _nodes_of(self, global_ranks: Sequence[int]) -> dict[int, list[int]]:
         positions = {rank: index for index, rank in enumerate(self.ranks)}
         nodes: dict[int, list[int]] = {}

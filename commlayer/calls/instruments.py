@@ -239,7 +239,6 @@ class NewGroup:
         store: the group's own.
         settings: the group's, with its options.
         options: what the program gave for this group.
-        places: which of the profile's nodes the group's are; empty: not known.
         rank: this rank in the job.
         ranks: of the group, as its own numbers name them.
         world_size: how many ranks the job has.
@@ -261,7 +260,6 @@ class NewGroup:
     store: Any
     settings: Any
     options: Any
-    places: tuple[int, ...]
     rank: int
     ranks: Sequence[int]
     world_size: int

@@ -11,8 +11,8 @@ import click
 from commlayer.cli.commands import CommandGroup
 from commlayer.cli.failure import fitting
 from commlayer.cli.interchange import export_command, import_command, tuner_command
-from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PROFILE, json_option
-from commlayer.cli.output_files import draw, save_profile
+from commlayer.cli.option_types import PICTURE, PROFILE, json_option
+from commlayer.cli.output_files import draw
 from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
@@ -22,7 +22,6 @@ from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.sweep import doubts
-from commlayer.scheduler.experience.learnt_profiles import merge_learnt
 from commlayer.units import format_bytes
 
 __all__ = ["profiles"]
@@ -90,33 +89,6 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
             lead, colour = ("ok ", "green") if result["ok"] else ("bad", "red")
             echo(f" {result['message']}", lead=lead, colour=colour)
     sys.exit(0 if all(result["ok"] for result in results) else 2)
-
-
-@profiles.command("merge")
-@click.argument("base", type=PROFILE, metavar="BASE")
-@click.argument("learnt", type=PROFILE, metavar="LEARNT")
-@click.option("--output", "-o", type=OUTPUT_FILE, required=True, help="Where the merged profile goes.")
-@click.option("--force", is_flag=True, help="Replace a file that is there, such as BASE itself.")
-@json_option
-def merge(base: str, learnt: str, output: Path, force: bool, as_json: bool) -> None:
-    """Take what a running job has learnt of its links into a profile.
-
-    LEARNT is a learnt-….json of the folder COMMLAYER_AUDIT: its curves and peak of links between
-    nodes, and its slow cards, take the place of BASE's; everything else stays, and the source says
-    so. BASE is left as it is, unless it is named as the output with --force.
-    """
-    merged = merge_learnt(catalog.load_profile(base), catalog.load_profile(learnt))
-    save_profile(merged.profile, output, replaces=force)
-    for note in merged.notes:
-        echo_sentence(f"note: {note}", err=True)
-    if as_json:
-        print_json({**_summary(merged.profile), "path": str(output), "taken": merged.curves, "notes": merged.notes})
-    else:
-        links = ", ".join(map(str, merged.profile.slow_links)) or "no slow links"
-        echo(
-            f"{counted(len(merged.curves), 'curve')} taken over{': ' * bool(merged.curves)}{', '.join(merged.curves)}; {links}"
-        )
-        echo(f"{output}: {merged.profile.name}, {merged.profile.fingerprint}")
 
 
 @profiles.command("diff")

@@ -27,8 +27,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.experience.learnt_profiles import Learning, learnt_profile, merge_learnt
-from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps, profile_at
+from commlayer.scheduler.experience.link_rates import LinkTimes, card_gbps
 from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
@@ -359,21 +358,6 @@ def checks(seed: int) -> Iterator[str]:
         yield f"{factor} {scatter}: {why_stale(profile, ranks) or 'it holds'}, asked {ranks.asked}"
 
 
-# Profiles of what was learnt
-
-
-def learnt(seed: int) -> Iterator[str]:
-    pick = random.Random(seed)
-    base = load_profile(pick.choice(("emulated-2x4", "emulated-2x8")))
-    fabric, nodes = pick.choice((1.0, 0.5, 0.13, 4.0)), pick.choice(({}, {0: 1.0, 1: 0.5}, {0: 0.3, 1: 1.0}))
-    learning = Learning(base.fingerprint, "group 0 of 8 ranks", 1.8e9, fabric, nodes)
-    offered = learnt_profile(profile_at(base, fabric), learning)
-    yield f"{fabric} {nodes}: {offered.name}, {offered.source}, {offered.fingerprint}"
-    for other in (base, base.replace(name="another")):
-        merged = merge_learnt(other, offered)
-        yield f"{merged.profile.fingerprint} {merged.curves} {merged.notes}"
-
-
 KINDS = ("quiet", "noise", "fabric", "faster", "card", "busy", "hiccups", "prices", "busy while links change", "audit")
 
 
@@ -392,7 +376,6 @@ def replays() -> list[Replay]:
         for seed in range(6)
     ]
     made += [Replay(f"checks {seed}", lambda seed=seed: list(checks(seed))) for seed in range(3)]  # type: ignore[misc]
-    made += [Replay(f"learnt {seed}", lambda seed=seed: list(learnt(seed))) for seed in range(8)]  # type: ignore[misc]
     return made
 
 

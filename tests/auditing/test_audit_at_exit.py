@@ -21,9 +21,8 @@ from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import Ledger
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.profile import Profile, read_profile
-from commlayer.scheduler.experience.learnt_profiles import merge_learnt
-from commlayer.scheduler.experience.link_rates import LinkRates, profile_at
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.experience.link_rates import LinkRates
 from commlayer.testing.plugin import ClusterFactory
 
 
@@ -169,57 +168,24 @@ def test_a_job_leaves_a_file_of_each_rank_and_a_table_of_rank_0(
     text = out.out + out.err
     assert text.count("what calls were promised to take and took on rank 0") == 1
     assert "half (" in text
-    assert "learnt" not in text  # links are as the profile says
-    assert not list((tmp_path / "audit").glob("learnt-*"))
 
 
-def test_a_file_of_what_was_learnt_is_never_another_groups(tmp_path: Path) -> None:
-    """Nor another job's: a group writes again to its own only."""
-    profile = profile_2x2()
-    first = at_exit._saved(profile, tmp_path, "mesh/dp", None)
-    second = at_exit._saved(profile, tmp_path, "mesh_dp", None)
-    assert [first.name, second.name] == ["learnt-mesh_dp.json", "learnt-mesh_dp-2.json"]
-    other = profile_at(profile, 0.5)
-    assert at_exit._saved(other, tmp_path, "mesh/dp", first) == first
-    assert read_profile(first) == other
-    assert read_profile(second) == profile
-
-
-def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+def test_an_audit_says_which_links_have_changed(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
     path, folder = tmp_path / "profile.json", tmp_path / "audit"
     profile_2x2().save(path)
-    before = path.read_bytes()
 
-    def job() -> list[list[str]]:
+    def job() -> None:
         os.environ.update(COMMLAYER_PROFILE=str(path), COMMLAYER_AUDIT=str(folder), COMMLAYER_REPLAN="off")
         torch.set_num_threads(1)
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
         dist.all_reduce(torch.ones(1000))
         ledger, choices = group.instruments.find(Ledger), group._planned.choices
-        written = at_exit.audit_report()
-        assert written is not None
-        seen = []
-        for fabric, nodes in ((0.25, (1.0, 1.0)), (1.0, (1.0, 0.5)), (1.0, (1.0, 1.0)), (0.5, (1.0, 0.5))):
-            ledger.use_choices(choices.at_other_rates(LinkRates(fabric, nodes)))
-            dist.barrier()  # before this rank looks, the first one has to have written
-            if dist.get_rank() == 0:
-                written.write()
-            dist.barrier()
-            seen.append(sorted(each.name for each in folder.glob("learnt-*")))
-            dist.barrier()
+        ledger.use_choices(choices.at_other_rates(LinkRates(0.5, (1.0, 0.5))))
+        dist.barrier()
         dist.destroy_process_group()
-        return seen
 
-    found = emulated_cluster(2, 2).run(job)
-    assert found == [[["learnt-0.json"], ["learnt-0.json"], [], ["learnt-0.json"]]] * 4
-    learnt = read_profile(folder / "learnt-0.json")
-    assert learnt.environment["learnt.from"] == profile_2x2().fingerprint
-    assert [(link.nodes, link.rate) for link in learnt.slow_links] == [((1,), 0.5)]
-    merged = merge_learnt(read_profile(path), learnt)
-    assert merged.profile.peaks.inter_gbps == pytest.approx(profile_2x2().peaks.inter_gbps / 2)
-    assert merged.notes == ()
-    assert path.read_bytes() == before
+    emulated_cluster(2, 2).run(job)
     (group,) = merge_audits(read_audits(folder)).groups
     assert group.fabric_rate == pytest.approx(0.5)
     assert [(node.ranks, node.rate) for node in group.slow_nodes] == [((2, 3), 0.5)]

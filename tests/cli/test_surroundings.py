@@ -58,7 +58,6 @@ READS = {
     "profiles show": ("profiles show {bad}", "p.json"),
     "profiles validate": ("profiles validate {profile} {bad}", "p.json"),
     "profiles diff": ("profiles diff {profile} {bad}", "p.json"),
-    "profiles merge": ("profiles merge {profile} {bad} -o {out}/new.json", "p.json"),
     "profiles export": ("profiles export {bad} -o {out}/exported", "p.json"),
     "profiles import": ("profiles import {bad} -o {out}/new.json", "p.json"),
     "profiles tuner": ("profiles tuner {bad}", "p.json"),
