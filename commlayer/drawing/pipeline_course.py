@@ -81,21 +81,10 @@ def pipeline_tasks(estimate: StepEstimate) -> list[Task]:
     sends = hops(setup.pp, count, setup.vpp, setup.schedule)
     send_us = estimate.parts.get("pp", 0.0) / max(1, sum(sends))
 
-    def laid_out(send_us: float) -> list[Task]:
-        return timetable(
-            [each.forward_us for each in stages],
-            [each.backward_us for each in stages],
-            count,
-            setup.vpp,
-            send_us=send_us,
-            schedule=setup.schedule,
-            weights_us=[each.weights_us for each in stages],
-            merged_us=[each.merged_us for each in stages],
-        )
-
-    tasks = laid_out(send_us)
+    pipeline = setup.schedule, stages, count, setup.vpp
+    tasks = timetable(*pipeline, send_us=send_us)
     if send_us and max(task.end for task in tasks) > _pipeline_us(estimate) + _SHORT_US:
-        tasks = laid_out(0.0)
+        tasks = timetable(*pipeline)
     return tasks
 
 

@@ -181,37 +181,21 @@ class _Dual:
         return chunk, counts[chunk] - 1 + chunk * self.offset
 
 
+def laid_out_us(schedule: PipelineSchedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int = 1) -> float:
+    """The time of all micro-batches, µs, by laying every task out. Raises UsageError as :func:`order`."""
+    return max(task.end for task in timetable(schedule, stages, micro_batches, chunks))
+
+
 def timetable(
-    forward_us: Sequence[float],
-    backward_us: Sequence[float],
+    schedule: PipelineSchedule,
+    stages: Sequence[StageTimes],
     micro_batches: int,
     chunks: int = 1,
     *,
     send_us: float = 0.0,
-    schedule: PipelineSchedule = "1f1b",
-    weights_us: Sequence[float] | None = None,
-    merged_us: Sequence[float] | None = None,
 ) -> list[Task]:
-    """Every task of every rank, with its times. ``forward_us[r]``: of one micro-batch through all chunks of rank r.
-
-    ``weights_us``: of ``backward_us``, the products for weights, which DualPipe puts off. ``merged_us``: a forward and a backward
-    task merged; by default as long as both. ``send_us``: between ranks, beside what they compute. Raises UsageError as
-    :func:`order`.
-    """
-    nothing = [0.0] * len(forward_us)
-    both = [sum(each) for each in zip(forward_us, backward_us, strict=True)]
-    stages = map(StageTimes, forward_us, backward_us, weights_us or nothing, merged_us or both)
-    return _laid_out(schedule, list(stages), micro_batches, chunks, send_us)
-
-
-def laid_out_us(schedule: PipelineSchedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int = 1) -> float:
-    """The time of all micro-batches, µs, by laying every task out. Raises UsageError as :func:`order`."""
-    return max(task.end for task in _laid_out(schedule, stages, micro_batches, chunks, 0.0))
-
-
-def _laid_out(
-    schedule: PipelineSchedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int, send_us: float
-) -> list[Task]:
+    """Every task of every rank, with its times. ``send_us``: between ranks, beside what they
+    compute. Raises UsageError as :func:`order`."""
     ranks = len(stages)
     queues = [order(ranks, rank, micro_batches, chunks, schedule) for rank in range(ranks)]
     parts = 2 if is_dual(schedule) else chunks

@@ -26,6 +26,23 @@ from commlayer.scheduler.mapping.pipeline_schedule import (
 DUAL: tuple[PipelineSchedule, ...] = ("dualpipe", "dualpipev")
 
 
+def laid_out(
+    forward_us: Sequence[float],
+    backward_us: Sequence[float],
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    send_us: float = 0.0,
+    schedule: PipelineSchedule = "1f1b",
+    weights_us: Sequence[float] | None = None,
+) -> list[Task]:
+    """Tasks of stages with these times; merged ones take as long as their two parts."""
+    weights = weights_us or [0.0] * len(forward_us)
+    each = zip(forward_us, backward_us, weights, strict=True)
+    stages = [StageTimes(there, back, part, there + back) for there, back, part in each]
+    return timetable(schedule, stages, micro_batches, chunks, send_us=send_us)
+
+
 def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
     """Compute the time of all micro-batches of 1F1B, µs: the slowest rank works without a pause but for the bubble.
 
@@ -37,14 +54,14 @@ def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1)
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_1f1b_of_equal_stages_takes_what_the_closed_form_says(ranks: int, micro_batches: int) -> None:
-    tasks = timetable([1.0] * ranks, [2.0] * ranks, micro_batches)
+    tasks = laid_out([1.0] * ranks, [2.0] * ranks, micro_batches)
     assert max(task.end for task in tasks) == pytest.approx(makespan_us([3.0] * ranks, micro_batches))
     assert len(tasks) == 2 * ranks * micro_batches
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 5))
 def test_interleaved_chunks_divide_the_bubble(ranks: int, groups: int, chunks: int) -> None:
-    tasks = timetable([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks)
+    tasks = laid_out([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks)
     assert max(task.end for task in tasks) == pytest.approx(makespan_us([3.0] * ranks, ranks * groups, chunks))
     assert bubble_us([3.0] * ranks, chunks) == pytest.approx((ranks - 1) * 3.0 / chunks)
 
@@ -56,7 +73,7 @@ def test_the_slowest_stage_rules_1f1b(ranks: int, extra: int, slower: float, dat
     forward[which] = slower
     backward = [2 * us for us in forward]
     stages = [a + b for a, b in zip(forward, backward, strict=True)]
-    took = max(task.end for task in timetable(forward, backward, ranks + extra))
+    took = max(task.end for task in laid_out(forward, backward, ranks + extra))
     said = makespan_us(stages, ranks + extra)
     assert took == pytest.approx(said) if which == ranks - 1 else took <= said * (1 + 1e-9)
 
@@ -74,7 +91,7 @@ def test_every_rank_runs_every_task_once_and_backward_after_forward(ranks: int, 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.floats(0.0, 1.0))
 def test_no_task_begins_before_its_input_is_there(ranks: int, groups: int, chunks: int, send_us: float) -> None:
-    tasks = timetable([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks, send_us=send_us)
+    tasks = laid_out([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks, send_us=send_us)
     ends = {(task.chunk * ranks + task.rank, task.micro_batch, task.is_forward): task.end for task in tasks}
     for task in tasks:
         stage = task.chunk * ranks + task.rank
@@ -93,8 +110,8 @@ def test_sends_lengthen_a_step_as_often_as_hops_says(ranks: int, micro_batches: 
     count = micro_batches if chunks == 1 else ranks * (1 + micro_batches // ranks)
     if ranks == 1:
         chunks = 1
-    alone = max(task.end for task in timetable([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks))
-    sending = timetable([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks, send_us=0.01)
+    alone = max(task.end for task in laid_out([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks))
+    sending = laid_out([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks, send_us=0.01)
     assert max(task.end for task in sending) - alone == pytest.approx(0.01 * hops(ranks, count, chunks).alone)
 
 
@@ -163,7 +180,7 @@ def test_dualpipe_runs_every_task_once_with_its_input_there(
 ) -> None:
     ranks = 2 * half if schedule == "dualpipe" else half + 1
     count = 2 * ranks + (2 * extra if schedule == "dualpipe" else extra)
-    tasks = timetable(
+    tasks = laid_out(
         [2 * forward] * ranks,
         [2 * backward] * ranks,
         count,
@@ -227,7 +244,7 @@ def test_sends_lengthen_merged_tasks_as_often_as_hops_says(ranks: int, groups: i
     stages = [1.0 * chunks] * ranks, [2.0 * chunks] * ranks
     count = ranks * groups
     alone, sending = (
-        max(task.end for task in timetable(*stages, count, chunks, send_us=us, schedule="1f1b-overlap"))
+        max(task.end for task in laid_out(*stages, count, chunks, send_us=us, schedule="1f1b-overlap"))
         for us in (0.0, 0.01)
     )
     assert (sending - alone) / 0.01 == pytest.approx(sum(hops(ranks, count, chunks, "1f1b-overlap")))
@@ -241,7 +258,7 @@ def test_sends_lengthen_dualpipe_about_as_often_as_hops_says(
     alone, sending = (
         max(
             task.end
-            for task in timetable(
+            for task in laid_out(
                 [2.0] * ranks, [4.0] * ranks, count, send_us=us, schedule=schedule, weights_us=[2.0] * ranks
             )
         )
