@@ -33,8 +33,6 @@ _LATER_S = 100.0
 """How much later than they were written the dumps are dated, so that their calls are overdue."""
 _PATIENCE_S = 3.0
 _FAILED = 255
-_APART_S = 0.05
-"""The time by which one thread calls before another."""
 _DTYPES = {"float32": torch.float32, "int8": torch.int8, "int32": torch.int32, "": torch.float32}
 
 
@@ -138,34 +136,48 @@ def _run(hang: Hang, rank: int, folder: Path, progress: mmap.mmap) -> None:
 
 
 def _run_ops(hang: Hang, rank: int, groups: dict[str, Any], progress: mmap.mmap) -> None:
-    """Run the steps of a rank's program, those of another thread on one, beside the step before or after them."""
+    """Run the steps of a rank's program, those of another thread on one, beside the step before or after them.
+
+    The calls of a group are made in the order of the program, however busy the machine is.
+    """
     ops = hang.program[rank]
+    has_threads = any(op.thread for op in ops)
+    made = {name: group._get_sequence_number_for_group() for name, group in groups.items() if rank in hang.groups[name]}
     thread = ThreadPoolExecutor(1)
     beside: Future[None] | None = None
     for at, op in enumerate(ops):
         progress[rank] = 2 + at
         following = ops[at + 1] if at + 1 < len(ops) else op
+        before = made.get(op.group, 0) if has_threads else 0
+        if has_threads and op.kind not in (*AWAY, "wait"):
+            made[op.group] += 1
         if op.thread:
             if beside is None:
-                beside = thread.submit(_made, op, groups, hang.groups)
-            time.sleep(_APART_S)
+                beside = thread.submit(_made, op, groups, hang.groups, before)
+            _await_calls(groups[op.group], made[op.group])
             continue
         if following.thread:
-            beside = thread.submit(_made, following, groups, hang.groups, _APART_S)
-        _made(op, groups, hang.groups)
+            beside = thread.submit(_made, following, groups, hang.groups, made[following.group])
+        _made(op, groups, hang.groups, before)
         if beside is not None and (not following.thread or op.kind == "wait"):
             beside.result()
             beside = None
 
 
-def _made(op: Op, groups: dict[str, Any], members: Groups, after_s: float = 0.0) -> None:
-    """Make the call of ``op`` from its line of the program, or wait there."""
-    time.sleep(after_s)
+def _await_calls(group: Any, number: int) -> None:
+    """Wait until this process has made so many calls of a group, as one thread calls before another."""
+    while group._get_sequence_number_for_group() < number:
+        time.sleep(0.001)
+
+
+def _made(op: Op, groups: dict[str, Any], members: Groups, before: int) -> None:
+    """Make the call of ``op`` from its line of the program, behind so many of its group, or wait there."""
     if op.kind in ("lock", "load"):
         lock = threading.Lock()
         lock.acquire()
         _at_line(op.line)(lock.acquire if op.kind == "lock" else queue.Queue().get)
     elif op.kind not in (*AWAY, "wait"):  # a blocking call has ended, and a thread is waited for elsewhere
+        _await_calls(groups[op.group], before)
         _called(op, groups[op.group], members[op.group])
 
 
