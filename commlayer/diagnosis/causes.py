@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import MESSAGES, NO_THREAD, CallLog, RankLog
+from commlayer.calls.ring import MESSAGES
+from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog
 from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call
 from commlayer.diagnosis.findings import (
     Cause,
@@ -51,6 +52,8 @@ def with_cause(
     logs: Sequence[RankLog],
     circles_are: str = "proven",
     at_most: str = "proven",
+    *,
+    knows_members: bool = False,
 ) -> Diagnosis:
     """Return the diagnosis with its cause, and with each group's last calls.
 
@@ -59,12 +62,13 @@ def with_cause(
         circles_are: ``proven``, ``likely`` where what ranks wait for was partly inferred, or
             ``unknown`` where it is known to lack calls.
         at_most: the most that can be said of any cause: ``likely`` where the logs were inferred.
+        knows_members: the logs list the ranks of all groups, so that no other rank is in a call that does not end.
     """
     if not diagnosis.has_found and not (diagnosis.is_timeout and diagnosis.under_way):
         return diagnosis
     groups = _groups(logs)
     shift = _first_shift(groups)
-    cause = shift or _cause(diagnosis, groups, circles_are)
+    cause = shift or _cause(diagnosis, groups, circles_are, knows_members=knows_members)
     if cause is not None:
         cause = msgspec.structs.replace(cause, certainty=_lesser(cause.certainty, at_most))
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
@@ -74,7 +78,7 @@ def _lesser(*certainties: str) -> str:
     return min(certainties, key=_CERTAINTIES.index)
 
 
-def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str) -> Cause | None:
+def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str, *, knows_members: bool) -> Cause | None:
     for finding in diagnosis.findings:
         if isinstance(finding, Mismatch):
             return _differing(finding, bool(diagnosis.shared))
@@ -86,7 +90,8 @@ def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str) -> 
         missing = missing or [each for each in diagnosis.waits if each.why == why]
     if missing:
         return _absent(missing, groups)
-    return _stalled(diagnosis) or (_absent(diagnosis.waits, groups) if diagnosis.waits else None)
+    stalled = _stalled(diagnosis, groups, knows_members=knows_members)
+    return stalled or (_absent(diagnosis.waits, groups) if diagnosis.waits else None)
 
 
 # Calls that a rank has left out, or made too many
@@ -387,7 +392,7 @@ def _waiting(ranks: Sequence[int]) -> str:
     return f"{ranks_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def _stalled(diagnosis: Diagnosis) -> Cause | None:
+def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: bool) -> Cause | None:
     if not diagnosis.under_way:
         return None
     first = _first_in_line(diagnosis.under_way)
@@ -395,7 +400,7 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
     ranks = tuple(sorted({call.rank for call in calls}))
     longest = max(first, key=lambda waiter: waiter.waited_s)
     where = f"{call_words(longest.call)}, at {longest.site}"
-    if diagnosis.without:
+    if diagnosis.without and not knows_members:
         return Cause(
             what="no dump",
             certainty="likely",
@@ -403,13 +408,19 @@ def _stalled(diagnosis: Diagnosis) -> Cause | None:
             calls=calls,
             words=(f"{ranks_words(diagnosis.without)} left no dump, and {_waiting(ranks)} in {where}"),
         )
+    name, number = _call_key(longest)
+    has_ended = longest.call.kind not in MESSAGES and any(
+        done >= number for group in groups if group.name == name for done in group.done.values()
+    )
+    inside = sorted(waiter.call.rank for waiter in first if _call_key(waiter) == (name, number))
+    on = f" on {ranks_words(inside)}" if has_ended else ""
     return Cause(
         what="stalled",
         certainty="unknown",
         ranks=ranks,
         calls=calls,
         words=(
-            f"all ranks have come to {where}, and it does not end: the network, a rank that is "
+            f"all ranks have come to {where}, and it does not end{on}: the network, a rank that is "
             "stopped, or roots, operations or splits that differ, which dumps do not record"
         ),
     )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -39,6 +39,7 @@ from commlayer.diagnosis.call_logs import (
     as_foreign,
 )
 from commlayer.diagnosis.causes import with_cause
+from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_groups import (
     DumpGroup,
     DumpGroups,
@@ -76,22 +77,23 @@ def diagnose_dumps(
         UsageError: dumps that contradict each other.
     """
     groups = DumpGroups(dumps)
+    outdated: set[int] = set()
     logs, diagnosis = _read(dumps, groups)
-    old = _too_old(logs, diagnosis)
-    if old:
-        logs, diagnosis = _read([dump for dump in dumps if dump.rank not in old], groups)
+    while old := _outdated(dumps, logs, diagnosis):
+        outdated |= old
+        dumps = [dump for dump in dumps if dump.rank not in old]
+        logs, diagnosis = _read(dumps, groups)
     is_on_device = _is_on_device(dumps)
     has_messages = _has_messages(dumps)
-    doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
-    if not any(_is_past_timeout(entry, dump.written_ns) for dump in dumps for entry in dump.entries):
-        doubts.append(_ONLY_LATE)
     diagnosis = msgspec.structs.replace(
         with_ends(with_places(diagnosis, places), ends),
         assumed=(*diagnosis.assumed, *_assumed(diagnosis, logs, groups, is_on_device=is_on_device)),
-        open=tuple(_open(dumps, has_messages=has_messages)),
+        open=tuple(_open(dumps, outdated, has_messages=has_messages)),
     )
-    diagnosis = _doubted(diagnosis, doubts, old)
-    return logs, with_cause(diagnosis, logs, circles_are="unknown" if has_messages else "likely")
+    doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
+    diagnosis = _doubted(diagnosis, dumps, doubts, outdated)
+    circles_are = "unknown" if has_messages else "likely"
+    return logs, with_cause(diagnosis, logs, circles_are, knows_members=not groups.inferred)
 
 
 def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
@@ -149,21 +151,60 @@ def _read(dumps: Sequence[Dump], groups: DumpGroups) -> tuple[list[RankLog], Dia
     return logs, diagnosis
 
 
-def _too_old(logs: Sequence[RankLog], diagnosis: Diagnosis) -> dict[int, str]:
-    """The ranks whose dumps were written before the calls were made to which they have not come, and the words for it.
+def _outdated(dumps: Sequence[Dump], logs: Sequence[RankLog], diagnosis: Diagnosis) -> set[int]:
+    """The ranks whose dumps are of an earlier moment than what they would be blamed for, or of an earlier hang.
 
-    Such a dump says nothing of these calls: it is of an earlier moment, or of an earlier hang.
+    Each is known only up to its dump: that a call has not ended on it says nothing where the dump of another rank
+    shows that the call has ended since, and that it is in no call says nothing of one that had not taken a minute by then.
     """
-    if diagnosis.findings:
-        return {}
+    refuted = set(_refuted(dumps, logs))
+    if refuted or diagnosis.findings:
+        return refuted
     now_ns = {log.rank: log.now_ns for log in logs}
-    old = {}
+    old = set()
     for missing in diagnosis.waits:
         rank = missing.call.rank
         made_ns = [now_ns[each.call.rank] - int(each.waited_s * 1e9) for each in missing.waiting]
-        if missing.why == "late" and made_ns and now_ns[rank] + _CLOCKS_APART_NS < min(made_ns):
-            old[rank] = "the one that is here is older than this call"
+        if missing.why != "late" or not made_ns:
+            continue
+        is_earlier = now_ns[rank] + _CLOCKS_APART_NS < max(now_ns[each.call.rank] for each in missing.waiting)
+        if is_earlier and now_ns[rank] < min(made_ns) + int(_LONG_WAIT_S * 1e9):
+            old.add(rank)
     return old
+
+
+def _refuted(dumps: Sequence[Dump], logs: Sequence[RankLog]) -> Iterator[int]:
+    """The ranks whose next call of a group has ended on another member after their dumps were written."""
+    ended: dict[str, list[tuple[GroupLog, int, Mapping[int, int]]]] = {}
+    for dump, log in zip(dumps, logs, strict=True):
+        for group in log.groups:
+            if group.done and not group.is_assumed:
+                ended.setdefault(group.key, []).append((group, log.now_ns, _ended_at(dump, group.name)))
+    newest_ns = max((log.now_ns for log in logs), default=0)
+    for dump, log in zip(dumps, logs, strict=True):
+        if newest_ns <= log.now_ns + _CLOCKS_APART_NS:
+            continue
+        own = {group.key: group for group in log.groups}
+        latest_ns = log.now_ns + _CLOCKS_APART_NS
+        for key, others in ended.items():
+            if log.rank not in others[0][0].ranks or (own[key].is_assumed if key in own else dump.lost):
+                continue
+            number = own[key].done + 1 if key in own else 1
+            if any(
+                number <= group.done and min(now_ns, ended_at.get(number, now_ns)) > latest_ns
+                for group, now_ns, ended_at in others
+            ):
+                yield log.rank
+                break
+
+
+def _ended_at(dump: Dump, name: str) -> dict[int, int]:
+    """When collectives of a group were seen to have ended, by their numbers, where that is recorded."""
+    return {
+        entry.collective_seq_id: entry.time_discovered_completed_ns
+        for entry in dump.entries
+        if entry.process_group[0] == name and entry.message is None and entry.time_discovered_completed_ns
+    }
 
 
 def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, *, is_on_device: bool) -> Iterator[str]:
@@ -184,6 +225,7 @@ def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, 
 
 _IN_MESSAGE = "it may be in a message, which Gloo's recorder leaves out", "unknown"
 _NO_MESSAGES = "Gloo's recorder leaves messages out", "likely"
+_OLDER = "the one that is here is older than this call"
 _ONLY_LATE = "it may only be late: no call has taken as long as its timeout", "likely"
 
 
@@ -205,8 +247,13 @@ def _has_messages(dumps: Sequence[Dump]) -> bool:
     return False
 
 
-def _open(dumps: Sequence[Dump], *, has_messages: bool) -> Iterator[str]:
-    """The sentence on what cannot be told where messages are not recorded; none where they are."""
+def _open(dumps: Sequence[Dump], outdated: Collection[int], *, has_messages: bool) -> Iterator[str]:
+    """The sentences on what cannot be told: of ranks whose dumps are outdated, and where messages are not recorded."""
+    if outdated:
+        yield (
+            f"cannot tell what {ranks_words(sorted(outdated))} did after the dump, which is older than the others: "
+            "give the dumps of one moment"
+        )
     entries = [entry for dump in dumps for entry in dump.entries]
     is_on_host = bool(entries) and all(entry.is_on_host for entry in entries)
     if has_messages or (is_on_host and all(entry.has_ended for entry in entries)):
@@ -231,21 +278,25 @@ def _lost_words(logs: Sequence[RankLog]) -> list[str]:
     ]
 
 
-def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]], old: Mapping[int, str]) -> Diagnosis:
+def _doubted(
+    diagnosis: Diagnosis, dumps: Sequence[Dump], doubts: Sequence[tuple[str, str]], outdated: Collection[int]
+) -> Diagnosis:
     """The diagnosis with reasons why ranks that are in no call may not be at fault.
 
-    ``doubts``: each with the certainty that remains; ``old``: of ranks whose dumps are too old. Where
+    ``doubts``: each with the certainty that remains; ``outdated``: ranks whose dumps are too old. Where
     a program is known to be, or known to be in a call, stacks have said more of it than that messages
     are left out.
     """
     waits = []
     for missing in diagnosis.waits:
-        if missing.why == "silent" and missing.call.rank in old:
-            missing = msgspec.structs.replace(missing, doubt=old[missing.call.rank])
-        for doubt, certainty in doubts if missing.why == "late" else ():
-            is_known = missing.at is not None or missing.certainty == "unknown"
-            if is_known and doubt != _ONLY_LATE[0]:
-                continue
+        rank = missing.call.rank
+        if missing.why == "silent" and rank in outdated:
+            missing = msgspec.structs.replace(missing, doubt=_OLDER)
+        is_known = missing.at is not None or missing.certainty == "unknown"
+        of_it = [] if is_known else list(doubts)
+        if not _has_timed_out(dumps, rank):
+            of_it.append(_ONLY_LATE)
+        for doubt, certainty in of_it if missing.why == "late" else ():
             missing = msgspec.structs.replace(
                 missing,
                 doubt="; ".join(filter(None, (missing.doubt, doubt))),
@@ -253,6 +304,12 @@ def _doubted(diagnosis: Diagnosis, doubts: Sequence[tuple[str, str]], old: Mappi
             )
         waits.append(missing)
     return msgspec.structs.replace(diagnosis, waits=tuple(waits))
+
+
+def _has_timed_out(dumps: Sequence[Dump], rank: int) -> bool:
+    """Whether a call had taken as long as its timeout when the dump of ``rank`` was written, which says no more than that."""
+    written_ns = [dump.written_ns for dump in dumps if dump.rank == rank]
+    return any(_is_past_timeout(entry, min([dump.written_ns, *written_ns])) for dump in dumps for entry in dump.entries)
 
 
 # Logs

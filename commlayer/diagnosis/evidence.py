@@ -114,7 +114,7 @@ class Evidence:
                 f"expected one log of each rank, got several of {ranks_words(twice)}: give the logs of one replica"
             )
         diagnosis = with_places(diagnose(self.logs), self.places)
-        return {"": (self.logs, with_cause(diagnosis, self.logs))}
+        return {"": (self.logs, with_cause(diagnosis, self.logs, knows_members=True))}
 
     def _by_watchdogs(self) -> Judged:
         return self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs), self.ends))

@@ -327,6 +327,84 @@ def test_a_dump_that_is_older_than_a_call_says_nothing_of_it() -> None:
     assert caused([dumps[0], replace(dumps[1], written_ns=dumps[0].written_ns), dumps[2]])[:2] == ("absent", "proven")
 
 
+def moments(number: int, *, later_s: float, ended_s: float | None, is_waiting: bool = True) -> list[Dump]:
+    """Rank 0 is in call 2 of three ranks in its dump; those of the others, ``later_s`` newer, show that it has ended.
+
+    ``ended_s``: when that was seen, if it is recorded; ``is_waiting``: they wait in call ``number`` then.
+    """
+    world = {"world": (0, 1, 2)}
+    first = [call("world", at, has_ended=True) for at in range(1, number)]
+    for entry in first[1:]:
+        entry.time_discovered_completed_ns = None if ended_s is None else START_NS + int(ended_s * 1e9)
+    waiting = [call("world", number, at_s=100.0)] if is_waiting else []
+    others = [dump(rank, world, [*first, *waiting], age_s=700.0 + later_s) for rank in (1, 2)]
+    return [dump(0, world, [first[0], call("world", 2)], age_s=700.0), *others]
+
+
+@pytest.mark.parametrize(
+    ("later_s", "ended_s", "expected"),
+    [
+        (60.0, None, ("no dump", "likely", (0,))),  # call 2 has ended on rank 0 too by then, for all that is known
+        (60.0, 750.0, ("no dump", "likely", (0,))),
+        (60.0, 90.0, ("stalled", "unknown", (0, 1, 2))),  # it had ended long before on the others, and not on rank 0
+        (0.0, None, ("stalled", "unknown", (0, 1, 2))),
+    ],
+)
+def test_a_later_dump_refutes_that_a_call_does_not_end(
+    later_s: float, ended_s: float | None, expected: tuple[str, str, tuple[int, ...]]
+) -> None:
+    dumps = moments(3, later_s=later_s, ended_s=ended_s)
+    assert caused(dumps) == expected
+    text = worded(dumps)[1]
+    is_outdated = expected[0] == "no dump"
+    assert ("and it does not end on rank 0: the network" in text) is not is_outdated
+    assert ("the one that is here is older than this call" in text) is is_outdated
+    assert ("cannot tell what rank 0 did after the dump, which is older than the others" in text) is is_outdated
+
+
+def test_a_job_seen_at_two_moments_does_not_hang() -> None:
+    diagnosis, text = worded(moments(3, later_s=60.0, ended_s=None, is_waiting=False))
+    assert not diagnosis.has_found
+    assert "does not end" not in text
+    assert text.startswith("cannot tell what rank 0 did after the dump")
+    assert worded(moments(3, later_s=60.0, ended_s=90.0, is_waiting=False))[0].has_found
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"),
+    [
+        (130.0, ("no dump", "likely", (2,))),  # the others had waited for half a minute, and waited on
+        (300.0, ("absent", "likely", (2,))),  # it may only have been late then
+        (705.0, ("absent", "proven", (2,))),
+    ],
+)
+def test_a_rank_is_known_only_up_to_its_dump(age_s: float, expected: tuple[str, str, tuple[int, ...]]) -> None:
+    """Rank 2 is in no call; the others wait from second 100 on, and their dumps are of second 800."""
+    world = {"world": (0, 1, 2)}
+    before = call("world", 1, has_ended=True)
+    dumps = [dump(rank, world, [before, call("world", 2, at_s=100.0)], age_s=800.0) for rank in (0, 1)]
+    assert caused([*dumps, dump(2, world, [before], age_s=age_s)]) == expected
+
+
+def test_a_rank_that_has_gone_on_since_its_dump_is_not_absent() -> None:
+    """Rank 2 had not come to call 1 of the pair by second 300; since then it made one of the world."""
+    groups = {"pair": (1, 2), "world": (0, 1, 2)}
+    dumps = [
+        dump(0, {"world": (0, 1, 2)}, [call("world", 1, has_ended=True)], age_s=900.0),
+        dump(1, groups, [call("pair", 1)], age_s=300.0),
+        dump(2, groups, [], age_s=300.0),
+    ]
+    diagnosis, text = worded(dumps)
+    assert diagnosis.cause is None
+    assert text.startswith("cannot tell what ranks 1 and 2 did after the dump")
+
+
+def test_a_rank_without_a_dump_is_not_blamed_for_a_call_of_others() -> None:
+    """Ranks 0 and 1 are in a call of both, and all dumps list the ranks of that group."""
+    dumps = [dump(rank, {"pair": (0, 1), "world": (0, 1, 2)}, [call("pair", 1)]) for rank in (0, 1)]
+    assert caused(dumps) == ("stalled", "unknown", (0, 1))
+
+
 def test_an_innocent_rank_is_a_false_verdict_also_where_messages_are_not_recorded() -> None:
     """Rank 2 has left out a message, and rank 0, which waits in one for it, is blamed."""
     hang = next(each for each in hangs(4) if each.name == "pipeline 4: skip on rank 2")
