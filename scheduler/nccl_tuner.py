@@ -1,4 +1,4 @@
-"""NCCL's tuner tables: which algorithm and protocol NCCL takes for which sizes, from decisions or from times of both.
+"""NCCL's tuner tables: which algorithm and protocol NCCL takes for which sizes, from decisions.
 
 A table of NCCL's example plugin (plugins/tuner/example, ``NCCL_TUNER_CONFIG_FILE``) and one of NCCLX's built-in tuner
 (comms/ncclx/meta/tuner, ``NCCLX_TUNER_CONFIG_FILE``) have a row for each range of sizes. In both the first row that matches wins,
@@ -14,7 +14,7 @@ highest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -25,14 +25,11 @@ from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.wire import NATIVE
 
 __all__ = [
-    "ALGORITHMS",
-    "PROTOCOLS",
     "TUNED",
     "TunerRow",
     "nccl_table",
     "ncclx_table",
     "rows_of_decisions",
-    "rows_of_times",
 ]
 
 TUNED = {
@@ -42,8 +39,6 @@ TUNED = {
     "broadcast": "broadcast",
 }
 """Collectives that a tuner is asked about, and its names for them."""
-ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-PROTOCOLS = ("ll", "ll128", "simple")
 _OF_PLANS = {
     ("all_reduce", Strategy.HIERARCHICAL): "tree",
     ("all_reduce", Strategy.PIPELINED): "tree",
@@ -96,29 +91,6 @@ def rows_of_decisions(decisions: Iterable[Decision]) -> tuple[list[TunerRow], li
             choices.append((each.traffic.logical_bytes, None if algorithm is None else (algorithm, "simple")))
         rows += _rows(collective, choices, len(nodes), sum(nodes))
     return rows, untold
-
-
-def rows_of_times(
-    collective: str, times_us: Mapping[tuple[str, str], Mapping[int, float]], nodes: Sequence[int]
-) -> list[TunerRow]:
-    """Make rows of measured times, by (algorithm, protocol) and size: the fastest at each size at which all were measured.
-
-    Raises UsageError: a collective, an algorithm or a protocol that no tuner knows; no size in common.
-    """
-    _check(collective)
-    for algorithm, protocol in times_us:
-        if algorithm not in ALGORITHMS or protocol not in PROTOCOLS:
-            raise UsageError(
-                f"{collective}: expected NCCL_ALGO of {', '.join(ALGORITHMS)} and NCCL_PROTO of {', '.join(PROTOCOLS)}, got "
-                f"{algorithm or 'none'} and {protocol or 'none'}"
-            )
-    common = sorted(set.intersection(*(set(each) for each in times_us.values()))) if times_us else []
-    if not common:
-        raise UsageError(
-            f"{collective}: expected times of one size at least by each algorithm and protocol, got none in common"
-        )
-    choices = [(size, min(times_us, key=lambda way, at=size: times_us[way][at])) for size in common]  # type: ignore[misc]
-    return _rows(collective, choices, len(nodes), sum(nodes))
 
 
 def _check(collective: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from commlayer.cli.option_types import (
     OUTPUT_FOLDER,
     PROFILE,
     SHAPE,
-    given_options,
     json_option,
 )
 from commlayer.cli.output_files import save_profile
@@ -23,14 +22,14 @@ from commlayer.cli.tables import echo, echo_sentence, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
-from commlayer.profiles.errors import PlanError, ProfileError, UsageError
+from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.readers.nccl_files import NcclRun, nccl_profile, nccl_tests_json, read_nccl_runs
 from commlayer.scheduler.decision import Decision, choose
 from commlayer.scheduler.group_profiles import group_profile
-from commlayer.scheduler.nccl_tuner import TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions, rows_of_times
+from commlayer.scheduler.nccl_tuner import TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions
 from commlayer.units import format_bytes
 
 __all__ = ["export_command", "import_command", "tuner_command"]
@@ -135,7 +134,7 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
 
 
 @click.command("tuner", cls=Command)
-@click.argument("sources", nargs=-1, required=True, metavar="PROFILE|FILES...")
+@click.argument("profile_name", type=PROFILE, metavar="NAME|PATH")
 @click.option(
     "--format", "kind", type=click.Choice(["nccl", "ncclx"]), default="nccl", show_default=True, help="Whose table."
 )
@@ -143,28 +142,17 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
 @click.option("--begin", "-b", type=BYTES, default="1KiB", show_default=True, help="The smallest size.")
 @click.option("--end", "-e", type=BYTES, default="1GiB", show_default=True, help="The largest; sizes double.")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Where the table goes.  [stdout]")
-def tuner_command(
-    sources: tuple[str, ...], kind: str, group: str | None, begin: int, end: int, output: Path | None
-) -> None:
+def tuner_command(profile_name: str, kind: str, group: str | None, begin: int, end: int, output: Path | None) -> None:
     """Write a table by which NCCL's example tuner plugin, or NCCLX's own tuner, chooses algorithm and protocol.
 
-    PROFILE: by what is decided on it, as far as NCCL has such an algorithm; where it has none, or a single flat call is the best,
-    there is no row, and NCCL chooses. FILES: nccl-tests' JSON of runs under NCCL_ALGO and NCCL_PROTO: the fastest at each size.
+    The rows are what is decided on the profile, as far as NCCL has such an algorithm; where it has none, or a single flat call is
+    the best, there is no row, and NCCL chooses.
 
     \b
       commlayer profiles tuner cluster.json --output nccl_tuner.conf
-      commlayer profiles tuner tree-ll.json ring-simple.json --format ncclx
+      commlayer profiles tuner cluster.json --format ncclx --output tuner.csv
     """
-    if len(sources) == 1 and not _is_nccl_file(sources[0]):
-        rows, comments = _of_profile(catalog.load_profile(sources[0]), group, begin, end)
-    else:
-        if missing := [source for source in sources if not Path(source).is_file()]:
-            raise UsageError(
-                f"{missing[0]}: expected files of nccl-tests, or one profile alone, got the name of no file"
-            )
-        if given_options(click.get_current_context()) & {"group", "begin", "end"}:
-            raise UsageError("--group, --begin and --end are of a profile's decisions: files have times of their own")
-        rows, comments = _of_runs(sources)
+    rows, comments = _of_profile(catalog.load_profile(profile_name), group, begin, end)
     text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)
     for comment in comments[1:]:
         echo_sentence(f"note: {comment}", err=True)
@@ -185,17 +173,6 @@ def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[
         for what in left_out:
             echo_sentence(f"note: {path}: left out {what}", err=True)
     return runs
-
-
-def _is_nccl_file(source: str) -> bool:
-    """Whether it is times of NCCL, and no profile: its name or path says nothing of that."""
-    if not Path(source).is_file():
-        return False
-    try:
-        read_nccl_runs(source)
-    except ProfileError:
-        return False
-    return True
 
 
 def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tuple[list[TunerRow], list[str]]:
@@ -234,18 +211,3 @@ def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tu
 def _decided(profile: Profile, collective: str, nbytes: int, group: str | None) -> Decision:
     traffic = group_traffic(profile, collective, nbytes, group, {})
     return choose(traffic, group_profile(profile, traffic.nodes))
-
-
-def _of_runs(sources: Sequence[str]) -> tuple[list[TunerRow], list[str]]:
-    runs = [run for source in sources for run in read_nccl_runs(source)[0]]
-    groups: dict[tuple[str, tuple[int, ...]], dict[tuple[str, str], dict[int, float]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
-    for run in runs:
-        groups[run.collective, run.nodes][run.algorithm, run.protocol].update(run.times_us)
-    rows = []
-    for (collective, nodes), times in groups.items():
-        rows += rows_of_times(collective, times, nodes)
-    return rows, [
-        f"by commlayer, the fastest of {counted(len(runs), 'run')} of nccl-tests: {', '.join(map(str, sources))}"
-    ]

@@ -89,7 +89,6 @@ class _TestsFile(msgspec.Struct):
 
     results: list[_TestsResult]
     devices: list[_TestsDevice] | None = None
-    env: list[str] | None = None
     args: list[str] | None = None
     holdout_error: float | None = None
     profile_kind: _Kind = "measured"
@@ -133,7 +132,6 @@ class NcclRun:
         collective: nccl-tests' name without ``_perf``. key, holdout_error: of the profile's curve that was written as a run.
         nodes: ranks on each node. times_us: by S in bytes, of one call.
         kind: of the profile whose curve was written as a run; of what a tool measured, ``measured``.
-        algorithm, protocol: where NCCL_ALGO and NCCL_PROTO asked for one; else empty.
         source: the file, and what wrote it.
     """
 
@@ -141,8 +139,6 @@ class NcclRun:
     nodes: tuple[int, ...]
     times_us: Mapping[int, float]
     source: str
-    algorithm: str = ""
-    protocol: str = ""
     key: tuple[str, str, int] | None = None
     holdout_error: float | None = None
     kind: str = "measured"
@@ -268,7 +264,6 @@ def _of_json(
     devices = file.devices or []
     hosts = [device.hostname for device in devices if device.group == 0]
     all_hosts = [device.hostname for device in devices]
-    environment = dict(entry.partition("=")[::2] for entry in file.env or [])
     program = os.path.basename((file.args or [""])[0])
     groups: dict[str, dict[int, float]] = defaultdict(dict)
     for result in file.results:
@@ -281,8 +276,6 @@ def _of_json(
         nodes,
         {},
         f"nccl-tests' JSON {os.path.basename(where)}",
-        environment.get("NCCL_ALGO", "").lower(),
-        environment.get("NCCL_PROTO", "").lower(),
         kind=file.profile_kind,
     )
     found = []

@@ -132,10 +132,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("profiles import bytes -o new.json", "bytes: expected UTF-8 text with times of NCCL, got other bytes at 0"),
         ("profiles import empty -o new.json --collective nope", "--collective: expected one of all_reduce"),
-        (
-            "profiles tuner emulated-2x4 emulated-2x8",
-            "emulated-2x4: expected files of nccl-tests, or one profile alone",
-        ),
     ],
 )
 def test_bad_input_is_refused_in_the_words_of_who_typed_it(command: str, says: str) -> None:

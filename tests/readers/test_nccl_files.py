@@ -128,7 +128,7 @@ def test_json_of_nccl_tests(tmp_path: Path) -> None:
     in_place = result(1 << 28, 0.0, out_of_place=None, in_place={"time": 3500.0})
     path.write_text(json.dumps(document(results=[*document()["results"], result(0, 1.0), in_place])), encoding="utf-8")
     (run,), _ = read_nccl_runs(path)
-    assert (run.collective, run.nodes, run.algorithm, run.protocol) == ("all_gather", (8, 8), "ring", "ll128")
+    assert (run.collective, run.nodes) == ("all_gather", (8, 8))
     assert run.times_us == {1 << 20: 80.5, 1 << 26: 900.25, 1 << 28: 3500.0}
     assert {curve.key for curve in nccl_profile([run], name="x").curves} == {("all_gather_single", Resource.INTER, 16)}
 
@@ -260,7 +260,6 @@ def test_the_command_says_what_it_read(tmp_path: Path) -> None:
     again = read_profile(tmp_path / "back.json")
     assert again.kind == "emulated"
     assert "NOT measured" in again.source
-    assert "of a profile's decisions" in CliRunner().invoke(main, ["profiles", "tuner", *files, "--end", "1MiB"]).output
     assert "--force" in CliRunner().invoke(main, written).output
     bad = tmp_path / "bad.json"
     bad.write_text("{}", encoding="utf-8")
@@ -292,7 +291,6 @@ def test_what_is_written_says_which_ranks_formed_groups(key: str, groups: list[i
     [
         ({"devices": [{"hostname": {}}]}, r"field devices\[0\].hostname: expected str, got object"),
         ({"results": [{"size": None}]}, r"field results\[0\].size: expected int, got null"),
-        ({"env": [1]}, r"field env\[0\]: expected str, got int"),
         (
             {"profile_kind": "guessed"},
             "field profile_kind: expected measured, emulated, published, paper, got 'guessed'",
