@@ -20,7 +20,6 @@ __all__ = ["cache_lines"]
 Line = tuple[Verdict, str, str, str]
 _MOST_FILES = 200
 """Files of the folder that are looked at."""
-_NEW = "just measured"
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
@@ -64,7 +63,7 @@ def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
         yield "warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice
         return
     if MEASURED_ON in profile.environment:
-        what = f"{file}: {profile.topology} on {profile.measured_on}, {age}, {_checked(file)}"
+        what = f"{file}: {profile.topology} on {profile.measured_on}, {age}"
         yield (
             "ok",
             "device profile",
@@ -73,7 +72,7 @@ def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
         )
     elif file.stem == _key(profile, settings):
         slow = "; ".join(map(str, profile.slow_links))
-        what = f"{file}: {profile.topology}, {age}, {_checked(file)}, {slow or 'no slow links'}"
+        what = f"{file}: {profile.topology}, {age}, {slow or 'no slow links'}"
         advice = (
             "of this software, and of nodes like this machine: a job on a cluster of this shape takes it. It is checked when a "
             "job starts, and measured again if off"
@@ -90,23 +89,8 @@ def _key(profile: Profile, settings: Settings) -> str:
     return cluster_key(topology, [describe_machine(settings)] * topology.world_size, "cpu", settings.intra)
 
 
-def _checked(file: Path) -> str:
-    """Whether the check of a start has accepted the profile in ``file`` since it was measured, and when last."""
-    from commlayer.measure.calibrate import CHECKED
-
-    try:
-        checked = file.with_suffix(CHECKED).stat().st_mtime
-        is_newer = checked >= file.stat().st_mtime
-    except OSError:
-        is_newer = False
-    if not is_newer:
-        return "no start has checked it yet"
-    age = _age(time.time() - checked)
-    return f"last accepted by a start {'just now' if age == _NEW else age.replace(' old', ' ago')}"
-
-
 def _age(seconds: float) -> str:
     for length, unit in _UNITS:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} old"
-    return _NEW
+    return "just measured"

@@ -10,7 +10,6 @@ and each plans by its own. A cache that cannot be used costs a line and the next
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import time
@@ -43,7 +42,7 @@ from commlayer.measure.profiler import (
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
-from commlayer.profiles.files import read_file, write_file
+from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import say, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sweep import doubts
@@ -54,7 +53,6 @@ from commlayer.scheduler.experience.start_check import why_stale
 from commlayer.settings import Settings
 
 __all__ = [
-    "CHECKED",
     "DEVICE_PROBE",
     "PROBE",
     "as_probe",
@@ -81,10 +79,6 @@ PROBE = SweepOptions(
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores. On a busy machine it
 takes no longer: curves for which there was no time are left to later jobs."""
-EARLIER = ".earlier"
-"""The suffix of the profile that was kept before the cached one, and did not hold in some job: it may hold again."""
-CHECKED = ".checked"
-"""The suffix of the empty file beside a cached profile whose time says when the check of a start has last accepted that."""
 DEVICE_PROBE = replace(PROBE, budget_s=2.0, deadline_s=2.0)
 """The sweep of a group on a device, before its first call that can be planned: with its communicators less than three seconds."""
 _PROBE_ERROR = 0.25
@@ -226,42 +220,9 @@ def calibrated(
         profile = parse_profile(cached, f"the cached profile {key}")
         off = _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links)
         if not off:
-            _note_check(entry)
             return _completed(profile, topology, ranks, timeout_s, entry, links)
-        earlier = _earlier(entry, topology, ranks, timeout_s, links)
-        if earlier is not None:
-            _say(
-                ranks,
-                f"the cached profile {entry.path} does not hold any more ({off}), but the one before it does: it is used",
-            )
-            return _completed(earlier, topology, ranks, timeout_s, entry, links)
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
     return _measured(topology, ranks, timeout_s, entry, links)
-
-
-def _earlier(
-    entry: _Entry, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None
-) -> Profile | None:
-    """The profile that was in the cache before the one that does not hold, if it does: then the two change places. Collective.
-
-    The same machines may be busy in one job and not in the next, or have one of two networks: then one of the two holds, and
-    nothing is measured again and again.
-    """
-    text = None
-    if ranks.rank == 0 and entry.path is not None:
-        path = entry.path.with_suffix(EARLIER)
-        with contextlib.suppress(OSError, CommlayerError):  # the other ranks wait
-            text = parse_profile(read_file(path), str(path)).to_json()
-    agreed = ranks.from_first(_Cached(text), _Cached).json
-    if agreed is None:
-        return None
-    profile = parse_profile(agreed, "the cached profile before the last one")
-    if _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links):
-        return None
-    if ranks.rank == 0:
-        _keep(profile, entry)
-        _note_check(entry)
-    return profile
 
 
 def _completed(
@@ -282,7 +243,7 @@ def _completed(
     with phase("curves that the cached profile lacks were being measured"):
         completed = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
     if ranks.rank == 0:
-        took_s, where = time.perf_counter() - began, _keep(completed, entry, is_same=True)
+        took_s, where = time.perf_counter() - began, _keep(completed, entry)
         lacked = (
             f"lacked {left_out} curves" if left_out else f"did not know what encoding in {', '.join(formats)} costs"
         )
@@ -411,19 +372,14 @@ def _cached(settings: Settings, key: str) -> _Entry:
         return _Entry(None)
 
 
-def _keep(profile: Profile, entry: _Entry, *, is_same: bool = False) -> str:
+def _keep(profile: Profile, entry: _Entry) -> str:
     """Put ``profile`` into the cache, in place of the one that was there, or if no other job has been faster; the words for
-    it. Raises nothing.
-
-    The one that was there stays beside it as the earlier one, unless ``is_same``: it is this one with more curves.
-    """
+    it. Raises nothing."""
     path = entry.path
     if path is None:
         return "not kept"
     try:
         if entry.text is not None:
-            if not is_same:
-                write_file(path.with_suffix(EARLIER), entry.text, follow_links=False)
             profile.save(path, follow_links=False)
             return f"kept in {path}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -439,14 +395,6 @@ def _keep(profile: Profile, entry: _Entry, *, is_same: bool = False) -> str:
         return f"kept in {path}"
     except (OSError, ProfileError) as error:
         return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
-
-
-def _note_check(entry: _Entry) -> None:
-    """Note beside a profile that a start's check has just accepted it, for ``commlayer doctor``. Raises nothing: a job needs it
-    not."""
-    if entry.path is not None:
-        with contextlib.suppress(OSError):
-            write_file(entry.path.with_suffix(CHECKED), "", follow_links=False)
 
 
 def _say(ranks: AllRanks, text: str) -> None:

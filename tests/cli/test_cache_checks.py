@@ -13,7 +13,7 @@ from synthetic_profiles import synthetic_profile
 
 from commlayer.cli.cache_checks import cache_lines
 from commlayer.cli.main import main
-from commlayer.measure.calibrate import CHECKED, cluster_key
+from commlayer.measure.calibrate import cluster_key
 from commlayer.measure.machines import describe_machine
 from commlayer.profiles.links import SlowLink
 from commlayer.profiles.topology import Topology
@@ -36,22 +36,17 @@ def test_the_profile_that_a_job_would_find_is_named_with_its_age(tmp_path: Path)
     os.utime(path, (then, then))
     ((mark, name, value, advice),) = cache_lines(Settings(cache=str(tmp_path)))
     assert (mark, name) == ("ok", "cached profile")
-    assert value == f"{path}: 2x4, 3 days old, no start has checked it yet, no slow links"
+    assert value == f"{path}: 2x4, 3 days old, no slow links"
     assert "checked when a job starts" in advice
-    path.with_suffix(CHECKED).touch()
-    ((_, _, value, _),) = cache_lines(Settings(cache=str(tmp_path)))
-    assert value == f"{path}: 2x4, 3 days old, last accepted by a start just now, no slow links"
-    os.utime(path.with_suffix(CHECKED), (then + 86400, then + 86400))
-    assert "last accepted by a start 2 days ago" in cache_lines(Settings(cache=str(tmp_path)))[0][2]
     os.utime(path)  # measured again since
-    assert "just measured, no start has checked it yet" in cache_lines(Settings(cache=str(tmp_path)))[0][2]
+    assert ": 2x4, just measured, no slow links" in cache_lines(Settings(cache=str(tmp_path)))[0][2]
 
 
 def test_slow_links_are_a_warning(tmp_path: Path) -> None:
     kept(tmp_path, slow=True)
     ((mark, _, value, _),) = cache_lines(Settings(cache=str(tmp_path)))
     assert mark == "warn"
-    assert value.endswith("2x4, just measured, no start has checked it yet, node 1's card has 25% of the usual rate")
+    assert value.endswith("2x4, just measured, node 1's card has 25% of the usual rate")
 
 
 def test_an_empty_or_missing_folder_says_that_nothing_is_there(tmp_path: Path) -> None:

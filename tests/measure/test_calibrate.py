@@ -295,40 +295,6 @@ def test_a_cached_profile_that_is_off_is_measured_again_and_replaced_with_one_wa
     assert capfd.readouterr().err == ""
 
 
-def test_of_two_profiles_that_hold_in_turn_neither_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Machines that are busy in one job and not in the next; a third kind of links takes the place of the one before the last."""
-    measured: list[float] = []
-
-    def starts(took_us: float) -> str:
-        monkeypatch.setattr(OneSpeaks, "time_all_reduce", lambda *_: took_us)
-        profile = of_all_ranks(took_us).replace(name=f"{took_us:.0f}")
-
-        def measure(*_: Any, **__: Any) -> Profile:
-            measured.append(took_us)
-            return profile
-
-        monkeypatch.setattr(calibrate, "measure_cluster", measure)
-        return planner_of_a_job(tmp_path).profile.name
-
-    assert [starts(took_us) for took_us in (1e3, 9e3, 1e3, 9e3, 9e3, 1e3)] == [
-        "1000",
-        "9000",
-        "1000",
-        "9000",
-        "9000",
-        "1000",
-    ]
-    assert measured == [1e3, 9e3]
-    assert capfd.readouterr().err.count("but the one before it does: it is used") == 3
-    assert [starts(took_us) for took_us in (1e5, 1e3, 1e5, 9e3)] == ["100000", "1000", "100000", "9000"]
-    assert measured == [1e3, 9e3, 1e5, 9e3]
-    (path,) = tmp_path.glob("*.json")
-    path.with_suffix(calibrate.EARLIER).write_text("{", encoding="utf-8")
-    assert (starts(1e5), measured[4:]) == ("100000", [1e5]), "a damaged one is as none"
-
-
 def test_a_probe_whose_time_is_up_leaves_curves_to_later_jobs(
     emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
