@@ -35,7 +35,6 @@ from commlayer.measure.profiler import (
     UNFINISHED,
     SweepOptions,
     complete_profile,
-    lacking_formats,
     measure_cluster,
     node_hosts,
 )
@@ -89,7 +88,7 @@ _PROBE_FROM_BYTES = PROBE.min_bytes
 """The smallest size that a probe times: below it, flat. What it says of calls that are all latency is not much, but trials of
 those cost little, and the fewest messages take a fifth to two fifths of the time of Gloo's own calls (benchmarks/README.md)."""
 
-_PROBE_VERSION = 6
+_PROBE_VERSION = 7
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 
@@ -233,10 +232,9 @@ def _completed(
     entry: _Entry,
     links: DeviceLinks | None,
 ) -> Profile:
-    """``profile`` with the curves that it lacks: of wire formats that are newer than it, and those for which the probe that
-    measured it had no time. Collective."""
-    formats, left_out = () if links else lacking_formats(profile, topology), profile.environment.get(UNFINISHED)
-    if not formats and left_out is None:
+    """``profile`` with the curves for which the probe that measured it had no time. Collective."""
+    left_out = profile.environment.get(UNFINISHED)
+    if left_out is None:
         return profile
     began = time.perf_counter()
     options = replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s)
@@ -244,10 +242,10 @@ def _completed(
         completed = complete_profile(profile, options, topology=topology, ranks=ranks, links=links, as_kept=as_probe)
     if ranks.rank == 0:
         took_s, where = time.perf_counter() - began, _keep(completed, entry)
-        lacked = (
-            f"lacked {left_out} curves" if left_out else f"did not know what encoding in {', '.join(formats)} costs"
+        say(
+            f"the cached profile lacked {left_out} curves: measured them in {took_s:.1f} s, {where}."
+            f"{_left_out(completed)}"
         )
-        say(f"the cached profile {lacked}: measured it in {took_s:.1f} s, {where}.{_left_out(completed)}")
     return completed
 
 

@@ -29,8 +29,6 @@ __all__ = [
     "GroupCall",
     "IdleCall",
     "MessageCall",
-    "OwnCall",
-    "StepCall",
     "TimedCall",
     "TimedGroup",
     "begin_own",
@@ -150,25 +148,30 @@ def begin_own(
     return (backend.allreduce if collective == "all_reduce" else backend.broadcast)([target], options)
 
 
-class GroupCall(ABC):
-    """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
+class GroupCall:
+    """A plan of a group on FP32, or one step of it, or with ``is_own`` the collective as a call of
+    the backend's own. ``source`` is ``target`` where it works in place."""
 
-    def __init__(self, group: TimedGroup, plan: Plan) -> None:
+    def __init__(self, group: TimedGroup, plan: Plan, *, is_own: bool) -> None:
         self.group, self.plan, self.collective = group, plan, plan.traffic.collective
+        self.is_own = is_own
         self.count = plan.traffic.block_bytes // torch.float32.itemsize
         tensor = torch.zeros(self.count * plan.traffic.group_size, device=group.device)
         block = torch.zeros(self.count, device=group.device)
         self.source = block if self.collective == "all_gather" else tensor
         others = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(tensor)}
         self.target = others.get(self.collective, tensor)
+        if not is_own:
+            group.prepare(plan)
 
-    @abstractmethod
     def run(self) -> None:
-        """Run once."""
+        self._run(self.plan)
 
-    def run_whole(self) -> None:
-        """Run all of the collective, where a call is only a part of it."""
-        self.run()
+    def _run(self, plan: Plan) -> None:
+        if self.is_own:
+            self.group.run_own(self.collective, self.source, self.target)
+        else:
+            self.group.run(plan, self.source, self.target)
 
     def num_wrong(self) -> int:
         """Count wrong elements of the whole collective, on small integers: rank r has k + r for
@@ -178,7 +181,8 @@ class GroupCall(ABC):
         block = torch.ones(self.count)
         self.target.fill_(-1.0)
         self.source.copy_(block * rank if self.collective == "all_gather" else ramp + rank)
-        self.run_whole()
+        # Where the plan is one step, all of it.
+        self._run(self.plan if self.is_own else build(self.plan.traffic, self.plan.strategy))
         expected = {
             "all_gather": ramp,
             "reduce_scatter": block * (n * rank + total),
@@ -187,27 +191,6 @@ class GroupCall(ABC):
             "broadcast": ramp,
         }[self.collective]
         return int((self.target != expected.to(self.target.device)).sum())
-
-
-class StepCall(GroupCall):
-    """A plan of a group, or one step of it."""
-
-    def __init__(self, group: TimedGroup, plan: Plan) -> None:
-        super().__init__(group, plan)
-        group.prepare(plan)
-
-    def run(self) -> None:
-        self.group.run(self.plan, self.source, self.target)
-
-    def run_whole(self) -> None:
-        self.group.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
-
-
-class OwnCall(GroupCall):
-    """A collective as a call of the backend's own."""
-
-    def run(self) -> None:
-        self.group.run_own(self.collective, self.source, self.target)
 
 
 class MessageCall:

@@ -14,7 +14,7 @@ from commlayer.engine.runner import Runner
 from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
+from commlayer.measure.calls import CodedCall, GridCall, GroupCall, IdleCall, MessageCall, TimedCall
 from commlayer.measure.device_harness import DeviceHarness, DeviceLinks
 from commlayer.measure.harness import MEASURING, HostHarness
 from commlayer.measure.link_times import time_links
@@ -142,7 +142,7 @@ class Prober:
             probe = probe.among(group.size)
             if probe.leg is MESSAGE:
                 return MessageCall(group, size)
-            return (OwnCall if probe.is_own_call else StepCall)(group, probe.plan(size))
+            return GroupCall(group, probe.plan(size), is_own=probe.is_own_call)
 
     def on_grid(self, plan: Plan) -> GridCall:
         """A plan on the grid, ready to run."""

@@ -47,7 +47,6 @@ __all__ = [
     "UNFINISHED",
     "SweepOptions",
     "complete_profile",
-    "lacking_formats",
     "measure_cluster",
     "node_hosts",
     "num_points",
@@ -175,13 +174,6 @@ def _unfinished(num_missing: int) -> dict[str, str]:
     return {UNFINISHED: str(num_missing)} if num_missing else {}
 
 
-def lacking_formats(profile: Profile, topology: Topology) -> tuple[str, ...]:
-    """List the wire formats of this version of which ``profile``, of such a cluster, does not know
-    what encoding costs: it was measured before there were these."""
-    lacking = [each.probe for each in _lacking(profile, SweepOptions(), topology)]
-    return tuple(dict.fromkeys(str(probe.unit.wire) for probe in lacking if isinstance(probe.leg, CodedLeg)))
-
-
 def complete_profile(
     profile: Profile,
     options: SweepOptions,
@@ -191,33 +183,22 @@ def complete_profile(
     links: DeviceLinks | None = None,
     as_kept: Callable[[Profile], Profile] = lambda measured: measured,
 ) -> Profile:
-    """``profile`` with the curves that it lacks: what encoding costs in formats that were not known
-    yet, and what a probe left out when its time was up. Only these are measured, by ranks that all
-    have it. Collective.
+    """``profile`` with the curves that a probe left out when its time was up. Only these are
+    measured, by ranks that all have it. Collective.
 
     ``links``: as of :func:`measure_cluster`. ``as_kept``: what is done to a profile of such
     ``options`` before it is kept. Raises what :func:`measure_cluster` raises.
     """
+    known = {curve.key for curve in profile.curves}
     clock = _ProbeClock(ranks, options.deadline_s)
     with Prober(topology, options.timeout_s, ranks, links=links) as prober:
-        sweeps = _possible(prober, _lacking(profile, options, topology))
+        sweeps = _possible(prober, [each for each in _sweeps(options, topology) if each.probe.key not in known])
         curves = _swept(prober, sweeps, options, topology, clock)
     measured = as_kept(profile.replace(curves=curves))
     unfinished = _unfinished(len(sweeps) - len(curves))
     environment = {name: value for name, value in profile.environment.items() if name != UNFINISHED} | unfinished
     completed = profile.replace(curves=[*profile.curves, *measured.curves], environment=environment)
     return _of_first(completed, ranks)
-
-
-def _lacking(profile: Profile, options: SweepOptions, topology: Topology) -> list[_Sweep]:
-    """The sweeps whose curves ``profile`` lacks: those of formats, and where it is unfinished,
-    all."""
-    known, is_unfinished = {curve.key for curve in profile.curves}, UNFINISHED in profile.environment
-    return [
-        each
-        for each in _sweeps(options, topology)
-        if each.probe.key not in known and (is_unfinished or isinstance(each.probe.leg, CodedLeg))
-    ]
 
 
 def num_points(options: SweepOptions, topology: Topology) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commlayer.calls.instruments import NewGroup
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
-from commlayer.measure.calls import OwnCall, StepCall
+from commlayer.measure.calls import GroupCall
 from commlayer.measure.harness import HostGroup
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.printable import warn
@@ -51,7 +51,7 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
         planned.connect_messages()  # now, not within the first time
         meeting = HostGroup(planned, timeout_s)
         calls = [  # each with a group that numbers its plan's calls
-            (OwnCall if plan.strategy is Strategy.FLAT else StepCall)(HostGroup(planned, timeout_s), plan)
+            GroupCall(HostGroup(planned, timeout_s), plan, is_own=plan.strategy is Strategy.FLAT)
             for plan in trial.plans
         ]
         while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:

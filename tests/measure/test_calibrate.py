@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from synthetic_profiles import synthetic_profile
 
-from commlayer import GroupOptions
 from commlayer.backend import world
 from commlayer.cli.main import main
 from commlayer.measure import calibrate
@@ -41,13 +39,6 @@ from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 
 SIZES = [2**k for k in range(10, 27)]
-
-
-@pytest.fixture(autouse=True)
-def knows_all_formats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The synthetic profiles of these tests have no curves of formats; those of real ranks do."""
-    if "emulated_cluster" not in request.fixturenames:
-        monkeypatch.setattr(calibrate, "lacking_formats", lambda *_: ())
 
 
 class OneSpeaks:
@@ -323,46 +314,8 @@ def test_a_probe_whose_time_is_up_leaves_curves_to_later_jobs(
     assert others == [(whole, none_left)] * 3
     assert none_left is None
     assert (len(whole), whole[:3]) == (3 + int(left_out), keys)
-    assert f"the cached profile lacked {left_out} curves: measured it in" in capfd.readouterr().err
+    assert f"the cached profile lacked {left_out} curves: measured them in" in capfd.readouterr().err
     emulated_cluster(2, 2).run(job, 0.0)
-    assert "measured" not in capfd.readouterr().err
-
-
-def test_a_cached_profile_without_a_format_is_completed_and_nothing_else_is_measured(
-    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A profile that was kept before there was INT8 is found by a job that allows it."""
-
-    def job() -> list[str]:
-        os.environ.pop("COMMLAYER_PROFILE", None)
-        os.environ["COMMLAYER_CACHE"] = str(tmp_path)
-        setattr(calibrate, "why_stale", lambda *_: "")  # noqa: B010  # in this rank's process: links are not shaped, and others work
-        options = GroupOptions(wire="int8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            dist.init_process_group("commlayer", pg_options=options)
-            dist.all_reduce(torch.ones(1 << 12))
-        planner = world.current().planner  # type: ignore[union-attr]
-        dist.destroy_process_group()
-        return [curve.collective for curve in planner.profile.curves]  # type: ignore[union-attr]
-
-    first = emulated_cluster(2, 1).run(job)
-    (path,) = tmp_path.glob("*.json")
-    whole = read_profile(path)
-    old = [curve for curve in whole.curves if "int8" not in curve.collective]
-    assert len(old) < len(whole.curves)
-    whole.replace(curves=old).save(path)
-    capfd.readouterr()
-    second = emulated_cluster(2, 1).run(job)
-    told = capfd.readouterr().err
-    assert told.count("did not know what encoding in int8 costs: measured it in") == 1
-    assert str(path) in told
-    assert sorted(second[0]) == sorted(first[0])
-    assert second[0] == second[1]
-    kept = read_profile(path)
-    assert kept.curves[: len(old)] == tuple(old), "what was known stays"
-    assert {curve.key for curve in kept.curves} == {curve.key for curve in whole.curves}
-    emulated_cluster(2, 1).run(job)
     assert "measured" not in capfd.readouterr().err
 
 

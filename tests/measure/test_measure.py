@@ -19,7 +19,7 @@ from commlayer.engine import planned as planned_module
 from commlayer.measure import interference as interference_measured
 from commlayer.measure import profiler
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.calls import CodedCall, GridCall, OwnCall
+from commlayer.measure.calls import CodedCall, GridCall, GroupCall
 from commlayer.measure.harness import HostGroup, HostHarness
 from commlayer.measure.interference import measure_interference
 from commlayer.measure.prober import Prober
@@ -494,7 +494,8 @@ def failing_own_call() -> tuple[str, bool]:
     try:
         with Prober(topology, HALF_AN_HOUR) as prober:
             call = prober.call(_OWN_OF_TWO[0], 4096)
-            assert isinstance(call, OwnCall)
+            assert isinstance(call, GroupCall)
+            assert call.is_own
             assert isinstance(call.group, HostGroup)
             own = call.group.own
             call.run()
