@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import pytest
 
 if TYPE_CHECKING:
-    from commlayer.emulation import EmulatedCluster, Mode
+    from commlayer.emulation import EmulatedCluster
 
 __all__ = ["ClusterFactory", "emulated_cluster"]
 
 
-class ClusterFactory(Protocol):
-    """The type of the fixture `emulated_cluster`: it makes an `EmulatedCluster`, which is closed when the test ends."""
-
-    def __call__(
-        self,
-        nodes: int = 2,
-        ranks_per_node: int = 4,
-        *,
-        inter: str | None = None,
-        intra: str | None = None,
-        delay_us: float = 0.0,
-        mode: Mode = "auto",
-        compute: str | None = None,
-        memory: str | None = None,
-        scale: float = 1.0,
-    ) -> EmulatedCluster:
-        """Build a cluster; the arguments are those of `commlayer.emulation.EmulatedCluster`."""
+ClusterFactory: TypeAlias = "type[EmulatedCluster]"
+"""The type of the fixture `emulated_cluster`: it makes an `EmulatedCluster`, of that one's arguments,
+which is closed when the test ends."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,4 +39,4 @@ def emulated_cluster() -> Iterator[ClusterFactory]:
         def build(*shape: Any, **links: Any) -> EmulatedCluster:
             return stack.enter_context(EmulatedCluster(*shape, **links))
 
-        yield build
+        yield cast("ClusterFactory", build)

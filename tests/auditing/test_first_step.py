@@ -1,4 +1,4 @@
-"""A line at the end of a job's first step: which heavy collective stayed flat, and why; another for a broadcast of every step."""
+"""A line at the end of a job's first step: which heavy collective stayed flat, and why."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ def step(optimizer: torch.optim.Optimizer, size: int, calls: int, group: dist.Pr
     """Some all_reduces of ``size`` floats, and a step of the optimizer."""
     for _ in range(calls):
         dist.all_reduce(torch.ones(size), group=group)
-    end_step(optimizer)
-
-
-def end_step(optimizer: torch.optim.Optimizer) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -74,34 +70,3 @@ def test_nothing_is_said_where_it_would_not_matter(
     emulated_cluster: ClusterFactory, profile: Path, size: int, plan: str
 ) -> None:
     assert emulated_cluster(2, 2).run(job, profile, size, plan) == [""] * 4
-
-
-def recurring(profile: Path, size: int, times: int) -> str:
-    """Return what a rank says of four steps, each with an all_reduce and ``times`` as many bytes in broadcasts, by two optimizers
-    in turn."""
-    torch.set_num_threads(1)
-    os.environ["COMMLAYER_PROFILE"] = str(profile)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        dist.init_process_group("commlayer")
-        dist.broadcast(torch.ones(8 * size), 0)  # parameters, before any step
-        dense, experts = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
-        for _ in range(4):
-            for _ in range(times):
-                dist.broadcast(torch.ones(size), 0)
-            step(dense, size, 1, None)
-            end_step(experts)
-    return said.getvalue()
-
-
-@pytest.mark.parametrize(("times", "lines"), [(2, 2), (0, 1)], ids=["in every step", "at the start alone"])
-def test_a_broadcast_is_named_where_the_second_step_has_it_too(
-    emulated_cluster: ClusterFactory, profile: Path, times: int, lines: int
-) -> None:
-    """Broadcasts before the first step are of the job's start, and by then nobody can tell them from the step's own."""
-    said, *others = emulated_cluster(2, 2).run(recurring, profile, HEAVY, times)
-    first, *rest = said.splitlines()
-    assert first.startswith("commlayer: in the first step all_reduce over 4 ranks on 2 nodes stayed flat (1 call, ")
-    told = "commlayer: in the second step broadcast over 4 ranks on 2 nodes stayed flat (2 calls, 2.4 MB in all): "
-    assert [line[: len(told)] for line in rest] == [told] * (lines - 1)
-    assert others == ["", "", ""]
