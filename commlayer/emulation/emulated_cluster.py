@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from commlayer.emulation.fabric import Fabric
 from commlayer.emulation.forked_ranks import RankJob
 from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
-from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
 from commlayer.emulation.protocol import KEEP, NO_SHAPING, Keep, delay_message, pair_message, shape_message
 from commlayer.emulation.rank_process import masked_signals
@@ -123,20 +121,6 @@ class EmulatedCluster:
     def shaped(self) -> bool:
         """Whether the links are the emulated ones; False on loopback, where times mean nothing."""
         return self.mode == "netns"
-
-    @property
-    def hostnames(self) -> tuple[str, ...]:
-        """The nodes' host names; this machine's own, repeated, on loopback."""
-        if self.mode == "loopback":
-            return (socket.gethostname(),) * self.nodes
-        return tuple(node_name(node) for node in range(self.nodes))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The nodes' addresses."""
-        if self.mode == "loopback":
-            return ("127.0.0.1",) * self.nodes
-        return tuple(node_address(node) for node in range(self.nodes))
 
     @overload
     def run(

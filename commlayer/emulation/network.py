@@ -10,7 +10,6 @@ to another node is slower, a class of its own inside the bucket of eth0 holds ba
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from typing import Any
 
@@ -204,8 +203,3 @@ class FabricLinks:
         self._netlink.link("set", index=index, state="up")
         self.ports.append(_Shaper(self._netlink, index))
         return port
-
-    def close(self) -> None:
-        """Close the netlink socket (the kernel removes the rest with the namespace)."""
-        with contextlib.suppress(Exception):
-            self._netlink.close()

@@ -83,8 +83,6 @@ class DeviceClock:
         self._operations = self._late = 0
         self._flops = self._busy_s = self._late_s = 0.0
         self._began_at, self._began_cpu = now(), time.process_time()
-        self.on_late: Callable[[DeviceReport], None] | None = None
-        """Called after an operation that was late, with all until then."""
 
     def launched(self, at: float, flops: float, num_bytes: float = 0.0) -> None:
         """Take in an operation that was launched at ``at`` and whose values are there now; return when the host may go on."""
@@ -98,12 +96,9 @@ class DeviceClock:
             self._operations += 1
             self._flops += flops
             self._busy_s += lasts_s
-            is_late = late_s > _TOLERANCE_S
-            if is_late:
+            if late_s > _TOLERANCE_S:
                 self._late += 1
                 self._late_s += late_s
-        if is_late and self.on_late is not None:
-            self.on_late(self.report())
         ahead_s = ends_at - now - self._lead_s
         if ahead_s > 0:
             self._sleep(ahead_s)

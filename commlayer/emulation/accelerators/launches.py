@@ -26,13 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from commlayer.device_time import await_device, use_device_time
-from commlayer.emulation.accelerators.device_clock import (
-    DeviceClock,
-    DeviceReport,
-    device_clock,
-)
-from commlayer.emulation.modes import EmulationWarning
-from commlayer.profiles.printable import warn
+from commlayer.emulation.accelerators.device_clock import DeviceClock, device_clock
 
 __all__ = ["Launches", "start_launches"]
 
@@ -54,8 +48,6 @@ _WAITING = frozenset(
 )
 """Operations whose result the host needs at once: a value, or a shape that depends on values."""
 _NO_KERNEL = frozenset({aten.detach, aten.alias, aten.lift_fresh, aten.set_, aten.resize_, aten.is_same_size})
-_LEAST_LATE, _LATE_SHARE = 10, 0.05
-"""After so many late operations, and where so much of their time was added, a rank says so."""
 _THREADS_OF_OURS = "commlayer"
 
 
@@ -183,7 +175,6 @@ def start_launches(clock: DeviceClock) -> None:
     first = not _started
     _started.append(clock)
     use_device_time(clock)
-    clock.on_late = _Warning()
     if not first:
         return
     _entered().__enter__()
@@ -230,22 +221,3 @@ def _follow_threads() -> None:
         start(self)
 
     threading.Thread.start = started  # type: ignore[method-assign]
-
-
-class _Warning:
-    """Says once that operations are late; rank 0 alone, which shares its cores with the others."""
-
-    def __init__(self) -> None:
-        self._is_said = False
-
-    def __call__(self, report: DeviceReport) -> None:
-        is_little = report.late < _LEAST_LATE or report.late_s < _LATE_SHARE * report.busy_s
-        if self._is_said or is_little or report.rank:
-            return
-        self._is_said = True
-        warn(
-            f"rank {report.rank}: {report.late} of {report.operations} operations were late: on these cores they take "
-            f"{report.slowness:.2f} times as long as the emulated accelerator; a scale so many times larger gives them time",
-            EmulationWarning,
-            stacklevel=2,
-        )
