@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.layer_table import LayerCut, attention_kinds, layer_table, stream_weights
-from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
+from commlayer.scheduler.mapping.layer_table import model_operations
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.parameters import count
 
 __all__ = ["Flops", "forward", "of_step"]
@@ -57,29 +57,21 @@ def forward(model: ModelShape, sequence: int) -> Flops:
     (:func:`~commlayer.scheduler.mapping.model.linear_flops`), and every module of multi-token
     prediction, with a head of its own (as Megatron-LM counts them).
     """
-    extra = model.mtp_layers
-    kinds = layer_kinds(model)
-    projections = core = 0.0
-    for place, (ops, layers) in enumerate(attention_kinds(model, LayerCut())):
-        number = layers + extra * (place == 0)
-        for op in ops:
-            matrices = sum(each.elements - each.vectors for each in op.weights if each.part != "norms")
-            projections += 2.0 * number * matrices
-            if op.core is not None:
-                core += number * op.core.flops(model, sequence)
-    sparse = sum(kinds) + extra * kinds[-1]
-    parts = {"router": 0.0, "experts": 0.0, "shared": 0.0, "dense_ffn": 0.0}
-    for is_moe, number in ((True, sparse), (False, len(kinds) + extra - sparse)):
-        mixed = sum(each.elements - each.vectors for each in stream_weights(model, is_moe))
-        projections += 2.0 * number * mixed
-        for each in (weight for op in layer_table(model, LayerCut(), is_moe) for weight in op.weights):
-            if each.part in parts:
+    parts = {"attention": 0.0, "router": 0.0, "experts": 0.0, "shared": 0.0, "dense_ffn": 0.0}
+    core = 0.0
+    for op, layers in model_operations(model):
+        for each in op.weights:
+            if each.part != "norms":
                 share = model.top_k / model.experts if each.part == "experts" else 1.0
-                parts[each.part] += 2.0 * number * (each.elements - each.vectors) * share
+                part = each.part if each.part in parts else "attention"
+                parts[part] += 2.0 * layers * (each.elements - each.vectors) * share
+        if op.core is not None:
+            core += layers * op.core.flops(model, sequence)
+    projections = parts.pop("attention")
     return Flops(
         attention_projections=projections,
         attention_core=core,
-        head=2.0 * model.vocabulary * model.hidden * (1 + extra),
+        head=2.0 * model.vocabulary * model.hidden * (1 + model.mtp_layers),
         mtp_projections=2.0 * count(model).mtp_projections,
         **parts,
     )

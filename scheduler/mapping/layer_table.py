@@ -16,7 +16,7 @@ software fuses them (RMSNorm; SwiGLU; rotary embeddings; residual sums).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -30,6 +30,7 @@ from commlayer.scheduler.mapping.model import (
     Reach,
     head_sizes,
     kv_heads_needed,
+    layer_kinds,
     linear_flops,
     mean_positions,
 )
@@ -47,7 +48,7 @@ __all__ = [
     "Weight",
     "attention_kinds",
     "layer_table",
-    "stream_weights",
+    "model_operations",
 ]
 
 WHOLE = "whole"
@@ -110,9 +111,14 @@ class LayerCut(NamedTuple):
 class Weight(NamedTuple):
     """A parameter on one rank.
 
-    ``part``: a field of :class:`~commlayer.scheduler.mapping.parameters.LayerParameters`. ``axis``
-    over which its gradient is summed: ``dp_cp``, ``edp``, or WHOLE. ``vectors``: those of its
-    elements that no product multiplies, such as biases.
+    ``part``: ``sharded``, what heads of attention have of their own (queries and output; of latent
+    attention: the projections up and the output); ``keys_values``, what they may share; ``copied``,
+    what all share (of latent attention: the projections down; an indexer; the weights of
+    hyper-connections); ``norms``; ``router``; ``shared``, what all tokens pass through beside the
+    routed experts, as the projections to a latent space of these, and back; ``dense_ffn``;
+    ``experts``, the routed ones; beside layers ``embedding``, ``head`` and ``mtp``. ``axis`` over
+    which its gradient is summed: ``dp_cp``, ``edp``, or WHOLE. ``vectors``: those of its elements
+    that no product multiplies, such as biases.
     """
 
     part: str
@@ -238,10 +244,23 @@ class LayerOp:
 def layer_table(model: ModelShape, cut: LayerCut, is_moe: bool) -> tuple[LayerOp, ...]:
     """The operations of a layer with experts, or with a dense FFN, in the order of its forward
     pass."""
-    return tuple(_rows(model, cut, is_moe))
+    return tuple(_rows(model, cut, is_moe, _attention(model, cut)))
 
 
-def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
+def model_operations(model: ModelShape) -> Iterator[tuple[LayerOp, int]]:
+    """Each operation of the layers of a whole model, as a rank has it that shares with nobody, and
+    how many layers have it: modules for more tokens too, with the first kind of attention and the
+    last layer's FFN."""
+    whole, kinds, extra = LayerCut(), layer_kinds(model), model.mtp_layers
+    for place, (ops, layers) in enumerate(attention_kinds(model, whole)):
+        yield from ((op, layers + extra * (place == 0)) for op in ops)
+    for is_moe in (True, False):
+        number = kinds.count(is_moe) + extra * (kinds[-1] is is_moe)
+        if number:
+            yield from ((op, number) for op in _rows(model, whole, is_moe, ()))
+
+
+def _rows(model: ModelShape, cut: LayerCut, is_moe: bool, attention: Iterable[LayerOp]) -> Iterator[LayerOp]:
     hidden, sequence = model.hidden, cut.tp * model.hidden
     norm = Weight("norms", WHOLE, hidden)
     normed = _ways("megascale layernorm")
@@ -261,7 +280,7 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool) -> Iterator[LayerOp]:
         remade=_ways("megascale"),
         norm=2 * hidden,
     )
-    yield from _attention(model, cut)
+    yield from attention
     if not is_moe and model.without_ffn:
         return
     yield from streams
@@ -301,12 +320,6 @@ def _streams(model: ModelShape) -> LayerOp:
         moves=(MemoryKernel("token", 3 * elements + 2 * model.hidden, 6 * elements + 4 * model.hidden),),
         saved=(Saved(elements),),
     )
-
-
-def stream_weights(model: ModelShape, is_moe: bool) -> tuple[Weight, ...]:
-    """The weights of hyper-connections in a layer, which are beside its attention and its FFN."""
-    ops = layer_table(model, LayerCut(), is_moe)
-    return tuple(each for op in ops if op.name == "streams" for each in op.weights)
 
 
 def _attention(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:

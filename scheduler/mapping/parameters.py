@@ -15,6 +15,7 @@ docs/counting.md has the formulas, and the counts beside transformers' and the p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,9 +28,8 @@ from commlayer.scheduler.mapping.layer_table import (
     WHOLE,
     LayerCut,
     Weight,
-    attention_kinds,
     layer_table,
-    stream_weights,
+    model_operations,
 )
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds, split_by_tp
 from commlayer.scheduler.mapping.offloading import KEPT
@@ -40,7 +40,6 @@ from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
     "Elements",
-    "LayerParameters",
     "Parameters",
     "Stage",
     "StageElements",
@@ -57,7 +56,6 @@ __all__ = [
     "held_elements",
     "kinds_of_chunks",
     "layer_elements",
-    "layer_of",
     "layer_parameters",
     "layers_of",
     "mean_elements",
@@ -108,30 +106,6 @@ class Parameters:
         """A token's: everything but the experts that it does not take. The embedding counts, as in
         published numbers."""
         return self.dense + self.active_experts
-
-
-class LayerParameters(NamedTuple):
-    """Parameters of one layer.
-
-    ``sharded``: of attention, what heads have of their own (queries and output; of latent
-    attention: the projections up and the output). ``keys_values``: what heads may share.
-    ``copied``: what all share (of latent attention: the projections down; an indexer; the weights of
-    hyper-connections). ``shared``: what all tokens pass through beside the routed experts, as the
-    projections to a latent space of these, and back. ``experts``: all routed ones.
-    """
-
-    sharded: int
-    keys_values: int
-    copied: int
-    norms: int
-    router: int
-    shared: int
-    dense_ffn: int
-    experts: int
-
-    @property
-    def attention(self) -> int:
-        return self.sharded + self.keys_values + self.copied
 
 
 class StageEnds(NamedTuple):
@@ -198,44 +172,24 @@ class StageElements(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def layer_of(model: ModelShape) -> LayerParameters:
-    """One layer of ``model``, with its dense FFN (that only some layers have) beside router and
-    experts."""
-    found = dict.fromkeys(LayerParameters._fields, 0)
-    for is_moe in (True, False):
-        for each in _layer(model, LayerCut(), is_moe):
-            if is_moe or each.part == "dense_ffn":
-                found[each.part] += each.elements
-    return LayerParameters(**found)
-
-
-@lru_cache(maxsize=256)
 def count(model: ModelShape) -> Parameters:
     """Every parameter of ``model``. The head is nothing of its own where it is tied to the
     embedding."""
-    one, extra = layer_of(model), model.mtp_layers
-    sparse = sum(layer_kinds(model)) + extra * layer_kinds(model)[-1]
-    layers_in_all = model.layers + extra
-    vocabulary = model.vocabulary * model.hidden
-    bare = model.dense_layers * model.without_ffn
-    attention = norms = 0
-    for place, (kind, layers) in enumerate(attention_kinds(model, LayerCut())):
-        number = layers + extra * (place == 0)
-        for each in (weight for op in kind for weight in op.weights):
-            norms += number * each.elements * (each.part == "norms")
-            attention += number * each.elements * (each.part != "norms")
-    for is_moe, number in ((True, sparse), (False, layers_in_all - sparse)):
-        attention += number * sum(each.elements for each in stream_weights(model, is_moe))
+    found: Counter[str] = Counter()
+    for op, layers in model_operations(model):
+        for each in op.weights:
+            found[each.part] += layers * each.elements
+    vocabulary, extra = model.vocabulary * model.hidden, model.mtp_layers
     return Parameters(
         embedding=vocabulary,
         head=0 if model.ties_embeddings else vocabulary,
-        attention=attention,
-        router=sparse * one.router,
-        experts=sparse * one.experts,
-        shared=sparse * one.shared,
-        dense_ffn=(layers_in_all - sparse) * one.dense_ffn,
-        norms=norms + (2 * layers_in_all - bare + 1 + 3 * extra) * model.hidden + model.end_vectors,
-        active_experts=sparse * one.experts // model.experts * model.top_k,
+        attention=found["sharded"] + found["keys_values"] + found["copied"],
+        router=found["router"],
+        experts=found["experts"],
+        shared=found["shared"],
+        dense_ffn=found["dense_ffn"],
+        norms=found["norms"] + (1 + 3 * extra) * model.hidden + model.end_vectors,
+        active_experts=found["experts"] // model.experts * model.top_k,
         mtp_projections=extra * 2 * model.hidden * model.hidden,
     )
 

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.hardware import Gpu
-from commlayer.scheduler.mapping.layer_table import LayerCut, layer_table
+from commlayer.scheduler.mapping.layer_table import model_operations
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.precisions import recipe_of
 
@@ -107,8 +107,7 @@ def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
 @lru_cache(maxsize=256)
 def modules_in(model: ModelShape) -> frozenset[str]:
     """The modules that the layers of ``model`` have: those that its operations name."""
-    kinds = (is_moe for is_moe, layers in ((True, model.moe_layers), (False, model.dense_layers)) if layers)
-    ops = [op for is_moe in kinds for op in layer_table(model, LayerCut(), is_moe)]
+    ops = (op for op, _ in model_operations(model))
     named = frozenset(module for op in ops for module in op.remade) | {"layernorm"}  # every layer has norms
     return named & frozenset(MODULES)
 

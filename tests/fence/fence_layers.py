@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from fence_cases import MODELS, Case, Facts
+from layer_parts import layer_parts
 
 from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler import COMMLAYER, MEGATRON, PLANNED, Estimator, Job
@@ -97,7 +98,7 @@ def _of_model(model: ModelShape) -> Facts:
     """The numbers that follow from a model alone."""
     return {
         "parameters": asdict(parameters.count(model)),
-        "a layer's": parameters.layer_of(model)._asdict(),
+        "a layer's": layer_parts(model),
         "flops": asdict(flops.forward(model, 4096)),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from layer_parts import layer_parts
 from paper_activations import LayerShape, monta_activation_bytes, monta_parallel_activation_bytes
 
 from commlayer.profiles.errors import GroupError, UsageError
@@ -196,16 +197,16 @@ def test_counts_every_part_of_a_small_model_by_hand() -> None:
 
 def test_latent_attention_counts_its_projections_and_their_norms() -> None:
     """DeepSeek-V3's attention: 187.1e6 parameters a layer, by its weights' shapes."""
-    one = parameters.layer_of(catalog.load("deepseek-v3"))
+    one = layer_parts(catalog.load("deepseek-v3"))
     by_hand = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert one.attention == by_hand
-    assert one.copied == 7168 * (1536 + 576)
-    assert one.norms == 2 * 7168 + 1536 + 512
+    assert one["sharded"] + one["keys_values"] + one["copied"] == by_hand
+    assert one["copied"] == 7168 * (1536 + 576)
+    assert one["norms"] == 2 * 7168 + 1536 + 512
 
 
 def test_a_key_value_head_is_on_several_ranks_where_tp_exceeds_their_number() -> None:
     model = catalog.load("qwen3-235b-a22b")  # 4 key-value heads
-    keys = parameters.layer_of(model).keys_values * model.layers
+    keys = layer_parts(model)["keys_values"] * model.layers
     for software in (MEGATRON, COMMLAYER):
         four, eight = (parameters.held(model, Setup(gpus=8, tp=tp), software)[0].elements for tp in (4, 8))
         if software is MEGATRON:  # one head each
@@ -725,7 +726,7 @@ def test_a_module_for_more_tokens_has_the_published_size() -> None:
     assert round((more + copies) / 1e9) == 13  # 13.46; the README rounds 14 from 685 - 671
     assert parameters.count(V3_MTP).total + copies == pytest.approx(685e9, rel=0.002)
     # two norms, the projection, a layer, a norm
-    assert more == 3 * 7168 + 2 * 7168**2 + sum(parameters.layer_of(V3)) - parameters.layer_of(V3).dense_ffn
+    assert more == 3 * 7168 + 2 * 7168**2 + sum(layer_parts(V3).values()) - layer_parts(V3)["dense_ffn"]
 
 
 def test_a_module_for_more_tokens_costs_a_layer_and_a_head() -> None:
@@ -790,9 +791,9 @@ def test_modules_for_more_tokens_have_the_attention_with_scores() -> None:
     plain = catalog.load("qwen3-next-80b-a3b")
     full = layer_table.attention_kinds(plain, LayerCut())[0][0]
     attention = sum(each.elements for op in full for each in op.weights)
-    one, hidden = parameters.layer_of(plain), plain.hidden
+    one, hidden = layer_parts(plain), plain.hidden
     both = parameters.count(dataclasses.replace(plain, mtp_layers=2)).total - parameters.count(plain).total
-    rest = one.router + one.experts + one.shared + 2 * hidden
+    rest = one["router"] + one["experts"] + one["shared"] + 2 * hidden
     assert both == 2 * (attention + rest + 2 * hidden**2 + 3 * hidden)
     with pytest.raises(UsageError, match="mtp_layers: expected a whole number of at least 0"):
         dataclasses.replace(V3, mtp_layers=-1)
