@@ -86,7 +86,7 @@ def audit_command(
     else:
         for name, each in merged.items():
             if name:
-                echo(f"replica {name}")
+                echo_sentence(f"replica {name}")
             _show(each, show_all)
     refuse_damaged(damaged)
 
@@ -121,7 +121,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _show(audit: JobAudit, show_all: bool) -> None:
     hosts = len(set(audit.hosts.values()))
-    echo(
+    echo_sentence(
         f"job {audit.job}: {len(audit.hosts)} of {counted(audit.world_size, 'rank')} on {counted(hosts, 'host')}, "
         f"{counted(len(audit.groups), 'group')}\n"
     )
@@ -132,24 +132,24 @@ def _show(audit: JobAudit, show_all: bool) -> None:
         cells = [[*call_cells(group, calls), _lost(group, calls), _worst(calls)] for group, calls in shown]
         print_table(columns, cells, title="Promised and measured: mean of a call, over ranks")
         if len(shown) < len(rows):
-            echo(f"{counted(len(rows) - len(shown), 'row')} with less difference not shown (--all)")
+            echo_sentence(f"{counted(len(rows) - len(shown), 'row')} with less difference not shown (--all)")
         echo()
     groups = audit.groups if show_all else sorted(audit.groups, key=lambda group: -abs(group.lost_us))[:_MOST_GROUPS]
     for group in groups:
-        echo(
+        echo_sentence(
             f" {counted(len(group.ranks), 'rank')} on {counted(len(group.nodes), 'node')}, profile {group.profile or '(none)'}",
             lead=group.name,
         )
         for line in group_lines(group):
-            echo(f"  {line}")
+            echo_sentence(f"  {line}")
         for line in event_lines(group):
-            echo(f"  {line}")
+            echo_sentence(f"  {line}")
     if audit.placements:
         echo()
         cells = [placement_cells(rank, each) for rank, each in audit.placements]
         print_table(PLACEMENT_COLUMNS, cells, title="Migrations of experts, and steps behind them", spare=(6, 2))
     if len(groups) < len(audit.groups):
-        echo(f"{counted(len(audit.groups) - len(groups), 'group')} with less difference not shown (--all)")
+        echo_sentence(f"{counted(len(audit.groups) - len(groups), 'group')} with less difference not shown (--all)")
 
 
 def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[tuple[GroupTotals, CallTotals]]:

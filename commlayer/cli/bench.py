@@ -11,7 +11,7 @@ import click
 from commlayer.cli.commands import Command
 from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, STEP_FACTOR, in_order, json_option
 from commlayer.cli.place import Place, check_has_links, check_place, emulation, place_options, read_place, run_job
-from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
+from commlayer.cli.tables import echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
@@ -182,4 +182,4 @@ def print_result(result: BenchResult) -> None:
             title=f"{format_bytes(point.logical_bytes)} a rank on {where}{limit}",
             bold=[index for index, row in enumerate(point.rows) if row.is_chosen],
         )
-        echo(f"→ {point.reason}\n")
+        echo_sentence(f"→ {point.reason}\n")

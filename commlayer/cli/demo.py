@@ -11,7 +11,7 @@ import click
 from commlayer.cli.commands import Command
 from commlayer.cli.option_types import OUTPUT_FOLDER, SHAPE, json_option
 from commlayer.cli.place import Place, check_has_links, place_of, run_job
-from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
 from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:
-        echo(_where(place, shape), err=True)
-        echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
+        echo_sentence(_where(place, shape), err=True)
+        echo_sentence(
+            "measuring its links (about a minute), then running every plan against torch.distributed", err=True
+        )
     options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
     sweep = SweepOptions(max_bytes=_SIZES[-1], repeats=Repeats(warmup=1, min_repeats=6, max_repeats=30, budget_us=1e6))
     outcome = run_job(place, bench_job, None, options, place, sweep)
@@ -115,10 +117,10 @@ def _print(profile: Profile, result: BenchResult, output: Path) -> None:
         for point in result.points:
             chosen = point.chosen
             error = "" if chosen.error is None else f"; predicted within {abs(chosen.error):.0%}"
-            echo(
+            echo_sentence(
                 f"{format_bytes(point.logical_bytes)} a rank: {chosen.name} takes {chosen.ratio:.3f} of torch.distributed's "
                 f"time ({1 / chosen.ratio:.1f}× as fast), bit-equal{error}"
             )
     echo(f"\nreport: {output / 'report.html'}    trace (perfetto.dev): {output / 'trace.json'}")
     bits = "" if result.num_wrong else ", but every result is bit-equal to torch's"
-    echo("emulated: quote the ratios, not the times" if result.is_comparable else f"quote no times{bits}")
+    echo_sentence("emulated: quote the ratios, not the times" if result.is_comparable else f"quote no times{bits}")

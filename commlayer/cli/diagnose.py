@@ -14,7 +14,7 @@ from commlayer.cli.option_types import OUTPUT_FOLDER, PAGE, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
-from commlayer.cli.tables import echo
+from commlayer.cli.tables import echo, echo_sentence
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
@@ -124,7 +124,7 @@ def _results(
     with progress("reading", len(evidence.dump_paths)) as advance:
         evidence.read_dumps(damaged, advance)
     evidence.check_not_empty(paths, damaged)
-    echo(evidence.in_words(), err=True)
+    echo_sentence(evidence.in_words(), err=True)
     results = judged_in_time(evidence)
     if len(results) > 1 and refused:
         raise click.UsageError(f"{' and '.join(refused)}: expected one job, got {', '.join(list(results)[:4])}")
@@ -133,8 +133,8 @@ def _results(
 
 def _show(replica: str, logs: Sequence[RankLog], diagnosis: Diagnosis) -> None:
     if replica:
-        echo(f"replica {replica}")
+        echo_sentence(f"replica {replica}")
     if logs:
         of_job = f"job {logs[0].job}: " if logs[0].job else ""
-        echo(f"{of_job}logs of {ranks_words([log.rank for log in logs])} of {len(diagnosis.ranks)}\n")
-    echo(in_words(diagnosis))
+        echo_sentence(f"{of_job}logs of {ranks_words([log.rank for log in logs])} of {len(diagnosis.ranks)}\n")
+    echo_sentence(in_words(diagnosis))

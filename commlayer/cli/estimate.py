@@ -175,7 +175,7 @@ def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
 
 def _show(found: StepEstimate, request: Request) -> None:
     echo_sentence(job_words(request.job, found.cluster, found.software))
-    echo(lead=str(found.setup))
+    echo_sentence(lead=str(found.setup))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
     longest = [f"{name} ({format_us(us)})" for name, us in found.waits_us.items()][:1]
     waits = f"waits longest for {longest[0]}" if longest else "waits for no link"

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from commlayer.cli.standard_streams import give_up_stdout
-from commlayer.cli.tables import echo
+from commlayer.cli.tables import echo_sentence
 from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
 from commlayer.profiles.printable import shortened
 
@@ -37,7 +37,7 @@ class CommandFailure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click documents it as settable
 
     def show(self, file: Any = None) -> None:
-        echo(f" {self.format_message()}", lead="error:", colour="red", file=file, err=file is None)
+        echo_sentence(f" {self.format_message()}", lead="error:", colour="red", file=file, err=file is None)
 
 
 def failure_of(error: Exception, command: click.Command | None) -> CommandFailure:

@@ -90,12 +90,12 @@ def import_command(
         )
         return
     for line in read:
-        echo(line)
-    echo(
+        echo_sentence(line)
+    echo_sentence(
         f"{output}: {profile.name}, {profile.topology}, {counted(len(profile.curves), 'curve')}, {profile.fingerprint}"
     )
     if not base:
-        echo(
+        echo_sentence(
             "note: peaks are the highest bus bandwidths that were measured, and how links slow each other down is not known; "
             "with --base plans have its peaks, its other curves and its slowdowns",
             err=True,
@@ -130,7 +130,7 @@ def export_command(profile_name: str, kind: str, output: Path, force: bool) -> N
         )
     for name, text in texts.items():
         write_file(output / name, text)
-    echo(f"{output}: {counted(len(texts), 'file')} in the form of {kind}")
+    echo_sentence(f"{output}: {counted(len(texts), 'file')} in the form of {kind}")
 
 
 @click.command("tuner", cls=Command)
@@ -161,7 +161,7 @@ def tuner_command(profile_name: str, kind: str, group: str | None, begin: int, e
     else:
         write_file(output, text)
         variable = "NCCL_TUNER_CONFIG_FILE" if kind == "nccl" else "NCCLX_TUNER_CONFIG_FILE"
-        echo(f"{output}: {counted(len(rows), 'row')}; {variable} names it to NCCL")
+        echo_sentence(f"{output}: {counted(len(rows), 'row')}; {variable} names it to NCCL")
 
 
 def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[NcclRun]:

@@ -19,9 +19,9 @@ from click.shell_completion import CompletionItem
 
 from commlayer import __version__
 from commlayer.cli.commands import RENAMED, CommandGroup
-from commlayer.cli.failure import failure_of, fitting, wants_traceback
+from commlayer.cli.failure import CommandFailure, failure_of, fitting, wants_traceback
 from commlayer.cli.standard_streams import make_usable
-from commlayer.cli.tables import echo
+from commlayer.cli.tables import echo, wrapped
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable
 
@@ -154,6 +154,9 @@ class LazyGroup(CommandGroup):
             raise
         except click.ClickException as error:  # of click's own, which quotes what was given
             error.message = fitting(printable(error.message))  # type: ignore[misc]  # click itself sets it late in places
+            if not isinstance(error, CommandFailure):  # which shows itself
+                text = wrapped(error.format_message(), sys.stderr, before=len("Error: "))
+                error.format_message = lambda: text  # type: ignore[method-assign]  # of what it adds to its message too
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:

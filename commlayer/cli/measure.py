@@ -20,7 +20,7 @@ from commlayer.cli.option_types import (
     json_option,
 )
 from commlayer.cli.place import Place, check_has_links, emulation, place_options, read_place, run_job
-from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
+from commlayer.cli.tables import echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.sweep import doubts
@@ -215,7 +215,7 @@ def _warn(measured: Profile) -> None:
     for doubt in warnings:
         echo_sentence(f"warning: {doubt}", err=True)
     if warnings:
-        echo(
+        echo_sentence(
             "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
             err=True,
         )
@@ -233,8 +233,8 @@ def _print(measured: Profile, rows: Rows, output: Path | None) -> None:
         )
     for entry in measured.interference:
         if entry.slowdown > 1.02:
-            echo(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
-    echo(f"measured on {measured.measured_on}")
-    echo(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
+            echo_sentence(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
+    echo_sentence(f"measured on {measured.measured_on}")
+    echo_sentence(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
     if output is not None:
-        echo(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")
+        echo_sentence(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from commlayer.cli.tables import echo
+from commlayer.cli.tables import echo_sentence
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 
@@ -43,4 +43,4 @@ def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
 def tell(kind: Literal["picture", "report", "runs", "trace"], path: Path) -> None:
     """Say where a file of this kind is."""
     how = " (open it at ui.perfetto.dev or chrome://tracing)" if kind == "trace" else ""
-    echo(f"{kind}: {path}{how}", err=True)
+    echo_sentence(f"{kind}: {path}{how}", err=True)

@@ -19,7 +19,7 @@ from commlayer.cli.plan_options import (
     refuse_ignored,
     traffic_options,
 )
-from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo_sentence, print_json, print_table, rounded
 from commlayer.cli.traffic_options import check_siblings, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
@@ -187,7 +187,7 @@ def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
 
 
 def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
-    echo(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
+    echo_sentence(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
     shown = _shown(decision, show_all)
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
     rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
@@ -196,11 +196,11 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
         ["strategy", ">chunks", "wire", ">predicted ms", ">/ flat", "bottleneck", ""],
         rows,
         bold=[index for index, timeline in enumerate(shown) if timeline is decision.timeline],
-        spare=(2, 4) if is_one_wire else (4, 5),
+        spare=(2, 4, 5) if is_one_wire else (4, 5),
     )
     hidden = len(decision.candidates) - len(shown)
     if hidden:
-        echo(f"{counted(hidden, 'slower chunk count')} not shown (--all)")
+        echo_sentence(f"{counted(hidden, 'slower chunk count')} not shown (--all)")
     if any(timeline.is_extrapolated for timeline in shown):
         echo_sentence(
             "extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted"

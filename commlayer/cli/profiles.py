@@ -87,7 +87,7 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
     else:
         for result in results:
             lead, colour = ("ok ", "green") if result["ok"] else ("bad", "red")
-            echo(f" {result['message']}", lead=lead, colour=colour)
+            echo_sentence(f" {result['message']}", lead=lead, colour=colour)
     sys.exit(0 if all(result["ok"] for result in results) else 2)
 
 
@@ -104,7 +104,7 @@ def diff_(a: str, b: str, as_json: bool) -> None:
             {"a": left.name, "b": right.name, "same": not differences, "differences": differences, "ratios": ratios}
         )
     elif not differences:
-        echo(f"{a} and {b}: equal content ({left.fingerprint})")
+        echo_sentence(f"{a} and {b}: equal content ({left.fingerprint})")
     else:
         changes = ["" if d.change is None else f"{d.change:+.1%}" for d in differences]
         rows = [[d.field, *_shortened(d.a, d.b), change] for d, change in zip(differences, changes, strict=True)]
@@ -183,9 +183,9 @@ def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
 
 def _show(profile: Profile) -> None:
     where = f", measured on {profile.measured_on}" if profile.measured_on else ""
-    echo(f"  {profile.kind}, {profile.topology}, gathers {profile.gather}{where}", lead=profile.name)
-    echo(f"{profile.fingerprint}\n")
-    echo(click.wrap_text(profile.source, width=100))
+    echo_sentence(f"  {profile.kind}, {profile.topology}, gathers {profile.gather}{where}", lead=profile.name)
+    echo_sentence(f"{profile.fingerprint}\n")
+    echo_sentence(profile.source)
     echo()
     print_table(
         ["peak, one rank, one direction", ">GB/s"], [[link.value, f"{profile.peaks.of(link):g}"] for link in _LINKS]
@@ -198,7 +198,7 @@ def _show(profile: Profile) -> None:
         echo()
         print_table(["interference", ">takes longer"], rows)
     else:
-        echo("\nno interference stored: resources are priced as independent")
+        echo_sentence("\nno interference stored: resources are priced as independent")
     if doubtful := doubts(profile.curves):
         echo()
         for doubt in doubtful:
@@ -226,7 +226,9 @@ def _print_curve(profile: Profile, curve: Curve) -> None:
         ]
         for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
     ]
-    print_table([">size(B)", ">", ">time(us)", ">algbw(GB/s)", ">busbw(GB/s)", ">of peak"], rows, title=title)
+    print_table(
+        [">size(B)", ">", ">time(us)", ">algbw(GB/s)", ">busbw(GB/s)", ">of peak"], rows, title=title, spare=(1, 3)
+    )
 
 
 def _checked(name: str) -> dict[str, Any]:

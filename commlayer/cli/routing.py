@@ -26,7 +26,7 @@ from commlayer.cli.option_types import (
 )
 from commlayer.cli.output_files import draw
 from commlayer.cli.progress_bars import progress_of
-from commlayer.cli.tables import echo, print_json, print_table, rounded, said_warnings
+from commlayer.cli.tables import echo_sentence, print_json, print_table, rounded, said_warnings
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.topology import Topology
@@ -80,7 +80,7 @@ def record(output: Path, shape: str, inter: str, command: tuple[str, ...]) -> No
             )
         loads = read_routing_folder(folder)
     write_routing(output, loads)
-    echo(
+    echo_sentence(
         f"{output}: {counted(loads.num_steps, 'step')} of {counted(loads.num_layers, 'layer')} with {loads.num_experts} experts",
         err=True,
     )
@@ -114,7 +114,7 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
         values = (loads.num_steps, loads.stride, loads.num_experts, loads.top_k, loads.source)
         print_json({**dict(zip(names, values, strict=True)), "ranks": ranks, "layers": rows})
         return
-    echo(
+    echo_sentence(
         f"{counted(loads.num_steps, 'step')} of {counted(loads.stride, 'call')}, {loads.num_experts} experts, "
         f"top-{loads.top_k}: {loads.source}\n"
     )
@@ -180,7 +180,7 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
             "as many experts as ranks: take a smaller group (--shape), or record a model with more experts"
         )
     if model_name is not None and (experts := resolve_model(model_name).experts) != loads.num_experts:
-        echo(
+        echo_sentence(
             f"note: {model_name} has {counted(experts, 'expert')}, and {path} {loads.num_experts}: the model says no more than "
             "how large an expert is",
             err=True,
@@ -199,7 +199,7 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
     if as_json:
         print_json([_as_dict(each, replays[0]) for each in replays])
         return
-    echo(
+    echo_sentence(
         f"{counted(loads.num_steps, 'step')} on {prices.times.profile.name}, a decision every {every} of them; "
         "predicted, nothing was run\n"
     )

@@ -177,7 +177,7 @@ def _export(
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} takes"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""
-    echo(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
+    echo_sentence(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
     return exported
 
 

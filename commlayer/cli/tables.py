@@ -34,6 +34,7 @@ __all__ = [
     "print_table",
     "rounded",
     "said_warnings",
+    "wrapped",
 ]
 
 _PIPE_WIDTH = 160
@@ -49,15 +50,27 @@ def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool
     _write(styled + printable(text) + "\n", file=file or (sys.stderr if err else sys.stdout))
 
 
-def echo_sentence(sentence: str, *, err: bool = False) -> None:
-    """Write a sentence as :func:`echo` does, in lines of whole words where a terminal is narrower than it."""
-    stream = sys.stderr if err else sys.stdout
-    if not stream.isatty() and "COLUMNS" not in os.environ:  # a pipe of no known width
-        echo(sentence, err=err)
-        return
+def echo_sentence(
+    sentence: str = "", *, lead: str = "", colour: str | None = None, err: bool = False, file: Any = None
+) -> None:
+    """Write sentences as :func:`echo` does, in lines of whole words where a terminal is narrower than they are."""
+    text = wrapped(lead + sentence, file or (sys.stderr if err else sys.stdout))
+    echo(text[len(lead) :], lead=text[: len(lead)], colour=colour, err=err, file=file)
+
+
+def wrapped(text: str, stream: Any, *, before: int = 0) -> str:
+    """Break every line of ``text`` into lines of whole words, as wide as the terminal of ``stream``; each begins where its line
+    did. ``before``: columns that are taken on the first. Unchanged in a pipe, whose reader has no known width."""
+    if not stream.isatty() and "COLUMNS" not in os.environ:
+        return text
     width = max(shutil.get_terminal_size().columns, _LEAST_LINE)
-    for line in textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False):
-        echo(line, err=err)
+    lines: list[str] = []
+    for line in (" " * before + text).split("\n"):
+        indent = " " * (0 if before and not lines else len(line) - len(line.lstrip()))
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)[before:]
 
 
 def _write(text: str, *, file: Any = None, color: bool | None = None) -> None:
@@ -88,7 +101,7 @@ def said_warnings(lead: str = "") -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        echo(f"{lead}warning: {warning.message}", err=True)
+        echo_sentence(f"{lead}warning: {warning.message}", err=True)
 
 
 def _is_shown(char: str, encoding: str) -> bool:
@@ -114,11 +127,16 @@ def rounded(value: float, digits: int = 3) -> float:
     return round(value, digits)
 
 
+def _is_width_known() -> bool:
+    """Whether stdout is a terminal, or somebody said how wide what shows it is."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
+
+
 def _console() -> Console:
     """Return rich's console on the present stdout. In a pipe it is wide, so that no cell is cut where nobody can widen it."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    width = None if _is_width_known() else _PIPE_WIDTH
     return Console(width=width, highlight=False, emoji=False, markup=False)
 
 
@@ -143,7 +161,8 @@ def print_table(
     dim: Sequence[int] = (),
     spare: Sequence[int] = (),
 ) -> None:
-    """Print one table. One that is too wide without its spare columns is printed as wide as it is: a number cut short is another.
+    """Print one table. One that is too wide for the terminal without its spare columns is folded: each row has lines of its own.
+    In a pipe it is as wide as it is: a number cut short is another.
 
     Args:
         columns: the headers. One that begins with ">" stands above a right-aligned column (without the ">"); one that
@@ -160,12 +179,30 @@ def print_table(
             break
         left_out.append(column)
     if title:
-        _print(out, cell_text(title, "bold"))
-    terminal, out.width = out.width, max(out.width, _needed_width(columns, cells, left_out, _LEAST_WRAPPED))
+        echo_sentence(lead=title)
+    needed = _needed_width(columns, cells, left_out, _LEAST_WRAPPED)
+    if needed > out.width and _is_width_known():
+        _print_folded(columns, cells, out.width)
+        return
+    terminal, out.width = out.width, max(out.width, needed)
     _print(out, _table(columns, cells, bold, dim, left_out))
     if left_out:
         names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
-        _print(out, cell_text(f"left out, as there are {terminal} columns: {names}", "dim"), soft_wrap=True)
+        echo_sentence(f"left out, as there are {terminal} columns: {names}")
+
+
+def _print_folded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
+    """Print each row as its first cell, or its number and the next one, and below that the others with their names."""
+    names = [column.lstrip(">~") for column in columns]
+    num_heads = 1 + (names[0] in ("", "#"))
+    for row in rows:
+        echo_sentence(lead=" ".join(filter(None, row[:num_heads])) or names[0])
+        cells = [f"{name} {cell}".strip() for name, cell in zip(names, row, strict=True) if cell][num_heads:]
+        if cells:
+            echo_sentence(f"  {', '.join(cells)}")
+    heads = " and ".join(filter(None, names[:num_heads]))
+    about = f", the first its {heads}" if heads else ""
+    echo_sentence(f"each row has lines of its own{about}, as there are {width} columns")
 
 
 def _needed_width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[int], wrapped: int) -> int:

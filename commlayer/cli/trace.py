@@ -13,7 +13,7 @@ from commlayer.cli.commands import Command
 from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PLACE, PROFILE, json_option
 from commlayer.cli.output_files import tell
-from commlayer.cli.tables import echo, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
 from commlayer.cli.traced_jobs import TracedJob, missing_ranks, read_jobs
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted, listed
@@ -104,7 +104,7 @@ def _print(
     """Print the notes, and the tables or the JSON of every job with its workload."""
     for job in jobs:
         for line in job.notes:
-            echo(f"note: {job.replica + ': ' if job.replica else ''}{line}", err=True)
+            echo_sentence(f"note: {job.replica + ': ' if job.replica else ''}{line}", err=True)
     if as_json:
         contents = {
             job.replica: _as_dict(job) | _work_dict(each, profile) for job, each in zip(jobs, work, strict=True)
@@ -113,7 +113,7 @@ def _print(
         return
     for job, each in zip(jobs, work, strict=True):
         if job.replica:
-            echo(f"replica {job.replica}")
+            echo_sentence(f"replica {job.replica}")
         _show(job, show_all)
         if profile is not None:
             _show_work(each, profile)
@@ -243,10 +243,10 @@ def _show(job: TracedJob, show_all: bool) -> None:
     whose = f"{len(ranks)} of {least}{counted(ranks[0].trace.world_size, 'rank')}"
     span = format_us(max(rank.span_ns for rank in ranks) / 1e3)
     if job.is_of_dumps:
-        echo(f"dumps of {whose}, {calls} in {span}\n")
+        echo_sentence(f"dumps of {whose}, {calls} in {span}\n")
     else:
         name = ranks[0].trace.job
-        echo(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {_within(ranks)}\n")
+        echo_sentence(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {_within(ranks)}\n")
         _show_lanes(ranks)
     _show_groups(ranks, show_all)
     _show_lateness(job, show_all)
@@ -275,7 +275,9 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
     )
     unknown = sum(times.num_unknown for times in lanes)
     if unknown:
-        echo(f"≥: without {counted(unknown, 'call')} of the inner backend's own, which does not say what it sends")
+        echo_sentence(
+            f"≥: without {counted(unknown, 'call')} of the inner backend's own, which does not say what it sends"
+        )
     echo()
 
 
@@ -318,7 +320,7 @@ def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:
     columns = ["~group", ">ranks", "collective", ">calls", ">bytes, median", ">ms, median", ">worst", ">bus GB/s"]
     print_table(columns, rows, title="Groups: what a call takes once its last rank has come")
     if len(shown) < len(groups):
-        echo(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
+        echo_sentence(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
     echo()
 
 
@@ -342,16 +344,18 @@ def _show_lateness(job: TracedJob, show_all: bool) -> None:
     columns = [">rank", "host", ">calls", ">late ms, median", ">worst", ">last in", "~worst call"]
     print_table(columns, rows, title="Stragglers: how long after the first rank each one came to their calls")
     if len(shown) < len(late):
-        echo(f"{counted(len(late) - len(shown), 'rank')} less often last not shown (--all)")
+        echo_sentence(f"{counted(len(late) - len(shown), 'rank')} less often last not shown (--all)")
     worst = late[0]
     if worst.num_last:
-        echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}")
+        echo_sentence(
+            f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}"
+        )
     echo()
 
 
 def _show_work(work: Sequence[GroupWork], profile: str) -> None:
     if not work:
-        echo(f"--plan {profile}: no size is recorded of a collective that is planned")
+        echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
         return
     rows = [
         [

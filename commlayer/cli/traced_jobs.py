@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.replicas import of_replicas
-from commlayer.cli.tables import echo
+from commlayer.cli.tables import echo_sentence
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.analyse import Selected, Window, select
@@ -119,7 +119,7 @@ def _of_dumps(paths: Sequence[Path], job: str | None, window: Window, damaged: l
             f"COMMLAYER_TRACE={paths[0]}, and collect the files of all machines; a rank writes its own when it ends. Or give "
             "dumps of torch's Flight Recorder"
         )
-    echo(evidence.in_words(), err=True)
+    echo_sentence(evidence.in_words(), err=True)
     traces = traces_of_dumps(evidence.dumps)
     ranks = select(traces.ranks, window)
     notes = [*_common_notes(ranks), *traces.notes]

@@ -249,14 +249,16 @@ def _without_dp(setup: Setup) -> str:
 def _headline(request: Request, varied: Varied, software: str) -> str:
     """Describe the job with every value of the number that varies."""
     variation = varied.variation
-    values = {variation.kind: [int(value) for value in variation.values]} if variation.kind in JOB_NUMBERS else None
+    values: dict[str, list[int]] = {}
+    if variation.kind in JOB_NUMBERS:
+        values[variation.kind] = [int(value) for value in variation.values]
     return job_words(request.job, request.cluster.name, software, values)
 
 
 def _show(request: Request, varied: Varied) -> None:
     software = " and ".join(dict.fromkeys(each.way.software.name for each in varied.ways))
     echo_sentence(_headline(request, varied, software))
-    echo(f"varied: {_LABELS[varied.variation.kind]}\n")
+    echo_sentence(f"varied: {_LABELS[varied.variation.kind]}\n")
     rows, same = _short_rows(varied)
     kept = [index for index in range(len(_COLUMNS)) if index or any(row[0] for row in rows)]
     spare = [kept.index(_COLUMNS.index(name)) for name in (">exposed", ">tokens/s")]

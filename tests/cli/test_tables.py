@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
+from commlayer.cli.main import main
 from commlayer.cli.tables import echo_sentence, print_table
 
 ROW = ["4096", "some words that wrap where a line ends", "16.5%"]
@@ -18,10 +20,36 @@ def printed(
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_table_that_cannot_be_narrower_keeps_its_numbers_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, [">tokens of a sequence", ">words", ">share of the peak"], 12)
-    assert lines[2].split() == " ".join(ROW).split()
-    assert len(lines) == 3
+def test_a_table_that_cannot_be_narrower_is_folded_and_keeps_its_numbers_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = [">tokens of a sequence", ">words", ">share of the peak"]
+    first, *others = printed(capsys, columns, 44)
+    assert first == "4096"
+    assert max(map(len, others)) <= 44
+    assert others[:2] == ["  words some words that wrap where a line", "  ends, share of the peak 16.5%"]
+    assert " ".join(others[2:]) == (
+        "each row has lines of its own, the first its tokens of a sequence, as there are 44 columns"
+    )
+    monkeypatch.delenv("COLUMNS", raising=False)  # a pipe
+    print_table([">tokens of a sequence " * 9, ">words", ">share"], [ROW])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_folded_row_with_a_number_begins_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, [">#", "words", ">share of the peak"], 44)[0] == " ".join(ROW[:2])
+
+
+def test_errors_and_leads_have_lines_of_whole_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for arguments in (["profiles", "show", "nope"], ["search", "--nope"], ["plan", "-b", "1", "-b", "2"], ["search"]):
+        shown = CliRunner().invoke(main, arguments, prog_name="commlayer")
+        assert shown.exit_code == 2
+        assert max(map(len, shown.stderr.splitlines())) <= 60, shown.stderr
+    echo_sentence(" and more words" * 5, lead="TP8 " * 20)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
 def test_text_that_wraps_takes_several_lines_where_no_column_is_spare(capsys: pytest.CaptureFixture[str]) -> None:
