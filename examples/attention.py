@@ -28,7 +28,7 @@ from torch import nn
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.remat import recomputable, recomputable_from, start_before
 from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire_choice import WireChoice, wired
+from commlayer.integrations.wire_choice import WireChoice
 from commlayer.profiles.errors import UsageError
 from examples.context_parallel import (
     KeysAndValues,
@@ -37,6 +37,7 @@ from examples.context_parallel import (
     local_rows,
     positions,
 )
+from examples.layer_wires import wired
 from examples.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -94,7 +95,7 @@ class ParallelAttention(nn.Module):
             of ``tp``, else what COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last
             two hold.
         gradient_wire: the same for gradients. See
-            :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire`.
+            :func:`~examples.layer_wires.tensor_parallel_wire`.
 
     Raises:
         UsageError: heads that cannot be shared so.

@@ -17,12 +17,12 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.parameter_marks import mark_replicated
-from commlayer.integrations.pass_parts import Parts, carrying
-from commlayer.integrations.wire_choice import LaneWires
 from commlayer.scheduler.placement.spilling import Spilling
 from examples.attention import ParallelAttention
 from examples.context_parallel import positions, split_sequence
+from examples.layer_wires import LaneWires
 from examples.norm import RMSNorm
+from examples.pass_parts import Parts, carrying
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 

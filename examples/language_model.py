@@ -18,20 +18,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.buckets import BUCKET_BYTES, GradientBuckets
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.parameter_marks import mark_replicated
-from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire_choice import LaneWires, WireChoice
+from commlayer.integrations.wire_choice import WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.placement.spilling import Spilling
 from examples.block import MoETransformerLayer, sequence_groups
+from examples.buckets import BUCKET_BYTES, GradientBuckets
 from examples.context_parallel import split_sequence
+from examples.layer_wires import LaneWires
 from examples.linear import ReplicatedLinear
 from examples.norm import RMSNorm
+from examples.pass_parts import Parts
 from examples.pipeline_schedules import Schedule, run_overlapped_pipeline, run_pipeline
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
@@ -59,7 +60,7 @@ class ModelConfig:
         schedule: in which order micro-batches go through a pipeline, see
             :mod:`~examples.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
-            (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
+            (:class:`~examples.buckets.GradientBuckets`); else all after it.
         overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while
             the other is computed
             (:func:`~examples.pipeline_schedules.run_overlapped_pipeline`); ``chunks``
@@ -184,7 +185,7 @@ class MoELanguageModel(nn.Module):
         self, x: torch.Tensor, seq_len: int | None = None, valid: torch.Tensor | None = None
     ) -> Parts[torch.Tensor]:
         """The parts of :meth:`forward`, for passes that go in turns
-        (:mod:`commlayer.integrations.pass_parts`)."""
+        (:mod:`examples.pass_parts`)."""
         x = x if self.embedding is None else self.embedding(x)
         for layer in self._layers():
             x = yield from layer.parts(x, seq_len, valid)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,10 +24,11 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.parameter_marks import mark_replicated, mark_split
 from commlayer.integrations.shares import even_rows, gather_shares
-from commlayer.integrations.spread_parameters import fill_whole, whole_part
-from commlayer.integrations.wire_choice import WireChoice, wired
+from commlayer.integrations.spread_parameters import fill_whole, is_dtensor
+from commlayer.integrations.wire_choice import WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
+from examples.layer_wires import wired
 
 __all__ = [
     "ColumnParallelLinear",
@@ -142,7 +144,7 @@ class _Linear(nn.Module):
         All ranks of the group call it, and where ``fully_shard`` spreads the weight all ranks that
         hold a part of it.
         """
-        weight = whole_part(self.weight)
+        weight = _whole(self.weight)
         if self.dim is None:
             return weight.clone()
         return self._exact.all_gather(weight.movedim(self.dim, 0)).movedim(0, self.dim).contiguous()
@@ -153,7 +155,7 @@ class _Linear(nn.Module):
         :meth:`full_weight`."""
         if self.bias is None:
             return None
-        bias = whole_part(self.bias)
+        bias = _whole(self.bias)
         return self._exact.all_gather(bias) if self.dim == 0 else bias.clone()
 
     @property
@@ -186,7 +188,7 @@ class ColumnParallelLinear(_Linear):
             ``fp8_e4m3``; None: those of ``tp``, else what COMMLAYER_WIRE says of its lane, else
             their own. See docs/compression.md.
         gradient_wire: the same for their gradients;
-            :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
+            :func:`~examples.layer_wires.tensor_parallel_wire` has both.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``out_features``; no such format.
@@ -288,3 +290,10 @@ class ReplicatedLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return […, out_features] for ``x`` […, in_features]. Sends nothing."""
         return F.linear(x, self.weight, self.bias)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a DTensor, gathered over its mesh; any other tensor as it is. Without gradient."""
+    tensor: Any = x.detach()
+    full: torch.Tensor = tensor.full_tensor() if is_dtensor(x) else tensor
+    return full

@@ -6,7 +6,7 @@ follow it, then takes turns, so that it keeps the activations of at most as many
 stages.
 
 A stage has one task under way, or two (:func:`run_overlapped_pipeline`), of which it runs the
-parts (:mod:`commlayer.integrations.pass_parts`) in turns. Losses and gradients have the same bits
+parts (:mod:`examples.pass_parts`) in turns. Losses and gradients have the same bits
 either way: micro-batches come to each parameter in the same order, because of two tasks the
 earlier is always ahead. The order of all calls follows from the stage and the number of
 micro-batches alone, so all ranks of a stage issue theirs alike. Rejected: to go on with whichever
@@ -45,10 +45,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from commlayer.collectives import Exchange, GroupCommunicator
-from commlayer.integrations.buckets import GradientBuckets
-from commlayer.integrations.pass_parts import CutPass, Parts
 from commlayer.integrations.remat import is_rematerialising
 from commlayer.profiles.errors import TensorError, UsageError
+from examples.buckets import GradientBuckets
+from examples.pass_parts import CutPass, Parts
 
 __all__ = ["Schedule", "StageTask", "run_overlapped_pipeline", "run_pipeline", "tasks_of"]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from commlayer.integrations.buckets import GradientBuckets
     from commlayer.integrations.clipping import clip_gradients
     from commlayer.integrations.ddp import all_reduce_hook, plan_ddp
     from commlayer.integrations.deepspeed import plan_deepspeed_moe
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.torchft import planned_process_group
     from commlayer.integrations.training_state import TrainingState
-    from commlayer.integrations.wire_choice import DispatchWire, LaneWires, tensor_parallel_wire
+    from commlayer.integrations.wire_choice import DispatchWire
     from commlayer.scheduler.mapping.folded import FoldedMapping
 
 __all__ = [
@@ -38,9 +37,7 @@ __all__ = [
     "ExpertPlacer",
     "FoldedMapping",
     "FoldedMesh",
-    "GradientBuckets",
     "GroupedExperts",
-    "LaneWires",
     "MoELayer",
     "PlannedAllGather",
     "PlannedReduceScatter",
@@ -67,7 +64,6 @@ __all__ = [
     "synchronise_gradients",
     "tell_megatron_neighbours",
     "tell_neighbours",
-    "tensor_parallel_wire",
     "use_neighbours",
 ]
 

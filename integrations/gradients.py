@@ -58,7 +58,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
     and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping. Where
     experts lie on several ranks the copies' gradients are summed too
     (:func:`~commlayer.integrations.moe.replica_gradients.sum_replica_gradients`).
-    :class:`~commlayer.integrations.buckets.GradientBuckets` does the same while the backward pass still runs.
+    ``examples/buckets.py`` of a checkout does the same while the backward pass still runs.
 
     Args:
         module: what this rank holds of the model.

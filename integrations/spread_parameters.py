@@ -29,7 +29,6 @@ __all__ = [
     "reshard",
     "shard_groups",
     "summed",
-    "whole_part",
 ]
 
 
@@ -100,13 +99,6 @@ def _local_slices(x: torch.Tensor) -> tuple[slice, ...]:
     tensor: Any = x
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def whole_part(x: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a DTensor, gathered over its mesh; any other tensor as it is. Without gradient."""
-    tensor: Any = x.detach()
-    full: torch.Tensor = tensor.full_tensor() if is_dtensor(x) else tensor
-    return full
 
 
 @torch.no_grad()

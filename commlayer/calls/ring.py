@@ -181,10 +181,9 @@ class _Inside(dict[str, bool]):
         torch = getattr(sys.modules.get("torch"), "__file__", None)
         here, library = str(Path(__file__).parent.parent), str(Path(os.__file__).parent)
         homes = [here + os.sep] + ([str(Path(torch).parent) + os.sep] if torch else [])
-        is_example = name.startswith(os.path.join(here, "integrations", "examples"))
         is_pythons = name.startswith((library + os.sep, "<frozen")) and "-packages" not in name
         is_pythons = is_pythons or os.path.basename(name) == "typing_extensions.py"  # it wraps what torch deprecates
-        self[name] = is_inside = is_pythons or (name.startswith(tuple(homes)) and not is_example)
+        self[name] = is_inside = is_pythons or name.startswith(tuple(homes))
         return is_inside
 
 

@@ -19,7 +19,7 @@ experts receive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -50,15 +50,20 @@ from commlayer.integrations.moe.planning import (
     slices_of,
 )
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
 from commlayer.statistics import count_dispatch
 
-__all__ = ["TokenDispatcher"]
+__all__ = ["Parts", "TokenDispatcher"]
 
 _Beside = TypeVar("_Beside")
+_Result = TypeVar("_Result")
+Parts = Generator[tuple[torch.Tensor, ...], Sequence[torch.Tensor], _Result]
+"""The parts of a forward pass. Where tokens are under way it yields what the next part takes from this
+one, and is sent it back: as it is, or cut, so that the backward pass has parts too. It returns the
+pass's result. A part leaves no context open, such as autocast. ``examples/pass_parts.py`` of a checkout
+runs two passes in turns."""
 _NO_INDICES = torch.zeros(0, 1, dtype=torch.int64)
 
 

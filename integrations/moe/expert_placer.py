@@ -365,7 +365,7 @@ class ExpertPlacer:
             if slots_of(layer).placement.has_replicas and not slots_of(layer).has_summed:
                 raise UsageError(
                     f"{who()}experts lie on several ranks, and their gradients were not summed: call "
-                    "synchronise_gradients, GradientBuckets.finish, or sum_replica_gradients(model) before "
+                    "synchronise_gradients, or sum_replica_gradients(model), before "
                     "the optimizer's step"
                 )
         under_way, self._migration = self._migration, None

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.dispatcher import Parts, TokenDispatcher
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.handle import DispatchHandle
@@ -23,7 +23,6 @@ from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, r
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.moe.routing import ValidTokens
 from commlayer.integrations.parameter_marks import mark_replicated
-from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
@@ -201,9 +200,8 @@ class MoELayer(nn.Module):
     def parts(
         self, x: torch.Tensor, positions: torch.Tensor | None = None, valid: torch.Tensor | None = None
     ) -> Parts[torch.Tensor]:
-        """The parts of the layer's forward pass, with what it returns, for passes that go in turns
-        (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one.
-        Hooks of the module do not run.
+        """The parts of the layer's forward pass, with what it returns, for passes that go in turns. Of
+        tokens that are replicated there is one. Hooks of the module do not run.
         """
         tokens, routing, padding = self._routed(x, positions, valid)
         if self.holders.size > 1:

@@ -42,9 +42,8 @@ def slots_of(layer: MoELayer) -> ExpertSlots:
 def sum_replica_gradients(module: nn.Module) -> None:
     """Sum the gradients of every expert over its copies, in place. Collective over EP, once a step,
     when each copy's own are there: those of
-    :func:`~commlayer.integrations.gradients.synchronise_gradients` and
-    :class:`~commlayer.integrations.buckets.GradientBuckets`, which call it themselves, or those of
-    this rank alone, where something else sums over edp later.
+    :func:`~commlayer.integrations.gradients.synchronise_gradients`, which calls it itself, or those
+    of this rank alone, where something else sums over edp later.
 
     A parameter without a gradient counts as zero. Without copies nothing is sent. Raises UsageError
     for experts that ``fully_shard`` spreads over ranks; PeerError and CollectiveTimeoutError as

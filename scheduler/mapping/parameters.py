@@ -484,7 +484,7 @@ def stage_parameters(model: ModelShape, setup: Setup, software: Software, stage:
 
 def bucket_bytes(parameters: Iterable[Sized], element_bytes: int, limit: int) -> dict[str, list[int]]:
     """The buckets of each axis, in the order in which a backward pass fills them: as
-    :class:`commlayer.integrations.buckets.GradientBuckets` cuts them."""
+    ``examples/buckets.py`` cuts them."""
     found: dict[str, list[int]] = {}
     for axis, elements in reversed(list(parameters)):
         size, open_ = elements * element_bytes, found.setdefault(axis, [0])

@@ -24,9 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations import buckets as buckets_module
-from commlayer.integrations.bucket_lines import needs_one_order
-from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
 from commlayer.integrations.gradients import synchronise_gradients
@@ -37,6 +34,9 @@ from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from examples import buckets as buckets_module
+from examples.bucket_lines import needs_one_order
+from examples.buckets import GradientBuckets
 from examples.language_model import ModelConfig, MoELanguageModel
 
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.clipping import clip_gradients
 from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
@@ -45,6 +44,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.testing.plugin import ClusterFactory
 from examples.attention import ParallelAttention
+from examples.buckets import GradientBuckets
 from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 ROUTER = RouterConfig(num_experts=4, top_k=2)

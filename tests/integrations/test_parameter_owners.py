@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.clipping import clip_gradients
 from commlayer.integrations.gradients import gradient_axes, synchronise_gradients
 from commlayer.integrations.mesh import FoldedMesh
@@ -35,6 +34,7 @@ from commlayer.integrations.parameter_marks import (
 from commlayer.integrations.training_state import TrainingState
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
+from examples.buckets import GradientBuckets
 from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 

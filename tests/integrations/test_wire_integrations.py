@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.collectives import LANES, GroupCommunicator
 from commlayer.integrations import (
     FoldedMesh,
-    LaneWires,
     PlannedAllGather,
     PlannedReduceScatter,
     RouterConfig,
@@ -33,7 +32,6 @@ from commlayer.integrations import (
     plan_fsdp,
     planned_group,
     synchronise_gradients,
-    tensor_parallel_wire,
 )
 from commlayer.integrations.flat_buffers import flat_rows
 from commlayer.integrations.shares import even_rows
@@ -46,6 +44,7 @@ from commlayer.testing.plugin import ClusterFactory
 from examples.attention import ParallelAttention
 from examples.context_parallel import split_sequence
 from examples.language_model import ModelConfig, MoELanguageModel
+from examples.layer_wires import LaneWires, tensor_parallel_wire
 from examples.linear import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.cluster

@@ -16,7 +16,6 @@ from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.integrations.pass_parts import run_parts
 from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import CommlayerError, TensorError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
@@ -27,6 +26,7 @@ from commlayer.testing.plugin import ClusterFactory
 from examples.attention import ParallelAttention
 from examples.context_parallel import _visible
 from examples.norm import RMSNorm
+from examples.pass_parts import run_parts
 
 HIDDEN, WIDTH = 16, 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.5, "z_loss_coefficient": 0.1}

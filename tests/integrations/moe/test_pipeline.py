@@ -20,16 +20,16 @@ from ranks import group_with, start_with
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pass_parts import CutPass, Parts, carrying, run_parts
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 from examples.attention import ParallelAttention
+from examples.buckets import GradientBuckets
 from examples.context_parallel import KeysAndValues, context_parallel_attention, split_sequence
 from examples.language_model import ModelConfig, MoELanguageModel
+from examples.pass_parts import CutPass, Parts, carrying, run_parts
 from examples.pipeline_schedules import (
     Schedule,
     StageTask,

@@ -4,7 +4,7 @@ computes earlier layers.
 Prior art: DistributedDataParallel's reducer, and MegaScale's (figure 5), whose all_reduce between
 replicas is hierarchical and in chunks; here the planner decides that for each bucket, as for any
 all_reduce of a planned group. What a bucket is, and the order in which they start:
-:mod:`~commlayer.integrations.bucket_lines`.
+:mod:`~examples.bucket_lines`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes, sum_over_etp
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.replica_gradients import placed_layers, sum_replica_gradients
@@ -30,6 +29,7 @@ from commlayer.integrations.spread_parameters import refuse_spread
 from commlayer.integrations.wire_choice import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import AXES
+from examples.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 
 __all__ = ["BUCKET_BYTES", "GradientBuckets"]
 

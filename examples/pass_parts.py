@@ -20,13 +20,12 @@ from typing import TypeVar
 
 import torch
 
+from commlayer.integrations.moe.dispatcher import Parts
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["CutPass", "Parts", "carrying", "run_parts"]
 
 _Result = TypeVar("_Result")
-Parts = Generator[tuple[torch.Tensor, ...], Sequence[torch.Tensor], _Result]
-"""Yields what crosses into the next part, and is sent it back, cut or as it is; returns the pass's result."""
 
 
 def run_parts(parts: Parts[_Result]) -> _Result:
