@@ -124,7 +124,7 @@ class Evidence:
         judged = {}
         for name, (logs, result) in results.items():
             diagnosis = with_ends(with_places(result, self.places), self.ends)
-            if diagnosis.findings or diagnosis.waits:
+            if diagnosis.findings or diagnosis.waits or diagnosis.under_way:
                 diagnosis = with_cause(diagnosis, logs, circles_are="likely", at_most="likely")
             judged[name] = logs, diagnosis
         return judged
@@ -184,7 +184,7 @@ def _adds(first: Judged, results: Judged) -> bool:
     blamed = {
         rank
         for _, diagnosis in results.values()
-        if _names_somebody(diagnosis) and diagnosis.cause is not None
+        if _names_somebody(diagnosis) and diagnosis.cause is not None and diagnosis.cause.certainty != "unknown"
         for rank in diagnosis.cause.ranks
     }
     silent = {rank for _, diagnosis in first.values() if diagnosis.cause is not None for rank in diagnosis.without}

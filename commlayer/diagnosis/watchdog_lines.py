@@ -55,7 +55,7 @@ _GROUP = re.compile(
 )
 _TIMED_OUT = re.compile(
     r"\[Rank (?P<place>\d{1,7})\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d{1,18}), "
-    r"OpType=(?P<kind>\w{1,60})(?:, NumelIn=(?P<sent>\d{1,18}), NumelOut=\d{1,18})?, "
+    r"OpType=(?P<kind>\w{1,60})(?:, NumelIn=(?P<sent>\d{1,18}), NumelOut=(?P<expected>\d{1,18}))?, "
     r"Timeout\(ms\)=\d{1,18}\) ran for (?P<ran>\d{1,18}) milliseconds"
 )
 _STATUS = re.compile(
@@ -72,12 +72,13 @@ _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 @dataclass(frozen=True)
 class TimedOutCall:
     """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``, or :data:`EITHER`;
-    ``elements``: those sent, −1: not known; ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog
-    wrote, in the year 2000, 0: not known."""
+    ``elements``, ``expected``: those sent, and those that come out of it, −1: not known; ``issued_ns``,
+    ``noticed_ns``: when it was enqueued, and when the watchdog wrote, in the year 2000, 0: not known."""
 
     number: int
     kind: str
     elements: int
+    expected: int
     issued_ns: int
     noticed_ns: int
 
@@ -85,11 +86,13 @@ class TimedOutCall:
 @dataclass
 class GroupReport:
     """The progress of a rank in a group. ``place``: the rank's, in the group; ``enqueued``,
-    ``completed``: numbers of its last such calls, 0: none; ``started``: the same, −1: not recorded."""
+    ``completed``: numbers of its last such calls, 0: none; ``started``: the same, −1: not recorded;
+    ``index``: which of the rank's own groups it is, −1: not told."""
 
     name: str
     description: str
     place: int
+    index: int = -1
     enqueued: int = 0
     started: int = -1
     completed: int = 0
@@ -231,7 +234,7 @@ def _event(line: str, rank_of_file: int | None) -> _Event | None:
     if group is None or (status is None and call is None):
         return event
     name, description = printable(group["name"], keep=""), printable(_described(group), keep="")
-    report = GroupReport(name, description, int(group["place"]))
+    report = GroupReport(name, description, int(group["place"]), int(group["id"] or -1))
     if status is None:  # the exception that a watchdog ends with, some time after it had noticed
         late = call and replace(call, issued_ns=0, noticed_ns=0)
         return replace(event, group=report, place=report.place, call=late)
@@ -251,8 +254,8 @@ def _call(match: re.Match[str] | None, time_ns: int) -> TimedOutCall | None:
     if match is None:
         return None
     issued_ns = max(time_ns - int(match["ran"]) * 10**6, 0) if time_ns else 0
-    elements = -1 if match["sent"] is None else int(match["sent"])
-    return TimedOutCall(int(match["number"]), match["kind"], elements, issued_ns, time_ns)
+    elements, expected = (-1 if match[end] is None else int(match[end]) for end in ("sent", "expected"))
+    return TimedOutCall(int(match["number"]), match["kind"], elements, expected, issued_ns, time_ns)
 
 
 def _number(text: str) -> int:
@@ -325,7 +328,7 @@ def _named(call: TimedOutCall | None, by: TimedOutCall | None) -> TimedOutCall |
     """The call of a group, with the kind in a line that names the group where it may be either of two."""
     if by is None or (call is not None and (call.kind, call.number) != (EITHER, by.number)):
         return call
-    return by if call is None else replace(call, kind=by.kind, elements=by.elements)
+    return by if call is None else replace(call, kind=by.kind, elements=by.elements, expected=by.expected)
 
 
 def _either(calls: Sequence[TimedOutCall]) -> TimedOutCall:
@@ -333,7 +336,7 @@ def _either(calls: Sequence[TimedOutCall]) -> TimedOutCall:
     first = calls[0]
     if len(calls) == 1:
         return first
-    kinds = {(call.kind, call.elements) for call in calls}
-    kind, elements = (first.kind, first.elements) if len(kinds) == 1 else (EITHER, -1)
+    kinds = {(call.kind, call.elements, call.expected) for call in calls}
+    kind, elements, expected = kinds.pop() if len(kinds) == 1 else (EITHER, -1, -1)
     noticed_ns = min(call.noticed_ns for call in calls)
-    return TimedOutCall(first.number, kind, elements, issued_ns=0, noticed_ns=noticed_ns)
+    return TimedOutCall(first.number, kind, elements, expected, issued_ns=0, noticed_ns=noticed_ns)

@@ -5,7 +5,9 @@ last ones that were enqueued. What is wrong is found in the graph of all groups,
 before that, it is inferred, and said in :attr:`~commlayer.diagnosis.findings.Diagnosis.assumed`:
 
 - A group's members: those that report on it. Where all of these but a few are evenly spaced, as
-  ranks of a mesh are, the others too.
+  ranks of a mesh are, the others too; and all members, where only one mesh has its ranks at the
+  places that they report of this group and of those beside it. A call that gathers or scatters
+  tells by its sizes how many they are.
 - A rank whose lines are there, and whose watchdog reports no timeout of a group in which others
   have timed out, has not come to their call: it would have timed out too, soon after.
 - The order in which a rank enqueued its calls: from the moments at which they timed out.
@@ -17,14 +19,14 @@ numbers its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
 from commlayer.diagnosis.dump_groups import collective_kind
-from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
+from commlayer.diagnosis.findings import Cause, Cycle, Diagnosis, Mismatch, Missing, Waiter, diagnose
 from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
 from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
 from commlayer.profiles.counted import counted, listed
@@ -54,14 +56,16 @@ _LEAST_KNOWN = 3
 @dataclass(frozen=True)
 class _Group:
     """A group. ``ranks``: its members, as far as known; ``silent``: those of them that do not
-    report on it; ``is_complete``: whether there can be no others; ``fault``: why its numbers cannot
-    be compared, empty: they can; ``followed_s``: for how long lines go on after its first timeout."""
+    report on it; ``is_complete``: whether there can be no others; ``is_in_mesh``: whether there are
+    none by the mesh; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for
+    how long lines go on after its first timeout."""
 
     name: str
     description: str
     ranks: tuple[int, ...]
     silent: tuple[int, ...] = ()
     is_complete: bool = False
+    is_in_mesh: bool = False
     fault: str = ""
     followed_s: float = 0.0
 
@@ -103,7 +107,8 @@ def _diagnosed(
     reports: Sequence[RankReport], remarks: Sequence[str], are_thinned: bool, ends: Sequence[ProgramEnd]
 ) -> tuple[list[RankLog], Diagnosis]:
     by_rank = {report.rank: report for report in reports}
-    groups = _groups(by_rank, {end.rank for end in ends})
+    size = _job_size(by_rank, ends)
+    groups = _groups(by_rank, {end.rank for end in ends}, size)
     ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
     logs = [_log(report, groups, ranks) for report in reports]
     diagnosis = with_ends(diagnose(logs), ends)
@@ -116,13 +121,21 @@ def _diagnosed(
         if any(isinstance(finding, Cycle) for finding in likely.findings):
             logs, diagnosis = in_order, likely
             assumed.append("a rank's calls are taken to begin on the device in the order in which they were enqueued")
-    is_found = bool(diagnosis.findings or _culprits(diagnosis))
+    waits, under_way, cause = tuple(_culprits(diagnosis)), tuple[Waiter, ...](), None
+    is_found = bool(diagnosis.findings or waits)
     if is_found:
         assumed += _assumed(groups, diagnosis)
+    elif not are_thinned:
+        cause = _aside(by_rank, ends, size, max((group.followed_s for group in groups.values()), default=0.0))
+        under_way = () if cause else tuple(_met(diagnosis, groups, by_rank))
+        is_found = cause is not None and cause.certainty != "unknown"
+        if under_way:
+            assumed.append("a group has no members but those that report on it, and those of the same mesh")
     return logs, msgspec.structs.replace(
         diagnosis,
-        waits=tuple(_culprits(diagnosis)),
-        under_way=(),
+        waits=waits,
+        under_way=under_way,
+        cause=cause,
         assumed=tuple(assumed),
         open=() if is_found else tuple(_open(groups, by_rank)),
         remarks=(*remarks, *_messengers(groups, by_rank)),
@@ -143,6 +156,62 @@ def _culprits(diagnosis: Diagnosis) -> list[Missing]:
     ]
 
 
+def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int, followed_s: float) -> Cause | None:
+    """The cause that is seen without knowing who is in which group: a rank whose program has ended, the only
+    one that is in no call, or the few without a line, where all others wait. The watchdog of a rank that
+    lives hears of a timeout wherever its program is."""
+    how = {end.rank: end.how for end in ends}
+    waiting = [rank for rank, report in sorted(by_rank.items()) if _is_in_flight(report)]
+    lost = sorted(set(range(size)) - by_rank.keys() - how.keys())
+    idle = [rank for rank in by_rank if rank not in waiting and rank not in how]
+    if not waiting:
+        return None
+    if how:
+        rank = min(how)
+        what, certainty, ranks, state = "ended", "likely", tuple(how), f"has ended {how[rank]}"
+    elif not lost and len(idle) == 1 and len(waiting) > 1 and followed_s >= _LEAST_FOLLOWED_S:
+        rank = idle[0]
+        if any(group.enqueued > group.completed for group in by_rank[rank].groups.values()):
+            return None
+        what, certainty, ranks, state = "absent", "likely", (rank,), "is in no call"
+    elif lost and not idle and len(lost) <= len(waiting):
+        rank = lost[0]
+        what, certainty, ranks = "no dump", "unknown", tuple(lost)
+        state = "has left no dump, and no line of it is here: it is dead or stopped, or its log is missing"
+    else:
+        return None
+    also = f" (and so for {listed('rank', others, 8)})" if (others := [each for each in ranks if each != rank]) else ""
+    wait = "waits in a call that does" if len(waiting) == 1 else "wait in calls that do"
+    words = f"rank {rank} {state}{also}, and {listed('rank', waiting, 8)} {wait} not end"
+    return Cause(what=what, certainty=certainty, ranks=ranks, calls=(), words=words)
+
+
+def _met(diagnosis: Diagnosis, groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> Iterator[Waiter]:
+    """The waits in calls that all members that are known have come to. None where a rank is in no call, or a
+    group lacks a member that is not known: what all wait for may be that one."""
+    met: set[tuple[str, int]] = set()
+    if diagnosis.without or not all(map(_is_in_flight, by_rank.values())):
+        return
+    for name, group in groups.items():
+        own = {rank: each.groups[name] for rank, each in by_rank.items() if name in each.groups}
+        numbers = {rank: report.call.number for rank, report in own.items() if report.call}
+        if numbers and (group.fault or not _has_all(group, own)):
+            return
+        if numbers and set(numbers) == set(group.ranks) and len(set(numbers.values())) == 1 < len(numbers):
+            met.add((group.description or name, max(numbers.values())))
+    yield from (waiter for waiter in diagnosis.under_way if (waiter.call.group, waiter.call.number) in met)
+
+
+def _has_all(group: _Group, own: dict[int, GroupReport]) -> bool:
+    """Tell whether no place of a group is empty that has to be taken, as far as ranks are known."""
+    last = max(report.place for report in own.values())
+    return group.is_complete or group.is_in_mesh or len(group.ranks) >= max(2, last + 1)
+
+
+def _is_in_flight(report: RankReport) -> bool:
+    return any(group.call for group in report.groups.values())
+
+
 def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
     return tuple(finding for finding in diagnosis.findings if isinstance(finding, Mismatch))
 
@@ -150,9 +219,16 @@ def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
 # Groups
 
 
-def _groups(by_rank: dict[int, RankReport], ended: set[int]) -> dict[str, _Group]:
-    """The groups in which calls have timed out, and the one of all ranks; ``ended``: ranks whose programs have."""
-    size = max([*by_rank, *ended]) + 1
+def _job_size(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd]) -> int:
+    """How many ranks the job has at least: the last one that is seen, or as many as a call gathers from."""
+    gathered = (count for report in by_rank.values() for group in report.groups.values() for count in _sizes([group]))
+    most = max(gathered, default=0)
+    return max([*by_rank, *(end.rank for end in ends), most - 1 if most <= 2 * len(by_rank) else 0]) + 1
+
+
+def _groups(by_rank: dict[int, RankReport], ended: set[int], size: int) -> dict[str, _Group]:
+    """The groups in which calls have timed out, and the one of all ranks, in a job of ``size`` ranks; ``ended``:
+    ranks whose programs have."""
     places: dict[str, dict[int, int]] = {}
     last_ns = max(report.last_ns for report in by_rank.values())
     faults: dict[str, str] = {}
@@ -173,23 +249,26 @@ def _groups(by_rank: dict[int, RankReport], ended: set[int]) -> dict[str, _Group
         if len(named) == 1:  # split_group gives all parts one name; where parts have their own, the name is one group's
             faults.setdefault(named[0], "the groups of a mesh's dimension may all go by this name")
     groups = {}
+    in_mesh = _in_meshes(by_rank, faults, size)
     for name, of_group in places.items():
         reports = [report.groups[name] for report in by_rank.values() if name in report.groups]
         default = any(group.is_default for group in reports)
-        ranks = range(size) if default else _members(of_group, size)
+        has_all = default or size == 2 or size in _sizes(reports)
+        ranks = range(size) if has_all else in_mesh.get(name) or _members(of_group, size)
         silent = tuple(rank for rank in ranks if rank not in of_group.values())
         groups[name] = _Group(
             name,
             descriptions[name],
             tuple(ranks),
             silent,
-            is_complete=default,
+            is_complete=default or len(ranks) == size > 1,
+            is_in_mesh=name in in_mesh,
             fault=faults.get(name, ""),
             followed_s=_followed_s(reports, last_ns),
         )
-    groups = _with_only_candidates(groups, by_rank, places)
+    groups = _with_only_candidates(groups, by_rank, places, size)
     return {
-        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group, ended)
+        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group, by_rank.keys() - ended)
         for name, group in groups.items()
     }
 
@@ -202,12 +281,67 @@ def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
     return (last_ns - first_ns) / 1e9 if first_ns else 0.0
 
 
-def _reported(group: _Group, ended: set[int]) -> _Group:
-    """The group without the members that do not report on it, and have not ended: they may have been about to."""
-    late = set(group.silent) - ended
-    ranks = tuple(rank for rank in group.ranks if rank not in late)
-    silent = tuple(rank for rank in group.silent if rank in ended)
-    return replace(group, ranks=ranks, silent=silent, is_complete=group.is_complete and not late)
+def _reported(group: _Group, alive: set[int]) -> _Group:
+    """The group without the members that do not report on it, though they have lines: they may have been about to."""
+    late = set(group.silent) & alive
+    return replace(
+        group,
+        ranks=tuple(rank for rank in group.ranks if rank not in late),
+        silent=tuple(rank for rank in group.silent if rank not in late),
+        is_complete=group.is_complete and not late,
+        is_in_mesh=group.is_in_mesh and not late,
+    )
+
+
+def _in_meshes(by_rank: dict[int, RankReport], faults: dict[str, str], size: int) -> dict[str, range]:
+    """The members of the groups of each dimension of a mesh, where only one mesh of ``size`` ranks at most puts
+    ranks at the places that they report: groups of one description, or which are each rank's n-th one."""
+    dimensions: dict[str, list[tuple[str, int, int]]] = {}
+    for rank, report in by_rank.items():
+        for name, group in report.groups.items():
+            dimension = group.description or (str(group.index) if group.index > 0 else "")
+            if dimension and not group.is_default and name not in faults:
+                dimensions.setdefault(dimension, []).append((name, rank, group.place))
+    members: dict[str, range] = {}
+    for seen in dimensions.values():
+        if len(seen) < _LEAST_KNOWN:
+            continue
+        last = max(place for _, _, place in seen)
+        sizes = _sizes(by_rank[rank].groups[name] for name, rank, _ in seen)
+        fits = [
+            starts
+            for step in range(1, size // (last + 1) + 1)
+            for count in range(max(2, last + 1), size // step + 1)
+            if not sizes or count in sizes
+            if (starts := _starts(seen, step, count))
+        ]
+        if len(fits) == 1:
+            members |= fits[0]
+    return members
+
+
+def _sizes(reports: Iterable[GroupReport]) -> set[int]:
+    """How many ranks a group has by the call that timed out: as many times as much comes out of an all_gather
+    as goes in, and of a reduce_scatter the reverse. Empty: they do not say."""
+    sizes = set()
+    for report in reports:
+        call = report.call
+        kind = collective_kind(call.kind) if call else ""
+        if call and kind in ("all_gather", "reduce_scatter") and min(call.elements, call.expected) > 0:
+            small, large = sorted((call.elements, call.expected))
+            sizes.add(large // small if large % small == 0 else 0)
+    return sizes if len(sizes) == 1 and min(sizes) > 1 else set()
+
+
+def _starts(seen: Sequence[tuple[str, int, int]], step: int, count: int) -> dict[str, range]:
+    """The members of each group, if ``count`` ranks that are ``step`` apart are one; empty: they are not."""
+    members: dict[str, range] = {}
+    for name, rank, place in seen:
+        start = rank - place * step
+        group = members.setdefault(name, range(start, start + step * count, step))
+        if rank // step % count != place or group.start != start:
+            return {}
+    return members if len({group.start for group in members.values()}) == len(members) else {}
 
 
 def _members(places: dict[int, int], size: int) -> Sequence[int]:
@@ -235,7 +369,7 @@ def _least_size(places: dict[int, int], size: int) -> int:
 
 
 def _with_only_candidates(
-    groups: dict[str, _Group], by_rank: dict[int, RankReport], places: dict[str, dict[int, int]]
+    groups: dict[str, _Group], by_rank: dict[int, RankReport], places: dict[str, dict[int, int]], size: int
 ) -> dict[str, _Group]:
     """Complete the groups that lack one member where only one rank can be it.
 
@@ -243,7 +377,6 @@ def _with_only_candidates(
     divide the ranks among them. Where one group lacks a member, and one such rank has no call in
     flight, it is that one.
     """
-    size = max(by_rank) + 1
     idle = {rank for rank, report in by_rank.items() if not any(group.call for group in report.groups.values())}
     candidates: dict[str, set[int]] = {}
     for name, group in groups.items():

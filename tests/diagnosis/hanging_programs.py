@@ -94,8 +94,10 @@ _SHOWN_AS = {
     "absent": {"elsewhere", "ended", "no dump"},
     "collective": {"skipped", "extra", "steps", "threads"},
     "size": {"skipped", "extra", "steps", "threads", "dtype", "splits", "collective"},
+    "stalled": {"dtype", "splits"},
 }
-"""The names that lines of watchdogs alone may have for causes: they have no call but the one that timed out."""
+"""The names that lines of watchdogs alone may have for causes: they have no call but the one that timed out,
+no dtype, and no splits; totals of splits cannot be compared where not all members are known to be there."""
 
 
 def seen_in_lines(hang: Hang) -> Hang:

@@ -14,6 +14,7 @@ from watchdogs_in_memory import PREFIXES, RELEASES, Style, mesh_groups, watchdog
 
 from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch
+from commlayer.diagnosis.program_ends import ProgramEnd
 from commlayer.diagnosis.watchdog_lines import EITHER, WatchdogLines, read_watchdog_lines
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
 
@@ -113,6 +114,9 @@ def verdict(diagnosis: Diagnosis, truth: Fault) -> str:
     cannot tell."""
     ranks, _ = truth
     found = [*diagnosis.findings, *(each for each in diagnosis.waits if each.why != "silent")]
+    cause = diagnosis.cause
+    if not found and cause is not None and cause.certainty != "unknown":
+        return "right" if set(cause.ranks) == ranks else "wrong"
     if not found:
         assert any("cannot tell" in sentence for sentence in diagnosis.open), in_words(diagnosis)
         return "cannot tell"
@@ -198,7 +202,100 @@ def test_a_transfer_that_hangs_on_all_ranks_is_nobodys_fault(seed: int) -> None:
         diagnosis = judged(shown)
         assert not diagnosis.findings, in_words(diagnosis)
         assert not diagnosis.waits, in_words(diagnosis)
+        assert diagnosis.cause is None or diagnosis.cause.certainty == "unknown", in_words(diagnosis)
         assert diagnosis.has_found
+
+
+# What follows without knowing who is in which group
+
+
+def stopped_at(rank: int, num_calls: int, groups: Groups) -> Job:
+    """A job of which one rank makes so many calls, and no more, and none is of all ranks."""
+    program = {each: [op for op in ops if op.group != "world"] for each, ops in step_program(groups, 2).items()}
+    program[rank] = program[rank][:num_calls]
+    job = Job(groups, program)
+    run(job, random.Random(1))
+    return job
+
+
+def pairs(size: int) -> Groups:
+    """Groups of neighbours, and of ranks with one place among them, of which lines of 4 ranks tell no members."""
+    rows = {f"tp {rank}": (rank, rank + 1) for rank in range(0, size, 2)}
+    return {"world": tuple(range(size)), **rows, "dp 0": tuple(range(0, size, 2)), "dp 1": tuple(range(1, size, 2))}
+
+
+def test_the_only_rank_in_no_call_is_named_where_all_others_wait() -> None:
+    lines = watchdog_lines(stopped_at(0, 1, pairs(4)), random.Random(0), Style((2, 7), "plain"))
+    cause = judged(lines).cause
+    assert cause is not None
+    assert (cause.what, cause.certainty, cause.ranks) == ("absent", "likely", (0,))
+    assert cause.words == "rank 0 is in no call, and ranks 1, 2, 3 wait in calls that do not end"
+    in_another = [re.sub(r"(Rank 0\].* Last enqueued NCCL work: )-1", r"\g<1>1", line) for line in lines]
+    assert in_another != lines
+    assert judged(in_another).cause is None, "it may wait in a call with a longer timeout"
+    assert judged([line for line in lines if "terminated with exception" not in line]).cause is None, "too early to say"
+
+
+def test_a_rank_without_a_line_is_named_and_not_blamed() -> None:
+    job = stopped_at(2, 1, pairs(4))
+    diagnosis = judged(watchdog_lines(job, random.Random(0), Style((2, 3), "plain"), absent=(2,)))
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.what, diagnosis.cause.certainty, diagnosis.cause.ranks) == ("no dump", "unknown", (2,))
+    assert in_words(diagnosis).startswith(
+        "the cause cannot be told: rank 2 has left no dump, and no line of it is here"
+    )
+
+
+def test_a_rank_that_ended_is_named_whatever_its_groups() -> None:
+    job = stopped_at(1, 1, pairs(4))
+    lines = watchdog_lines(job, random.Random(0), Style((2, 3), "plain"), absent=(1,))
+    ((_, diagnosis),) = diagnose_watchdogs(read(lines), [ProgramEnd(1, "by SIGKILL")]).values()
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.what, diagnosis.cause.certainty, diagnosis.cause.ranks) == ("ended", "likely", (1,))
+
+
+@pytest.mark.parametrize("release", [(2, 4), (2, 7)])
+def test_places_in_groups_side_by_side_tell_the_mesh(release: tuple[int, int]) -> None:
+    """Rank 3 leaves out a call of a pair: its partner waits there alone, and who that is follows from the other pairs."""
+    groups = pairs(8)
+    program = step_program(groups, 2)
+    for rank in groups["world"]:  # in the second step only pairs make calls
+        program[rank] = [op for at, op in enumerate(program[rank]) if at < 3 or op.group.startswith("tp")]
+        program[rank].append(Op("barrier", "world", 99, 199))
+    for rank in (2, 4, 6):  # these wait in their pairs, and their partners in the barrier
+        program[rank + 1] = [op for op in program[rank + 1] if not (op.group.startswith("tp") and op.mark > 7)]
+    job = Job(groups, program)
+    run(job, random.Random(1))
+    diagnosis = judged(watchdog_lines(job, random.Random(0), Style(release, "plain")))
+    circles = [finding for finding in diagnosis.findings if isinstance(finding, Cycle)]
+    assert circles, in_words(diagnosis)
+    assert {step.call.rank for step in circles[0].steps} in ({2, 3}, {4, 5}, {6, 7})
+
+
+def test_what_a_gathering_call_gathers_tells_how_many_ranks_it_is_of() -> None:
+    """Rank 1 gathers alone in a group of all ranks, and the others wait in another one of all."""
+    groups = {"world": (0, 1, 2, 3), "shard": (0, 1, 2, 3)}
+    program = {rank: [Op("all_reduce", "world", 1, 101)] for rank in range(4)}
+    program[1] = [Op("all_gather", "shard", 1, 102)]
+    job = Job(groups, program)
+    run(job, random.Random(1))
+    diagnosis = judged(watchdog_lines(job, random.Random(0), Style((2, 7), "plain")))
+    assert any(isinstance(finding, Cycle) for finding in diagnosis.findings), in_words(diagnosis)
+
+
+def test_a_transfer_that_hangs_is_said_where_all_that_are_known_have_come() -> None:
+    groups = mesh_groups(2, 4)
+    program = step_program(groups, 2)
+    job = Job(groups, program)
+    run(job, random.Random(1))
+    job._settle()
+    for here in job.ranks.values():
+        here.done["world"] = here.issued["world"] - 1
+    job._settle = lambda: None  # type: ignore[method-assign]
+    lines = watchdog_lines(job, random.Random(0), Style((2, 7), "plain"))
+    diagnosis = judged(lines)
+    assert sorted(waiter.call.rank for waiter in diagnosis.under_way) == list(range(8))
+    assert not judged([line for line in lines if "[rank3]" not in line]).under_way, "rank 3 may not have come"
 
 
 # Lines as people post them

@@ -1,5 +1,13 @@
 """Lines as the watchdogs of torch's ProcessGroupNCCL write them, of jobs that run in memory, behind
-prefixes of launchers."""
+prefixes of launchers.
+
+They are those of ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` of torch 2.3 to 2.13: every rank's
+watchdog of a group writes the oldest call that timed out, and how far the group has come
+(``watchdogHandler``); what hears of it on all ranks, also on those that are in no call, is the monitor of
+the group of all, which writes how far that one has come (``heartbeatMonitor``). No other group of a rank
+writes anything. The groups of one dimension of a mesh share a description, as those of Megatron-LM
+(``megatron/core/parallel_state.py``) and of torch's DeviceMesh.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +120,12 @@ def watchdog_lines(
             index = [each for each, _ in own].index(key)
             group = style.group(index, guid, description, job.groups[key].index(rank))
             number, done = here.numbers[op.mark], here.done.get(key, 0)
-            size = max(op.sent, 1)
+            sent, received = _elements(op, len(job.groups[key]))
             after_s = issued_at * 0.05
             place = job.groups[key].index(rank)
             timed_out = (
                 f"[Rank {place}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
-                f"OpType={TYPES[op.kind]}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000) ran for 600000 milliseconds "
+                f"OpType={TYPES[op.kind]}, NumelIn={sent}, NumelOut={received}, Timeout(ms)=600000) ran for 600000 milliseconds "
                 "before timing out."
             )
             add(timed_out, after_s)
@@ -148,7 +156,17 @@ def watchdog_lines(
 
 def _named(job: Job, key: str) -> tuple[str, str]:
     """The GUID and the description of a group: those of one dimension of a mesh share the latter."""
-    return GUIDS.get(key) or (str(list(job.groups).index(key)), key.rpartition(" ")[0] or key)
+    return GUIDS.get(key) or (str(list(job.groups).index(key)), key.rpartition(" ")[0] or key.rstrip("0123456789"))
+
+
+def _elements(op: Op, size: int) -> tuple[int, int]:
+    """The elements that go into a call of ``size`` ranks, and those that come out of it."""
+    sent = max(op.sent, 1)
+    if op.kind == "all_gather":
+        return sent, sent * size
+    if op.kind == "reduce_scatter":
+        return sent, sent // size
+    return sent, sum(op.of) if op.of else sent
 
 
 def _in_flight(job: Job, rank: int) -> list[tuple[str, Op, int]]:
