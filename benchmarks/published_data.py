@@ -5,7 +5,7 @@ configuration that a source published again with every release, the latest witho
 others stay beside it.
 
 A row belongs to one of three groups, by nothing but its key: ``named`` (its task named it, everybody saw it), ``open`` or
-``held`` (SHA-256 of the key, modulo 3). Held rows are predicted once, when the model is frozen.
+``held`` (SHA-256 of the key, modulo 3), or ``later`` (added after the held rows were predicted). Held rows are predicted once, when the model is frozen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLIND = Path(__file__).parent / "published_blind.json"
 """Rows that nothing is made of: no interval and no constant, only a test of both."""
 
 Unit = Literal["tokens/s/GPU", "TFLOP/s/GPU", "step s"]
-Group = Literal["named", "open", "held"]
+Group = Literal["named", "open", "held", "later"]
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +35,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ``capacity``: where tokens are dropped, the factor. ``graph``: what CUDA graphs hold.
     ``layout``: of layers on the pipeline's chunks, where the source's configuration has another than the even one.
     ``gradients``: the format in which they are summed (grad_reduce_in_fp32). ``also``: the same configuration in other releases.
+    ``fitted``: the constant that was set by it: no interval is made of such a row.
     ``assumed``: what the source leaves open, and what was taken why. ``cannot``: why the planner cannot express it. ``doubt``:
     what the source itself says against a comparison.
     """
@@ -72,6 +73,8 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     also: tuple[tuple[str, float], ...] = ()
     assumed: dict[str, str] = {}
     named: bool = False
+    later: bool = False
+    fitted: str = ""
     cannot: str = ""
     doubt: str = ""
 
@@ -91,6 +94,8 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Which part of the rows it belongs to."""
         if self.named:
             return "named"
+        if self.later:
+            return "later"
         number = int(hashlib.sha256(self.key.encode()).hexdigest()[:8], 16)
         return "held" if number % 3 == 2 else "open"
 

@@ -72,7 +72,9 @@ class _Row:
 def section(found: Sequence[Outcome]) -> str:
     """How well launches explain the rows."""
     rows = [
-        _row(each, each.estimate) for each in found if each.estimate is not None and each.row.software == "megatron"
+        _row(each, each.estimate)
+        for each in found
+        if each.estimate is not None and each.row.software == "megatron" and each.row.group != "later"
     ]
     own = GPUS["h100"].waited_launch_us, GPUS["h100"].exposed_launch_us, _grace_factor()
     groups: dict[tuple[str, str], list[_Row]] = defaultdict(list)

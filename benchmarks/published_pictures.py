@@ -20,6 +20,7 @@ _LOOKS = {
     "named": (INK, "o", "named in advance"),
     "open": (BLUE, "s", "first two thirds"),
     "held": (VERMILLION, "^", "held back"),
+    "later": (GREEN, "D", "added later"),
 }
 _BAND = 0.20
 

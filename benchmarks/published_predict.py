@@ -95,7 +95,7 @@ class Outcome:
         """Return what an estimate of its kind is told."""
         return (
             None
-            if self.error is None or self.kind is None
+            if self.error is None or self.kind is None or self.row.fitted
             else CheckedRow(self.row.key, self.row.project, self.kind, round(self.error, 4))
         )
 

@@ -56,7 +56,8 @@ def from_peaks(
 
 class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster of the file. Arguments as :func:`from_peaks`; ``gpu``, ``fabric``, ``scale_up``: its names in
-    :data:`hardware.GPUS`, :data:`declared_links.FABRICS` and :data:`declared_links.SCALE_UP`."""
+    :data:`hardware.GPUS`, :data:`declared_links.FABRICS` and :data:`declared_links.SCALE_UP`; ``host``: the time of
+    its hosts' launches over those of the GPU's usual hosts."""
 
     name: str
     gpu: str
@@ -66,6 +67,7 @@ class _Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     fabric: str = "infiniband"
     scale_up: str = "nvlink"
+    host: float = 1.0
 
 
 class _Clusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +97,7 @@ def load(name: str) -> Cluster:
             f"cluster: expected the name of a known cluster or the path of a cluster file, got {shortened(name)!r}"
             f"{closest_or_all(name, names())}"
         )
-    gpu, peaks = hardware.GPUS[declared.gpu], (declared.inter_gbps, declared.intra_gbps)
+    gpu, peaks = hardware.GPUS[declared.gpu].with_host(declared.host), (declared.inter_gbps, declared.intra_gbps)
     cluster = from_peaks(name, gpu, declared.domain, *peaks, source=declared.source).on(declared.fabric)
     return cluster.replace(intra=declared_links.SCALE_UP[declared.scale_up])
 

@@ -6,7 +6,7 @@ Nothing here was measured by us, and nothing but the exposed part of a host's la
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from commlayer.profiles.errors import UsageError
@@ -36,6 +36,9 @@ class AttentionTiles(NamedTuple):
 _EXPOSED_LAUNCH_US, _WAITED_LAUNCH_US = 12.0, 25.0
 """Set by hand, with :data:`_GRACE_LAUNCHES`, by the error over the runs of Megatron-Core in benchmarks/published_rows.json, which
 do not settle them: docs/published.md says what fits take."""
+_CALL_LAUNCH_US = 110.0
+"""As much as published runs whose hosts wait allow: none of Megatron-Core's in benchmarks/published_rows.json
+takes less than 111 for a call, and AWS's of Kimi-K2 and DeepSeek-V3, a sequence a micro-batch, take 121 to 125."""
 _GRACE_LAUNCHES = 1.5
 """A Grace's launches over those of x86. For one nn.Linear they are 2.75 (37.08 and 13.48 µs: NVIDIA/TransformerEngine#2053)."""
 
@@ -59,6 +62,7 @@ class Gpu:
         launch_us: of each kernel that nothing hides.
         exposed_launch_us, waited_launch_us: the part of a kernel's launch by the host for which the GPU waits; the latter where
             the host waits for the GPU in every layer (mapping/host_launches.py).
+        call_launch_us: the least time of each call by which such a host launches kernels, whatever the GPU computes.
         host_gbps: between the GPU's memory and its host's, 1e9 B/s, as copies reach in the slower direction.
     """
 
@@ -79,6 +83,7 @@ class Gpu:
     launch_us: float = 3.0
     exposed_launch_us: float = _EXPOSED_LAUNCH_US
     waited_launch_us: float = _WAITED_LAUNCH_US
+    call_launch_us: float = _CALL_LAUNCH_US
     host_gbps: float = 53.0
     source: str = ""
 
@@ -90,9 +95,18 @@ class Gpu:
             check_number(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
         for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
             check_number(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
-        for name in ("fp8_tflops", "launch_us", "tile_us", "exposed_launch_us", "waited_launch_us"):
+        for name in ("fp8_tflops", "launch_us", "tile_us", "exposed_launch_us", "waited_launch_us", "call_launch_us"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
+
+    def with_host(self, slower: float) -> Gpu:
+        """The same GPU with a host whose launches take so many times as long."""
+        return replace(
+            self,
+            exposed_launch_us=self.exposed_launch_us * slower,
+            waited_launch_us=self.waited_launch_us * slower,
+            call_launch_us=self.call_launch_us * slower,
+        )
 
     def most_mfu(self, precision: str) -> float:
         """The largest MFU of products in ``precision``: MFU counts by the peak of BF16, which FP8's exceeds."""
@@ -226,6 +240,7 @@ def _blackwell(
         memory=0.75,
         exposed_launch_us=_EXPOSED_LAUNCH_US * launches,
         waited_launch_us=_WAITED_LAUNCH_US * launches,
+        call_launch_us=_CALL_LAUNCH_US * launches,
         host_gbps=host_gbps,
         source=f"NVIDIA's data sheet; {_BLACKWELL}; {_NARROW_HEADS}; {f'{_ULTRA}; ' if ultra else ''}{source or _PCIE5}",
     )
@@ -351,6 +366,7 @@ GPUS: dict[str, Gpu] = {
         memory=0.75,
         exposed_launch_us=_EXPOSED_LAUNCH_US * _GRACE_LAUNCHES,
         waited_launch_us=_WAITED_LAUNCH_US * _GRACE_LAUNCHES,
+        call_launch_us=_CALL_LAUNCH_US * _GRACE_LAUNCHES,
         host_gbps=300.0,
         source="peaks: NVIDIA's preliminary figures (Vera Rubin NVL72's page, as ml-engineering quotes it on 2026-08-22); 224 "
         "multiprocessors: NVIDIA's technical blog on the Rubin platform, not verified; everything that calls and products "

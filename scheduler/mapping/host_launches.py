@@ -13,14 +13,20 @@ What a CUDA graph holds is launched at once (:attr:`Software.graphs`).
 
 Of each launch a part of its time is exposed, whatever the GPU computes: most kernels of a layer are
 short, between few long ones. How much, is set by the published runs of Megatron-Core, as no
-public number says (:class:`~commlayer.scheduler.mapping.hardware.Gpu`, docs/published.md). Rejected:
-a pass that takes the longer of its launches and its kernels, whose mean error over those runs is
-19 %, where a sum has 13 %.
+public number says (:class:`~commlayer.scheduler.mapping.hardware.Gpu`, docs/published.md).
+
+A host that waits in every layer for counts cannot run ahead, so that a pass takes at least as long as
+the host is busy with its calls (:func:`host_calls`), however few tokens there are: of AWS's runs those
+with micro-batches of 1 and of 4 sequences, and with passes merged, differ by a few per cent a layer,
+and those with 4 and with 8 experts on a rank not at all.
+Rejected: this alone, without the exposed part, whose mean error over the runs of Megatron-Core is 19 %,
+where a sum has 13 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -29,7 +35,7 @@ from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.software import Graphed, Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, layer_backward, layer_forward
 
-__all__ = ["LayerLaunches", "layer_launches", "waits_for_counts"]
+__all__ = ["LayerLaunches", "host_calls", "layer_launches", "waits_for_counts"]
 
 _ROUTER, _ROUTER_BESIDE_KERNELS = 31, 17
 """Kernels of a router's forward pass, with calls of all_to_all, and where kernels dispatch (NVIDIA's
@@ -67,10 +73,34 @@ def layer_launches(
     is_held = "step" in software.graphs and not waits_for_counts(job, setup, software, posts=posts)
     if software.host == "unknown" or is_held:
         return _NOTHING
+    return _counted(job, setup, software, is_moe, _of_op)
+
+
+def host_calls(job: Job, setup: Setup, software: Software, *, is_moe: bool = True) -> LayerLaunches:
+    """Count the calls by which a host launches one layer. All experts of a rank are one call, which
+    launches their kernels in a loop of C++; a router's backward pass is taken to have as many as its
+    forward pass. Kernels that dispatch are taken to leave a host as many as calls of all_to_all:
+    AWS's Kimi-K2 takes 5 % longer with them (docs/published.md, micro-batch 1)."""
+    return _counted(job, setup, replace(software, kernels=None, fuses_experts=True), is_moe, _calls_of_op)
+
+
+def _calls_of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:
+    calls = _of_op(op, job, setup, software)
+    return LayerLaunches(calls.forward, max(calls)) if op.name == "router" else calls
+
+
+def _counted(
+    job: Job,
+    setup: Setup,
+    software: Software,
+    is_moe: bool,
+    of_op: Callable[[LayerOp, Job, Setup, Software], LayerLaunches],
+) -> LayerLaunches:
+    """Count a layer by its operations and its calls, with what graphs hold as one."""
     found: dict[str, LayerLaunches] = {}
     for op in layer_table(job.model, cut_of(setup, software), is_moe):
         part = _GRAPHED.get(op.name, "")
-        found[part] = found.get(part, _NOTHING) + _of_op(op, job, setup, software)
+        found[part] = found.get(part, _NOTHING) + of_op(op, job, setup, software)
     for forward, calls in ((1, layer_forward), (0, layer_backward)):
         for part in _parts_of(calls(job, setup, software, moe=is_moe)):
             found[part] = found.get(part, _NOTHING) + LayerLaunches(forward, 1 - forward)

@@ -37,7 +37,7 @@ from commlayer.scheduler.dispatch_price import row_maps_us
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.host_copies import host_copy
-from commlayer.scheduler.mapping.host_launches import layer_launches, waits_for_counts
+from commlayer.scheduler.mapping.host_launches import LayerLaunches, host_calls, layer_launches, waits_for_counts
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_calls import AGAIN, LayerCalls
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, TokenArrival, layer_work
@@ -86,7 +86,7 @@ class LayerBuilder:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
         self.calls = LayerCalls(job, cluster, software, pricer)
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
-        self._known_launches: dict[tuple[object, ...], tuple[Compute, Compute]] = {}
+        self._known_launches: dict[tuple[object, ...], tuple[tuple[Compute, Compute], tuple[float, float]]] = {}
         self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
@@ -180,8 +180,16 @@ class LayerBuilder:
         return self._beside_copies("reload", setup, is_moe, program)
 
     def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
-        """The time for which a layer waits for its host, forward and backward; counted once for all
-        setups that have the same."""
+        """The time for which a layer waits for its host, forward and backward."""
+        return self._launched(setup, is_moe)[0]
+
+    def least_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
+        """The time for which the host is busy with a layer, forward and backward, where it cannot
+        run ahead; else 0."""
+        return self._launched(setup, is_moe)[1]
+
+    def _launched(self, setup: Setup, is_moe: bool) -> tuple[tuple[Compute, Compute], tuple[float, float]]:
+        """What :meth:`launches` and :meth:`least_us` say; counted once for all setups that have the same."""
         by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
         posts = self.calls.are_posted(setup)
         size, tp, cp, etp = setup.gpus // setup.pp, setup.tp, setup.cp, setup.etp
@@ -198,7 +206,11 @@ class LayerBuilder:
                 Compute(self.compute.launched_us(launches, waits=waits), "host")
                 for launches in layer_launches(self.job, setup, software, is_moe=is_moe, posts=posts)
             )
-            self._known_launches[key] = forward, backward
+            calls = host_calls(self.job, setup, software, is_moe=is_moe) if waits else LayerLaunches(0, 0)
+            least = [number * self.compute.gpu.call_launch_us for number in calls]
+            if waits and software.kernels is not None:
+                least[0] += software.kernels.prepare_us  # it waits until it knows how many rows come
+            self._known_launches[key] = (forward, backward), (least[0], least[1])
         return self._known_launches[key]
 
     def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:

@@ -196,6 +196,11 @@ class StepBounds:
         if level >= 2:
             forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us
+        busy_us = sum(self.parts.builder(setup).least_us(setup, is_moe))
+        return max(busy_us, self._least_passes_us(setup, is_moe, level))
+
+    def _least_passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        """Bound the time of one layer on the GPU, forward and backward, without timing its passes."""
         computed = self._computed_us(setup, is_moe)
         if level:
             computed += self._waits_us(setup)

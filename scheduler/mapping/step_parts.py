@@ -49,7 +49,8 @@ class StepParts:
 
         def times() -> Breakdown:
             builder, program = self.builder(setup), self.merged_program(setup, is_moe)
-            return run_alone(program) if is_bound else builder.timed(program)
+            both = run_alone(program) if is_bound else builder.timed(program)
+            return _held_up(both, sum(builder.least_us(setup, is_moe)))
 
         return self.once(("merged times", is_bound, *self.layer_key(setup, is_moe)), times)
 
@@ -65,9 +66,11 @@ class StepParts:
         """The times of one layer, forward and backward."""
 
         def times() -> tuple[Breakdown, Breakdown]:
-            time = run_alone if is_bound else self.builder(setup).timed
-            forward, backward = self.programs(setup, is_moe)
-            return time(forward), time(backward)
+            builder = self.builder(setup)
+            time = run_alone if is_bound else builder.timed
+            passes = zip(self.programs(setup, is_moe), builder.least_us(setup, is_moe), strict=True)
+            forward, backward = (_held_up(time(program), least_us) for program, least_us in passes)
+            return forward, backward
 
         return self.once(("times", is_bound, *self.layer_key(setup, is_moe)), times)
 
@@ -174,6 +177,14 @@ class StepParts:
             job = replace(self.job, imbalance=ratio, loads=self.loads)
             self._builders[ratio] = LayerBuilder(job, self.cluster, self.software, self.pricer, self.compute)
         return self._builders[ratio]
+
+
+def _held_up(found: Breakdown, least_us: float) -> Breakdown:
+    """A pass that takes no less than its host is busy with it."""
+    more_us = least_us - found.total_us
+    if more_us > 0:
+        found.add(Breakdown(more_us, {"host": more_us}))
+    return found
 
 
 def _with_a_layout(setup: Setup) -> Setup:

@@ -314,14 +314,14 @@ def test_another_fabric_changes_the_network_alone() -> None:
         ("aws-p6-b300", 8, 74.0),
     ],
 )
-def test_exchanges_over_efa_have_the_published_rates(name: str, nodes: int, published: float) -> None:
-    """AWS's ep-backend-comparison: nccl-tests' alltoall of 64 MiB, bus bandwidth."""
-    assert busbw(clusters.load(name), "all_to_all", 64 * MIB, (8,) * nodes) == pytest.approx(published, rel=0.2)
+def test_exchanges_over_efa_have_half_the_published_rates(name: str, nodes: int, published: float) -> None:
+    """AWS's ep-backend-comparison: nccl-tests' alltoall of 64 MiB, bus bandwidth, of which trainings reach half."""
+    assert busbw(clusters.load(name), "all_to_all", 64 * MIB, (8,) * nodes) == pytest.approx(published / 2, rel=0.2)
 
 
 def test_kernels_are_slower_than_calls_where_the_host_posts_for_them() -> None:
-    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA behind it
-    (uccl-project/uccl#893 has five times, in FP8)."""
+    """DeepSeek-V3 over 4 nodes for a group of experts: on InfiniBand DeepEP is far ahead of all_to_all, on EFA about as
+    fast (of Kimi-K2's steps on 256 B300 DeepEP's takes 0.71 of all_to_all's time with micro-batches of 4, and 1.05 with 1)."""
     job = Job(model=load_model("deepseek-v3"), gpus=256, global_batch=512, sequence=4096)
     setup = Setup(gpus=256, ep=32, pp=8, pipeline_layout="auto", recompute="full")
     ratios = []
@@ -332,7 +332,7 @@ def test_kernels_are_slower_than_calls_where_the_host_posts_for_them() -> None:
         ]
         ratios.append(steps[0] / steps[1])
     assert ratios[0] < 0.7
-    assert ratios[1] > 1.1
+    assert 0.71 < ratios[1] < 1.05
 
 
 def test_a_ring_over_nodes_uses_every_card() -> None:
