@@ -18,7 +18,8 @@ def section(outcomes: Sequence[Outcome], rows: Sequence[CheckedRow]) -> str:
     text = """
 ### Blind rows
 
-Nothing is made of these rows (published_blind.json): no constant, and no interval. They show what both are worth.
+Nothing is made of these rows (published_blind.json): no constant, and no interval. They show what both are worth. But those
+of AWS were looked at when it was found that a [host that waits](#launches) bounds a layer, and how many calls it makes.
 """
     return "\n\n".join((prose(text), blind_table(outcomes, rows), *map(prose, _orders(outcomes))))
 

@@ -43,7 +43,7 @@ def pairs_of(outcomes: Sequence[Outcome]) -> list[Pair]:
     """All pairs of predicted rows of one source, cluster and software."""
     groups: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     for each in outcomes:
-        if each.error is not None:
+        if each.error is not None and not each.row.fitted:
             groups[each.row.project, each.row.system, each.row.software].append(each)
     return [
         pair for group, rows in groups.items() if len(rows) > 1 for one in rows for pair in _from_one(group, one, rows)
