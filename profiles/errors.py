@@ -7,6 +7,7 @@
     │   │   └── ProfileMismatchError            a sound profile, of another cluster
     │   ├── TopologyError                       a topology that is malformed, or uneven where it must be even
     │   ├── PlanError                           traffic that cannot be planned with this profile
+    │   │   └── DispatchError                   kernels that cannot send a mapping's tokens there, or in no known time
     │   ├── TensorError                         a tensor of the wrong size, dtype or device
     │   ├── GroupError                          process groups that do not form the needed grid
     │   └── SettingsError                       an unknown or malformed COMMLAYER_ variable
@@ -32,6 +33,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommlayerError",
     "DisagreementError",
+    "DispatchError",
     "GroupError",
     "InternalError",
     "NonFiniteError",
@@ -81,6 +83,10 @@ class TopologyError(UsageError):
 
 class PlanError(UsageError):
     """The error of traffic that cannot be planned with this profile."""
+
+
+class DispatchError(PlanError):
+    """The error of a library's kernels that cannot send a mapping's tokens on a cluster, or in no known time."""
 
 
 class TensorError(UsageError):

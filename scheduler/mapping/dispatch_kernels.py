@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from commlayer.profiles.errors import PlanError
+from commlayer.profiles.errors import DispatchError
 from commlayer.scheduler.mapping.hardware import Architecture
 
 __all__ = [
@@ -66,6 +66,7 @@ class DispatchKernels:
             (Megatron-Core, transformer/moe: fused_a2a.py, dispatch_with_permute; moe_utils.py, skip_routed_expert_padding);
             rates are of whole calls with such a copy.
         megatron: its name in Megatron-Core's flexible dispatcher.
+        on_amd: it runs on AMD's GPUs too.
         assumed: about which of these numbers the source says nothing, and what they were taken from.
     """
 
@@ -82,6 +83,7 @@ class DispatchKernels:
     not_posted: str = ""
     chunks: tuple[tuple[float, int, int], ...] = _CHUNKS
     permutes: bool = False
+    on_amd: bool = False
     inside_blackwell: float | None = None
     megatron: str
     assumed: str = ""
@@ -95,10 +97,10 @@ class DispatchKernels:
     def post_us(self, rows: float, num_ranks: int, architecture: Architecture, *, to_experts: bool) -> float:
         """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs.
 
-        Raises PlanError for kernels whose rows no thread of the host posts, or not at a known rate.
+        Raises DispatchError for kernels whose rows no thread of the host posts, or not at a known rate.
         """
         if not self.posted_us:
-            raise PlanError(
+            raise DispatchError(
                 f"{self.name} has no time between nodes of a network whose cards no GPU can post to: {self.not_posted}; "
                 "take another dispatcher, or experts inside a node"
             )
@@ -204,6 +206,7 @@ UCCL_EP = replace(
     posted_blackwell_us=_of_chunk(91.9 / 2, 59.6 / 2, 102.1 * 3 / 4, 95.3 * 3 / 4, 93.9 * 7 / 8, 90.5 * 7 / 8),
     # uccl-project/uccl at da914a2, ep/bench/buffer.py, get_dispatch_config and get_combine_config.
     chunks=((8, 6, 6), (16, 20, 12), (32, 32, 8), (64, 28, 20), (math.inf, 20, 12)),
+    on_amd=True,
     assumed="what comes before a dispatch, its rates for small rows and its multiprocessors are DeepEP's",
     source="uccl-project/uccl, ep/README.md, normal kernels: 4096 tokens, hidden 7168, top-8",
 )

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from commlayer.profiles.counted import counted
-from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.profiles.errors import DispatchError, InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.hardware import Gpu
@@ -201,12 +201,17 @@ def search(
         if not frontier.num_valid:
             raise UsageError(_nothing_valid(job, estimator.cluster, space))
         ranked, variants = _distinct(frontier, top) if distinct else (list(frontier.take(top)), {})
+        if not ranked and frontier.refused and not frontier.lightest:
+            raise UsageError(frontier.refused)
         if not ranked and frontier.lightest:
             raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest, margin))
         kinds = _of_kinds(frontier, ranked, estimator.cluster) if top >= _MOST_KINDS else {}
         bests = [frontier.best_of(_is_folded(folded), ranked) for folded in (False, True)]
     every = (*ranked, *kinds.values(), *filter(None, bests))
     found = {each.setup: estimator.estimate(each.setup) for each in every}  # in detail
+    if frontier.refused:
+        why = f"mappings were passed over: {frontier.refused}"
+        found = {setup: replace(each, notes=(*each.notes, why)) for setup, each in found.items()}
     best_unfolded, best_folded = (found[each.setup] if each else None for each in bests)
     return SearchResult(
         job=job,
@@ -343,6 +348,8 @@ class _Frontier:
         }
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
+        self.refused = ""
+        """Why the dispatcher cannot send the tokens of some mappings, which are passed over."""
 
     def fill(self, found: Iterable[Family], top: int) -> None:
         """Put every family on the heap, by its bound."""
@@ -405,7 +412,11 @@ class _Frontier:
     def _put_back(self, bound_us: float, alike: tuple[Family, ...], level: int) -> None:
         """With a bound that knows what its layers send: most families are never opened."""
         lead = alike[-1].lead()
-        bound = max(bound_us, self._estimator.bound_us(lead, level))
+        try:
+            bound = max(bound_us, self._estimator.bound_us(lead, level))
+        except DispatchError as error:
+            self.refused = str(error)
+            return
         heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike, lead))
 
     def _open(self, bound_us: float, family: Family) -> None:

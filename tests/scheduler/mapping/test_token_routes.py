@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from commlayer.profiles import catalog as profile_catalog
-from commlayer.profiles.errors import PlanError, UsageError
+from commlayer.profiles.errors import DispatchError, PlanError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_kernels import (
@@ -24,9 +24,10 @@ from commlayer.scheduler.mapping.dispatch_kernels import (
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.search import CLOSEST
+from commlayer.scheduler.mapping.search import CLOSEST, search
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, DISPATCHERS, MEGATRON, with_dispatcher, with_overlap
+from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.step_collectives import layer_forward
 from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.rails import distinct_nodes
@@ -223,6 +224,31 @@ def test_the_order_of_nccl_and_uccl_on_efa() -> None:
         )
         right += (by_calls < by_kernels) is (nccl < uccl)
     assert right >= 9
+
+
+@pytest.mark.parametrize("kernels", [DEEPEP, HYBRIDEP, NCCL_EP])
+def test_kernels_for_nvidia_alone_are_refused_on_amd(kernels: DispatchKernels) -> None:
+    words = f"{kernels.name} does not run on MI300X.*, which is AMD's: take nccl .RCCL. or uccl"
+    with pytest.raises(DispatchError, match=words):
+        _logical_gbps(clusters.load("mi300x"), 1, kernels)
+
+
+@pytest.mark.parametrize("dispatcher", ["hybridep", "uccl"])
+def test_a_search_passes_over_mappings_whose_tokens_cannot_be_sent(dispatcher: str) -> None:
+    job = Job(model=catalog.load("qwen3-30b-a3b"), gpus=16, global_batch=64, sequence=4096)
+    estimator = Estimator(job, P5, with_dispatcher(MEGATRON, dispatcher))
+    space = Space(tp=(1,), cp=(1,), pp=(1,), recompute=("none",))
+    found = search(job, estimator, space)
+    passed_over = [
+        note for note in found.best.notes if note.startswith("mappings were passed over: hybridep has no time")
+    ]
+    assert bool(passed_over) is (dispatcher == "hybridep")
+    assert any((each.setup.ep, each.setup.exchange) == (16, "all_to_all") for each in found.ranked) is (
+        dispatcher == "uccl"
+    )
+    if dispatcher == "hybridep":
+        with pytest.raises(UsageError, match="hybridep has no time between nodes"):
+            search(job, estimator, replace(space, ep=(16,), exchange=("all_to_all",)))
 
 
 def test_popular_experts_that_lie_together_are_met_on_fewer_nodes() -> None:
