@@ -7,7 +7,7 @@ the peak of the hardware that was measured; see :class:`Link` for how it is carr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "NETWORK",
     "NVLINK",
     "NVLINK5",
+    "NVLINK6",
     "SCALE_UP",
     "XGMI",
     "Link",
@@ -179,7 +180,8 @@ EFA = Link(
     message_us=1.0,
     measured_hops=1,
     source="AWS's awsome-distributed-training, nccl-tests of all_reduce on two p5.48xlarge; all_to_all: its "
-    "ep-backend-comparison, p5.48xlarge and p6-b300, of which trainings reach half; a hop's time by the ratio of latencies (69 to 17 µs): assumed",
+    "ep-backend-comparison, p5.48xlarge and p6-b300, of which trainings reach half; "
+    "a hop's time by the ratio of latencies (69 to 17 µs): assumed",
 )
 """AWS's Elastic Fabric Adapter under NCCL, by libfabric."""
 
@@ -272,6 +274,9 @@ NVLINK5 = Link(
 )
 """NVLink 5: B200, and GB200's racks of 72 (NVIDIA's slide has 640 GB/s for all_to_all there too)."""
 
+NVLINK6 = replace(NVLINK5, source=f"{NVLINK5.source}; of NVLink 6 nothing is published: assumed to be as NVLink 5")
+"""NVLink 6: Vera Rubin's racks of 72."""
+
 _XGMI_REACHED = 0.698
 XGMI = Link(
     # ml-engineering (stas00), network: an all_reduce of 4 GiB on 8 MI300X: bus bandwidth 312.9 GB/s of 448, on two 47.7 of 64.
@@ -288,7 +293,7 @@ XGMI = Link(
 )
 """AMD's Infinity Fabric: each of eight GPUs has a link to each other one."""
 
-SCALE_UP = {"nvlink": NVLINK, "nvlink5": NVLINK5, "xgmi": XGMI}
+SCALE_UP = {"nvlink": NVLINK, "nvlink5": NVLINK5, "nvlink6": NVLINK6, "xgmi": XGMI}
 """The links inside a domain, by the names that clusters.json has."""
 
 _MONTA_ALL_TO_ALL: Points = ((4e6, 0.427), (16e6, 0.633), (128e6, 0.741))
