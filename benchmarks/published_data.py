@@ -4,8 +4,9 @@ The rows lie in published_rows.json, as their sources print them; what we assume
 configuration that a source published again with every release, the latest without a regression that it names counts, and the
 others stay beside it.
 
-A row belongs to one of three groups, by nothing but its key: ``named`` (its task named it, everybody saw it), ``open`` or
-``held`` (SHA-256 of the key, modulo 3), or ``later`` (added after the held rows were predicted). Held rows are predicted once, when the model is frozen.
+A row belongs to one of four groups, three of them by nothing but its key: ``named`` (its task named it, everybody saw it),
+``open`` or ``held`` (SHA-256 of the key, modulo 3), or ``later`` (added after the held rows were predicted). Held rows are
+predicted once, when the model is frozen.
 """
 
 from __future__ import annotations

@@ -152,7 +152,11 @@ def _summary(
             cells = percent(mean(errors)), percent(median(errors)), str(far)
         else:
             cells = "–", "–", "–"
-        met = f"{TARGETS[group]}: {'met' if errors and _MEETS[group](errors) else '**missed**'}" if group in _MEETS else ""
+        met = (
+            f"{TARGETS[group]}: {'met' if errors and _MEETS[group](errors) else '**missed**'}"
+            if group in _MEETS
+            else ""
+        )
         lines.append((words, total, len(errors), *cells, met))
     head = ("rows", "all", "predicted", "mean", "median", "beyond 30 %", "target")
     return table(head, lines)
@@ -177,7 +181,9 @@ def _models(found: Sequence[Outcome], first: Mapping[str, Any] | None) -> str:
         )
         for model in sorted({*seen, *held})
     ]
-    return table(("model", "mean error, named, first two thirds and added later", "last third, as predicted first"), lines)
+    return table(
+        ("model", "mean error, named, first two thirds and added later", "last third, as predicted first"), lines
+    )
 
 
 def _coverage(rows: Sequence[CheckedRow]) -> str:

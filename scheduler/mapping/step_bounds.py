@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
-from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.job import ExchangeKind, Setup
 from commlayer.scheduler.mapping.layout_balance import least_slowest_us
 from commlayer.scheduler.mapping.model import layer_kinds
 from commlayer.scheduler.mapping.parameters import Stage
@@ -196,7 +197,10 @@ class StepBounds:
         if level >= 2:
             forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
             return forward.total_us + backward.total_us
-        busy_us = sum(self.parts.builder(setup).least_us(setup, is_moe))
+        builder = self.parts.builder(setup)
+        any_exchange = not level and not setup.is_merged  # another one has other calls
+        exchanges = get_args(ExchangeKind) if any_exchange else (setup.exchange,)
+        busy_us = min(sum(builder.least_us(replace(setup, exchange=each), is_moe)) for each in exchanges)
         return max(busy_us, self._least_passes_us(setup, is_moe, level))
 
     def _least_passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
