@@ -116,16 +116,16 @@ def _parts_of(calls: Iterable[StepCollective]) -> Iterable[str]:
 
 def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:
     """Count the kernels of an operation, its calls aside."""
-    in_fp8 = setup.precision != "bf16" and op.name != "router"
     forward = backward = len(op.moves) + (op.core is not None)
     for product in op.products:
         groups = 1 if software.fuses_experts else product.groups
         casts = product.casts if product.casts is not None else (groups, groups)
+        in_fp8 = setup.precision != "bf16" and not product.stays_bf16
         forward += groups + casts[0] * in_fp8
         backward += 2 * groups + casts[1] * in_fp8
     if op.name == "router":
         forward += (_ROUTER if software.kernels is None else _ROUTER_BESIDE_KERNELS) - len(op.products)
-    if op.name in ("permute", "unpermute"):  # calls bring rows by sender, and experts want them in their own order
+    if op.reorders:  # calls bring rows by sender, and experts want them in their own order
         again = software.kernels is None and job.model.experts > setup.ep
         forward, backward = forward + 1 + again, backward + 1 + again
     return LayerLaunches(forward, backward)

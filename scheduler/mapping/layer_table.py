@@ -131,7 +131,7 @@ class Product(NamedTuple):
     """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows.
 
     ``casts``: in FP8, the kernels that cast what goes in, and backward the output's gradient; None:
-    one for each group.
+    one for each group. ``stays_bf16``: in every recipe.
     """
 
     per: Per
@@ -139,6 +139,7 @@ class Product(NamedTuple):
     columns: float
     groups: int = 1
     casts: tuple[int, int] | None = None
+    stays_bf16: bool = False
 
 
 class MemoryKernel(NamedTuple):
@@ -215,6 +216,7 @@ class LayerOp:
         norm: elements for each token that the norm in it reads and writes, which ``layernorm``
             computes again; 0: there is none.
         is_routed: whether it is of the routed experts, or of the ways of tokens to them and home.
+        reorders: rows ``in`` the order of experts, or ``out`` of it; empty: it does not.
         part: of the model's layers, that which has it.
     """
 
@@ -229,6 +231,7 @@ class LayerOp:
     remade: frozenset[str] = frozenset()
     norm: float = 0.0
     is_routed: bool = False
+    reorders: Literal["", "in", "out"] = ""
     part: float = 1.0
 
     @property
@@ -711,7 +714,7 @@ def _router(model: ModelShape) -> Iterator[LayerOp]:
     yield LayerOp(
         "router",
         weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors, model.moe_vectors),),
-        products=(Product("token", model.hidden, model.experts),),
+        products=(Product("token", model.hidden, model.experts, stays_bf16=True),),
         remade=_ways("moe"),
     )
     yield LayerOp("balance")  # its losses look at the tokens of all ranks, where software does that
@@ -737,7 +740,7 @@ def _experts(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
     hidden, matrices, width = model.routed_hidden, model.matrices, model.width / cut.etp
     moe, held, local = _ways("moe"), -(-model.experts // cut.ep), max(1, model.experts // cut.ep)
     again = moe | {"megascale"}
-    yield LayerOp("permute", remade=again)
+    yield LayerOp("permute", reorders="in", remade=again)
     yield LayerOp("dispatch", remade=again)
     yield LayerOp("gather_experts", remade=again)
     weights = [Weight("experts", "edp", held * -(-model.width // cut.etp) * hidden)] * matrices
@@ -776,7 +779,7 @@ def _experts(model: ModelShape, cut: LayerCut) -> Iterator[LayerOp]:
         )
     yield LayerOp("scatter_experts", remade=moe)
     yield LayerOp("combine", remade=moe)
-    yield LayerOp("unpermute", remade=moe)
+    yield LayerOp("unpermute", reorders="out", remade=moe)
 
 
 def _ffn(model: ModelShape, cut: LayerCut, part: str, width: int) -> tuple[LayerOp, LayerOp, LayerOp]:

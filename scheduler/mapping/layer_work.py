@@ -243,11 +243,9 @@ class _Timing:
 
     def op(self, op: LayerOp) -> Times:
         """µs of one operation, by its part of the layers."""
-        total = self._reordered(op.name)
+        total = self._reordered(op.reorders) if op.reorders else _NO_TIMES
         for product in op.products:
-            # routers stay in BF16 in every recipe
-            precision = "bf16" if op.name == "router" else self.batch.precision
-            total += self._product(product, precision)
+            total += self._product(product)
         for moves in op.moves:
             rows = self.rows[moves.per]
             total += self._memory(moves.forward * rows, moves.backward * rows)
@@ -255,7 +253,8 @@ class _Timing:
             total += self._core(op.core)
         return total * op.part
 
-    def _product(self, product: Product, precision: str) -> Times:
+    def _product(self, product: Product) -> Times:
+        precision = "bf16" if product.stays_bf16 else self.batch.precision
         is_routed = product.per == "row"
         casts = product.casts or (product.groups, product.groups)
         rows = self.rows[product.per]
@@ -277,11 +276,8 @@ class _Timing:
             self.compute.attention_us(core.backward * flops, batch.precision, backward=True, tiles=tiles),
         )
 
-    def _reordered(self, name: str) -> Times:
-        """Rows on their way into the order of experts (``permute``) and home (``unpermute``);
-        nothing for other operations."""
-        if name not in ("permute", "unpermute"):
-            return Times()
+    def _reordered(self, way: str) -> Times:
+        """Rows on their way ``in`` the order of experts, or ``out`` of it."""
         batch, hidden = self.batch, self.batch.model.routed_hidden
         rows, arrival, sent = batch.rows * hidden, batch.arrival, batch.rows / self.cut.etp * hidden
         is_padded = batch.is_uneven and batch.precision != "bf16"  # Transformer Engine's Fp8Padding, and Fp8Unpadding
@@ -296,7 +292,7 @@ class _Timing:
         else:
             copied = arrival.rows * hidden + rows + padded
         # backward, gradients of their sum and of its weights
-        weighted = sent if arrival is None and name == "unpermute" else 0.0
+        weighted = sent if arrival is None and way == "out" else 0.0
         return self._memory(copied, copied + weighted)
 
     def _memory(self, forward: float, backward: float) -> Times:
