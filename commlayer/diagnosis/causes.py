@@ -136,19 +136,18 @@ def _first_shift(groups: Iterable[_Group]) -> Cause | None:
         number, odd = _first_unlike(calls)
         if len(odd) != 1:
             continue
-        other = next(each for each in calls if each != odd[0] and number in calls[each])
+        others = [each for each in calls if each != odd[0] and number in calls[each]]
+        other, is_pair = others[0], len(others) == 1  # which one of two is at fault is not seen
         if _is_by_threads(calls[odd[0]], calls[other], number):
-            return _threads(group, odd[0], other, number)
+            return _threads(group, odd[0], other, number, is_pair=is_pair)
         pairs = [(odd[0], other), (other, odd[0])]
-        pairs = [
-            pair for pair in pairs[: 2 if len(calls) == 2 else 1] if _is_known(calls[pair[0]], calls[pair[1]], number)
-        ]
+        pairs = [pair for pair in pairs[: 2 if is_pair else 1] if _is_known(calls[pair[0]], calls[pair[1]], number)]
         if pairs and all(_has_gone_on(calls[rank], number) for rank in pairs[0]):
-            return _apart(group, odd[0], other, number)
+            return _apart(group, odd[0], other, number, is_pair=is_pair)
         for its, theirs in pairs:
             shift = _shift(calls[its], calls[theirs], number)
             if shift:
-                return _shifted(group, its, theirs, number, shift)
+                return _shifted(group, its, theirs, number, shift, is_pair=is_pair)
     return None
 
 
@@ -234,35 +233,35 @@ def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
     return bool(pairs) and all(other is not None and _identity(call) == _identity(other) for call, other in pairs)
 
 
-def _shifted(group: _Group, rank: int, other: int, number: int, shift: int) -> Cause:
-    is_pair = len(group.calls) == 2
+def _shifted(group: _Group, rank: int, other: int, number: int, shift: int, *, is_pair: bool) -> Cause:
     left, made = "left out a call", "made a call too many"
     who = f"rank {rank} has {left if shift > 0 else made} of group {group.name}"
     if is_pair:
         who += f", or rank {other} has {made if shift > 0 else left}"
-    return _unlike(group, rank, other, number, "skipped" if shift > 0 else "extra", who)
+    return _unlike(group, rank, other, number, "skipped" if shift > 0 else "extra", who, is_pair=is_pair)
 
 
-def _apart(group: _Group, rank: int, other: int, number: int) -> Cause:
-    who = f"rank {rank} is at another place of its steps, as it has made more calls of group {group.name}, or fewer"
-    return _unlike(group, rank, other, number, "steps", who)
+def _apart(group: _Group, rank: int, other: int, number: int, *, is_pair: bool) -> Cause:
+    who = f"rank {rank} or rank {other}" if is_pair else f"rank {rank}"
+    who += f" is at another place of its steps, as it has made more calls of group {group.name}, or fewer"
+    return _unlike(group, rank, other, number, "steps", who, is_pair=is_pair)
 
 
-def _threads(group: _Group, rank: int, other: int, number: int) -> Cause:
+def _threads(group: _Group, rank: int, other: int, number: int, *, is_pair: bool) -> Cause:
     who = (
         f"threads of a rank make calls of group {group.name} in no certain order (give each thread a group of its own)"
     )
-    return _unlike(group, rank, other, number, "threads", who)
+    return _unlike(group, rank, other, number, "threads", who, is_pair=is_pair)
 
 
-def _unlike(group: _Group, rank: int, other: int, number: int, what: str, who: str) -> Cause:
+def _unlike(group: _Group, rank: int, other: int, number: int, what: str, who: str, *, is_pair: bool) -> Cause:
     """A cause that follows from what ``rank`` makes as a call, and ``other`` as the same one."""
     call = NamedCall.of_log(rank, group.name, group.calls[rank][number])
     theirs = NamedCall.of_log(other, group.name, group.calls[other][number])
     return Cause(
         what=what,
         certainty="likely",
-        ranks=(rank, other) if len(group.calls) == 2 else (rank,),
+        ranks=(rank, other) if is_pair else (rank,),
         calls=(call, theirs),
         words=(
             f"{who}: as call #{number} rank {rank} makes {call.kind} at {call.site}, "

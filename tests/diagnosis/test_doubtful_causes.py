@@ -273,6 +273,21 @@ def test_a_rank_without_a_dump_is_likely_the_cause_where_several_wait_for_it() -
     assert caused([*dumps[:2], done]) == ("no dump", "unknown", (3,))
 
 
+def test_of_two_ranks_that_differ_neither_is_the_odd_one() -> None:
+    """Ranks 0 and 3 are in call 5 of four ranks, from two places; the others have not come to it."""
+    world = {"world": (0, 1, 2, 3)}
+    before = [call("world", 1, 40, has_ended=True), call("world", 2, 300, kind="all_gather", has_ended=True)]
+    before += [call("world", 3, 40, has_ended=True), call("world", 4, 40, has_ended=True)]
+    dumps = [dump(rank, world, before) for rank in (1, 2)]
+    for rank, entry in ((0, call("world", 5, 300, kind="all_gather")), (3, call("world", 5, 40))):
+        dumps.append(dump(rank, world, [*before, entry]))
+    for order in (dumps, dumps[::-1]):
+        what, _, ranks = caused(order)
+        assert (what, set(ranks)) == ("steps", {0, 3})
+    agreed = [*dumps[1:], dump(1, world, [*before, call("world", 5, 40)])]
+    assert caused(agreed)[2] == (0,)
+
+
 def test_a_job_whose_calls_do_not_end_is_not_sound() -> None:
     dumps = [dump(rank, {"world": (0, 1)}, [call("world", 1)]) for rank in (0, 1)]
     assert caused(dumps)[0] == "stalled"
