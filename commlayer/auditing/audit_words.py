@@ -32,7 +32,7 @@ PLACEMENT_COLUMNS = (
     ">migration promised",
     ">took",
     ">ratio",
-    ">waited",
+    ">stood still",
     ">steps before",
     ">promised",
     ">measured",

@@ -116,10 +116,12 @@ class StepEstimate:
 
     @property
     def waits_us(self) -> dict[str, float]:
-        """The time that the step waits for each link class and for its host, by words; the longest first."""
+        """The time that the step waits for each link class, its host and other stages, by words; the longest first."""
         waits_us = {f"{link} links": us for link, us in self.links_us.items() if us > 0}
         if host_us := self.parts.get("host", 0.0):
             waits_us["its host"] = host_us
+        if bubble_us := self.parts.get("bubble", 0.0):
+            waits_us["other pipeline stages"] = bubble_us
         return dict(sorted(waits_us.items(), key=lambda each: -each[1]))
 
     @property

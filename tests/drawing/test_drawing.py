@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from html_page import HtmlPage
+from html_page import HtmlPage, NarrowTables
 
 from commlayer.drawing import (
     bench_figure,
@@ -214,6 +214,12 @@ def test_report_is_one_sound_self_contained_page(tmp_path: Path) -> None:
     assert not re.search(r"@import|url\((?!#)", text)
     assert page.tags.count("svg") >= 4
     assert "prefers-color-scheme: dark" in text
+
+
+def test_columns_of_a_report_are_visible_on_a_page_of_800_px(tmp_path: Path) -> None:
+    tables = NarrowTables(report(tmp_path)).tables
+    assert any("ratio to flat" in head for head, _ in tables)
+    assert not [(head, width) for head, width in tables if width > 760]
 
 
 def test_report_says_what_was_found(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
+from html_page import NarrowTables
 from jinja2 import UndefinedError
 
 from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, AuditedLateness, PlanEvent, RankAudit
 from commlayer.auditing.job_audit import merge_audits
+from commlayer.cli.main import main
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog
 from commlayer.diagnosis.findings import diagnose
 from commlayer.drawing.audit_report import write_audit_report
@@ -91,20 +94,20 @@ class Reader(HTMLParser):
             self.title += data
 
 
-def audit_page(folder: Path) -> str:
+def audit_page(folder: Path, name: str = LONG) -> str:
     calls = AuditedCalls(
-        collective=LONG[:64], plan=LONG[:64], up_to_bytes=1 << 22, calls=10, promised_us=1e4, measured_us=2e4,
+        collective=name[:64], plan=name[:64], up_to_bytes=1 << 22, calls=10, promised_us=1e4, measured_us=2e4,
         logical_bytes=1 << 20, wire_bytes=None,
     )  # fmt: skip
     group = AuditedGroup(
-        group=LONG, description=LONG, ranks=(0, 1), nodes=((0,), (1,)), began_s=1e9, profile=LONG, fabric_rate=0.5,
+        group=name, description=name, ranks=(0, 1), nodes=((0,), (1,)), began_s=1e9, profile=name, fabric_rate=0.5,
         node_rates=(1.0, 0.5), calls=(calls,), comparable_calls=10, late=(AuditedLateness(rank=1, calls=10, waited_us=5e4),),
-        events=(PlanEvent(time_s=1e9 + 5, call=7, what=LONG),),
+        events=(PlanEvent(time_s=1e9 + 5, call=7, what=name),),
     )  # fmt: skip
     job = merge_audits(
         [
             RankAudit(
-                job=LONG, rank=rank, world_size=2, host=LONG, pid=1, slurm_job_id="", commlayer="0", written_s=1e9 + 9,
+                job=name, rank=rank, world_size=2, host=name, pid=1, slurm_job_id="", commlayer="0", written_s=1e9 + 9,
                 is_final=True, groups=(group,),
             )
             for rank in (0, 1)
@@ -114,18 +117,18 @@ def audit_page(folder: Path) -> str:
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
-def circle_page(_: Path) -> str:
+def circle_page(_: Path, name: str = LONG) -> str:
     logs = []
     for rank in (0, 1):
-        names = [f"{name}{LONG}" for name in ("a", "b")]
-        site = Site(f"/{LONG}/train.py", 10 + rank, LONG)
+        names = [f"{each}{name}" for each in ("a", "b")]
+        site = Site(f"/{name}/train.py", 10 + rank, name)
         groups = tuple(
-            GroupLog(key=name, name=name, ranks=(0, 1), issued=int(place == rank)) for place, name in enumerate(names)
+            GroupLog(key=each, name=each, ranks=(0, 1), issued=int(place == rank)) for place, each in enumerate(names)
         )
         call = CallLog(group=rank, number=1, kind="all_reduce", site=site, thread=7)
         threads = (ThreadLog(ident=7, name="MainThread", site=site),)
         log = RankLog(job="", rank=rank, ranks=(0, 1), reason="timeout", groups=groups, calls=(call,), threads=threads)
-        logs.append(msgspec.structs.replace(log, host=LONG))
+        logs.append(msgspec.structs.replace(log, host=name))
     found = diagnose(logs)
     assert found.has_cause
     return waits_page(logs, found)
@@ -179,6 +182,25 @@ def test_no_name_makes_a_page_wider(draw: Callable[[Path], str], tmp_path: Path)
     assert re.search(r"\.scroll, figure \{ overflow-x: auto", text)
     assert text.count("<table>") == text.count('<div class="scroll" tabindex="0"><table>')
     assert text.count("<svg") == text.count("<figure><svg")
+
+
+_USABLE_PX = 800 - 2 * 20
+"""The width of a page of 800 px without its padding."""
+
+
+def mappings_page(folder: Path, _: str) -> str:
+    job = "-m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --software megatron --tp 2 --ep 8 --pp 8"
+    page = folder / "page.html"
+    shown = CliRunner().invoke(main, ["search", *job.split(), "--recompute", "full", "--report", str(page)])
+    assert shown.exit_code == 0, shown.output
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("draw", [mappings_page, audit_page, circle_page])
+def test_columns_that_matter_are_visible_on_a_page_of_800_px(draw: Callable[[Path, str], str], tmp_path: Path) -> None:
+    tables = NarrowTables(draw(tmp_path, "pipelined_copy×12")).tables
+    assert tables
+    assert not [(head, width) for head, width in tables if width > _USABLE_PX]
 
 
 def test_no_template_lets_text_through_unescaped() -> None:
