@@ -235,13 +235,16 @@ def lateness(ranks: Sequence[Selected], host_errors_ns: Mapping[int, int] | None
 
 def matched_calls(ranks: Iterable[Selected]) -> dict[_Key, _Shared]:
     """Return the records of each call on its ranks. A group that was made anew under its old name counts
-    from the beginning: then the nth record of a number belongs to the nth of the others."""
+    from the beginning: then the nth record of a number belongs to the nth of the others. All records
+    of a rank are counted, for a window may begin between the ranks of a call."""
     matched: dict[_Key, _Shared] = {}
     for rank in ranks:
         seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
-        for call in rank.calls:
+        selected = set(map(id, rank.calls))
+        for call in rank.trace.calls:
             key = call.group, call.ranks, call.sequence
-            matched.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
+            if id(call) in selected:
+                matched.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
             seen[key] += 1
     return matched
 

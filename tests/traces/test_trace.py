@@ -470,6 +470,20 @@ def test_a_group_of_the_same_name_made_anew_is_another() -> None:
     assert [(each.num_calls, each.worst_us) for each in lateness(select(traces))] == [(2, 0.0), (2, 0.0)]
 
 
+def test_a_window_that_begins_between_the_ranks_of_a_call_matches_no_other_call_with_it() -> None:
+    """Rank 1 makes the first call of a group before the window, rank 0 in it; then the group is made anew."""
+    base = replace(fake_calls(0)[1], ranks=(0, 1), sequence=0, waited=[])
+    first, again = (replace(base, enqueue_ns=ms * MS, start_ns=ms * MS, end_ns=(ms + 40) * MS) for ms in (30, 130))
+    early = replace(first, rank=1, enqueue_ns=10 * MS, start_ns=10 * MS)
+    traces = [
+        fake_trace(0, [first, again], readings=()),
+        fake_trace(1, [early, replace(again, rank=1)], readings=()),
+    ]
+    ranks = select(traces, Window(since_us=15e3))
+    assert [len(rank.calls) for rank in ranks] == [2, 1]
+    assert [(each.num_calls, each.worst_us) for each in lateness(ranks)] == [(1, 0.0), (1, 0.0)]
+
+
 def test_windows() -> None:
     def sequences(**window: Any) -> list[list[int]]:
         return [[call.sequence for call in rank.calls] for rank in select(job(), Window(**window))]
