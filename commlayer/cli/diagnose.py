@@ -3,13 +3,13 @@ rank that holds it up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.failure import refuse_damaged
+from commlayer.cli.failure import fitting, refuse_damaged
 from commlayer.cli.option_types import OUTPUT_FOLDER, PAGE, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.progress_bars import progress
@@ -18,18 +18,25 @@ from commlayer.cli.tables import echo, echo_sentence
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
-from commlayer.diagnosis.evidence import gather_evidence
+from commlayer.diagnosis.evidence import Judged, gather_evidence
 from commlayer.diagnosis.evidence_files import files_in
-from commlayer.diagnosis.explaining import LOGS, await_files, has_other_evidence, judged_in_time
+from commlayer.diagnosis.explaining import (
+    LOGS,
+    Watch,
+    has_other_evidence,
+    judged_in_time,
+)
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
+from commlayer.profiles.counted import counted
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 
 __all__ = ["diagnose_command"]
 
 
 @click.command("diagnose", cls=Command)
-@click.argument("paths", type=click.Path(path_type=Path, exists=True), metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", type=click.Path(path_type=Path), metavar="PATH...", nargs=-1, required=True)
 @click.option("--output", "-o", type=PAGE, help="Draw what was found on a page (.html).")
 @click.option(
     "--flight-recorder",
@@ -41,7 +48,8 @@ __all__ = ["diagnose_command"]
     "--watch",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Wait so long for files that tell of a hang, and diagnose once they no longer change, or the time is over.",
+    help="For so long, diagnose files that tell of a hang each time that some have come or changed, and no longer change. "
+    "Those that are there before are left out.",
 )
 @json_option
 @click.pass_context
@@ -80,39 +88,71 @@ def diagnose_command(
     """
     refused = tuple(name for name, value in (("--output", output), ("--flight-recorder", flight_recorder)) if value)
     damaged: list[str] = []
-    if watch is not None and not await_files(paths, watch):
+    answers = _awaited(paths, watch, refused, damaged) if watch else [_results(_checked(paths), refused, damaged)]
+    has_found = False
+    for results in answers:
+        logs, first = next(iter(results.values()))
+        diagnoses = {name: diagnosis for name, (_, diagnosis) in results.items()}
+        has_found = any(each.has_found for each in diagnoses.values())
+        if as_json:
+            import msgspec
+
+            content = msgspec.json.encode({"replicas": diagnoses} if len(results) > 1 else first)
+            echo(msgspec.json.format(content, indent=2).decode())
+        else:
+            for name, (its_logs, diagnosis) in results.items():
+                _show(name, its_logs, diagnosis)
+        if output is not None:
+            from commlayer.drawing.waits_page import waits_page
+
+            write_file(output, waits_page(logs, first))
+            tell("report", output)
+        if flight_recorder is not None:
+            from commlayer.diagnosis.flight_recorder import write_flight_recorder
+
+            write_flight_recorder(flight_recorder, logs)
+            echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
+    refuse_damaged(damaged)
+    ctx.exit(1 if has_found else 0)
+
+
+def _checked(paths: Sequence[Path]) -> Sequence[Path]:
+    """The paths. Raises UsageError for one that is not there."""
+    for path in paths:
+        if not path.exists():
+            raise click.UsageError(f"{path} does not exist (--watch waits for it)")
+    return paths
+
+
+def _awaited(paths: Sequence[Path], seconds: float, refused: tuple[str, ...], damaged: list[str]) -> Iterator[Judged]:
+    """Yield what :func:`_results` finds, for so many seconds each time that it differs."""
+    watch = Watch(paths)
+    before = f"; {counted(watch.num_before, 'file')} from before left out" if watch.num_before else ""
+    echo(f"waiting for files in {', '.join(map(str, paths[:4]))}{before}", err=True)
+    latest = None
+    for files in watch.each(seconds):
+        damaged.clear()
+        try:
+            results = _results(files, refused, damaged)
+        except UsageError as error:  # as of files that are half written
+            damaged[:] = [str(error)]
+        else:
+            diagnoses = {name: diagnosis for name, (_, diagnosis) in results.items()}
+            if diagnoses != latest:
+                if latest is not None:
+                    echo("")
+                yield results
+            latest = diagnoses
+        for words in damaged:
+            echo(fitting(words), err=True)
+    if latest is None and not damaged:
         raise click.UsageError(
-            f"--watch: within {watch:g} s no dumps, files {LOGS} or logs of a hang came into "
+            f"--watch: within {seconds:g} s no dumps, files {LOGS} or logs of a hang came into "
             f"{', '.join(map(str, paths[:4]))}"
         )
-    results = _results(paths, refused, damaged)
-    logs, first = next(iter(results.values()))
-    diagnoses = {name: diagnosis for name, (_, diagnosis) in results.items()}
-    if as_json:
-        import msgspec
-
-        content = msgspec.json.encode({"replicas": diagnoses} if len(results) > 1 else first)
-        echo(msgspec.json.format(content, indent=2).decode())
-    else:
-        for name, (its_logs, diagnosis) in results.items():
-            _show(name, its_logs, diagnosis)
-    if output is not None:
-        from commlayer.drawing.waits_page import waits_page
-
-        write_file(output, waits_page(logs, first))
-        tell("report", output)
-    if flight_recorder is not None:
-        from commlayer.diagnosis.flight_recorder import write_flight_recorder
-
-        write_flight_recorder(flight_recorder, logs)
-        echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
-    refuse_damaged(damaged)
-    ctx.exit(1 if any(each.has_found for each in diagnoses.values()) else 0)
 
 
-def _results(
-    paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]
-) -> dict[str, tuple[list[RankLog], Diagnosis]]:
+def _results(paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]) -> Judged:
     """The logs and the diagnosis of every replica; of one without a name, of dumps and where there are no replicas."""
     is_folder = len(paths) == 1 and paths[0].is_dir() and any(paths[0].glob(f"**/{LOGS}"))
     if is_folder and not has_other_evidence(paths):

@@ -41,7 +41,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
-__all__ = ["Evidence", "gather_evidence"]
+__all__ = ["Evidence", "Judged", "gather_evidence"]
 
 _MOST_NAMED = 4
 _RAS_BEGINS = re.compile(rb"(?m)^(?=NCCL version )")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,7 @@ from commlayer.diagnosis.recorder_dumps import begins_as_dump
 from commlayer.diagnosis.watchdog_lines import has_watchdog_lines
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["LOGS", "await_files", "explain", "has_other_evidence", "judged_in_time"]
+__all__ = ["LOGS", "Watch", "explain", "has_other_evidence", "judged_in_time"]
 
 LOGS = "calls-*.json"
 """The names of the files in which ranks write what they remember."""
@@ -83,53 +83,98 @@ def judged_in_time(evidence: Evidence) -> Judged:
     }
 
 
-def await_files(paths: Sequence[Path], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Wait until files that tell of a hang are in ``paths`` and have not changed for ``SETTLED_S``
-    seconds; at most ``timeout_s`` seconds. False: there are none."""
-    until = clock() + timeout_s
-    before, since = _sizes(paths), clock()
-    while clock() < until:
-        time.sleep(_LOOK_S)
-        now = _sizes(paths)
-        if now != before:
-            before, since = now, clock()
-        elif now and clock() - since >= SETTLED_S:
-            break
-    return bool(before)
-
-
 def has_other_evidence(paths: Sequence[Path]) -> bool:
     """Tell whether files among ``paths`` tell of a hang beside those named as ``LOGS``."""
-    return any(not path.match(LOGS) for path, *_ in _sizes(paths))
+    return any(not path.match(LOGS) for path, _ in _telling(_stamps(paths), {}))
 
 
-def _sizes(paths: Sequence[Path]) -> list[tuple[Path, int, int]]:
-    """The files that tell of a hang, each with its size and when it was last changed; of a text,
-    which a job goes on writing, without."""
-    sizes = []
+_Stamps = dict[Path, tuple[int, int]]
+"""The size of each file, and when it was last changed."""
+
+
+class Watch:
+    """The files that come to ``paths`` or change there from now on. Those of before that stay as they
+    are, are left out: ``num_before`` that tell of a hang."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self._at_first = self._now = _stamps(paths)
+        self._taken = dict(self._now)
+        self.num_before = sum(1 for _ in _telling(self._now, {}))
+
+    def each(self, timeout_s: float) -> Iterator[list[Path]]:
+        """Yield what to diagnose each time that files that tell of a hang have come or changed, and
+        then have not changed for ``SETTLED_S`` seconds.
+
+        After ``timeout_s`` seconds, or Ctrl-C, what still changes is yielded too.
+        """
+        until = time.monotonic() + timeout_s
+        latest, since = self.look(), time.monotonic()
+        try:
+            while time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                now = self.look()
+                if now != latest:
+                    latest, since = now, time.monotonic()
+                elif now and time.monotonic() - since >= SETTLED_S:
+                    yield self.taken()
+                    latest = {}
+        except KeyboardInterrupt:
+            pass
+        if latest:
+            yield self.taken()
+
+    def look(self) -> _Stamps:
+        """Find the files that have come to tell of a hang since :meth:`taken`, with their stamps; those
+        of texts, which a job goes on writing, as (0, 0)."""
+        self._now = _stamps(self.paths)
+        for file, (size, _) in self._now.items():
+            if size < self._taken.get(file, (0, 0))[0]:  # written anew
+                del self._taken[file]
+        changed = {file: stamp for file, stamp in self._now.items() if stamp != self._taken.get(file)}
+        return {file: changed[file] if kind == "data" else (0, 0) for file, kind in _telling(changed, self._taken)}
+
+    def taken(self) -> list[Path]:
+        """List what to diagnose: the paths, or where files of before are left out, all other files."""
+        self._taken = dict(self._now)
+        before = {file: stamp for file, stamp in self._at_first.items() if self._now.get(file) == stamp}
+        if any(_telling(before, {})):
+            return [file for file in self._now if file not in before]
+        return [path for path in self.paths if path.exists()]
+
+
+def _stamps(paths: Sequence[Path]) -> _Stamps:
+    stamps = {}
     for file in files_in(paths):
         with contextlib.suppress(OSError):  # renamed or removed since
-            status = file.stat()
-            kind = _kind(file, status.st_size, status.st_mtime_ns) if file.is_file() else ""
-            if kind == "text":
-                sizes.append((file, 0, 0))
-            elif kind:
-                sizes.append((file, status.st_size, status.st_mtime_ns))
-    return sizes
+            if file.is_file():
+                status = file.stat()
+                stamps[file] = status.st_size, status.st_ctime_ns  # a copy may keep its old mtime
+    return stamps
+
+
+def _telling(stamps: _Stamps, known: _Stamps) -> Iterator[tuple[Path, str]]:
+    """Yield the files that tell of a hang, with what they are. ``known``: of texts, what is new since
+    then."""
+    for file, (size, changed_ns) in stamps.items():
+        with contextlib.suppress(OSError):
+            if kind := _kind(file, size, changed_ns, known.get(file, (0, 0))[0]):
+                yield file, kind
 
 
 @lru_cache(maxsize=1 << 16)
-def _kind(path: Path, size: int, changed_ns: int) -> str:
+def _kind(path: Path, size: int, changed_ns: int, since: int) -> str:
     """``data`` or ``text`` for a file that tells of a hang, empty for another one. Raises OSError.
 
-    ``size``, ``changed_ns``: a file is looked into again when it has changed.
+    ``size``, ``changed_ns``: a file is looked into again when it has changed; ``since``: the place from
+    which on a text is.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
         is_data = path.match(LOGS) or begins_as_dump(head, path.name) or is_ras_json(head.lstrip())
         if is_data or archive_kind(head):
             return "data"
-        file.seek(max(size - _END, 0))
+        file.seek(max(size - _END, since))
         end = file.read(_END)
     tells = has_watchdog_lines(end) or has_stacks(end) or is_ras_text(end)
     return "text" if tells and b"\0" not in head else ""

@@ -7,21 +7,17 @@ import os
 import random
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from dumps_in_memory import write_dumps, write_texts
 from hanging_programs import Hang, hangs, judged, stuck
 from jobs_in_memory import Job, run
 from program_shapes import slow_jobs
 
-from commlayer.cli.main import main
-from commlayer.diagnosis import explain, explaining, in_words
+from commlayer.diagnosis import explain, in_words
 from commlayer.diagnosis.findings import Diagnosis
 from commlayer.profiles.errors import UsageError
 
@@ -173,60 +169,6 @@ def test_paths_without_dumps_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no dump", encoding="utf-8")
     with pytest.raises(UsageError, match="expected logs of commlayer, dumps of torch's Flight Recorder"):
         explain([tmp_path / "notes.txt"])
-
-
-def test_the_command_waits_for_dumps_to_come_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "SETTLED_S", 0.3)
-    monkeypatch.setattr(explaining, "_LOOK_S", 0.05)
-    waited = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--watch", "0.2"])
-    assert waited.exit_code == 2
-    assert "--watch: within 0.2 s no dumps, files calls-*.json or logs of a hang came into" in waited.output
-
-    def write() -> None:
-        time.sleep(0.2)
-        written(named("circle over 2 groups"), tmp_path / "dumps")
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--watch", "60"])
-    writer.join()
-    assert result.exit_code == 1, result.output
-    assert "cause: ranks 0 and 1 make their calls of groups" in result.output
-
-
-def test_files_that_tell_of_no_hang_are_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "SETTLED_S", 0.1)
-    monkeypatch.setattr(explaining, "_LOOK_S", 0.02)
-    (tmp_path / "config.yaml").write_text("a: 1\n", encoding="utf-8")
-    (tmp_path / "train.log").write_text("step 1\n", encoding="utf-8")
-    assert not explaining.await_files([tmp_path], 0.3)
-    written(named("circle over 2 groups"), tmp_path / "dumps")
-    moments = iter(range(1000))
-
-    def clock() -> float:
-        """Ever later, and the job's log is longer each time."""
-        with (tmp_path / "train.log").open("a", encoding="utf-8") as file:
-            file.write("step\n")
-        return next(moments) * 0.02
-
-    assert explaining.await_files([tmp_path], 2.0, clock)
-    assert next(moments) < 30, "a log that grows delays nothing"
-
-
-def test_files_that_still_change_are_diagnosed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "_LOOK_S", 0.02)
-    written(named("circle over 2 groups"), tmp_path / "dumps")
-    assert explaining.await_files([tmp_path], 0.1)
-
-
-def test_a_log_of_a_hang_counts_and_may_grow(tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    log.write_text("step\n" * 30_000 + "WorkNCCL(SeqNum=1\n", encoding="utf-8")
-    before = explaining._sizes([tmp_path])
-    with log.open("a", encoding="utf-8") as file:
-        file.write("teardown\n")
-    assert [path.name for path, *_ in before] == ["job.log"]
-    assert explaining._sizes([tmp_path]) == before
 
 
 def test_one_path_may_be_given_alone(tmp_path: Path) -> None:

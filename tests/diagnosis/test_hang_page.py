@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from dumps_in_memory import write_dumps
@@ -32,7 +37,7 @@ def commands(folder: Path, **programs: str) -> dict[str, str]:
     """Put ``commlayer``, ``python`` and scripts that stand in for other programs onto the path. Returns the environment."""
     folder.mkdir()
     main = "from commlayer.cli.main import main; main(prog_name='commlayer')"
-    programs = {"commlayer": f'exec "{sys.executable}" -c "{main}" "$@"\n', **programs}
+    programs = {"commlayer": f'exec "{sys.executable}" -c "{main}" "$@" 2> >(tee {folder}/waits >&2)\n', **programs}
     for name, script in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{script}", encoding="utf-8")
         (folder / name).chmod(0o755)
@@ -69,7 +74,7 @@ def test_the_page_is_read_at_once() -> None:
 
 
 def test_the_jobs_commands_print_the_pages_answer(tmp_path: Path) -> None:
-    """A second stands for the page's minute and a half, by the dates of dumps."""
+    """A second stands for the page's 84, by the dates of dumps."""
     pytest.importorskip("torch")
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -79,16 +84,91 @@ def test_the_jobs_commands_print_the_pages_answer(tmp_path: Path) -> None:
         (folder / name[1]).write_text(program, encoding="utf-8")
     module = folder / "dump_on_hang.py"
     shown = module.read_text(encoding="utf-8")
-    written = "        file.write(dump)\n"
-    assert shown.count(written) == shown.count("long_s=90") == 1
-    later = "    os.utime(prefix + os.environ['RANK'], (time.time() + 90,) * 2)\n"
-    module.write_text(shown.replace("long_s=90", "long_s=1").replace(written, written + later), encoding="utf-8")
+    written = "_dump_fr_trace())\n"
+    assert shown.count(written) == shown.count("7e5") == 1
+    later = " " * 12 + "os.utime(prefix + os.environ['RANK'], (time.time() + 90,) * 2)\n"
+    module.write_text(shown.replace("7e5", "7e3").replace(written, written + later), encoding="utf-8")
     (script,) = blocks(PAGE, "bash")
     torchrun = f'exec "{sys.executable}" -m torch.distributed.run "$@"\n'
     environment = commands(tmp_path / "bin", torchrun=torchrun)
     said = said_before("ranks 0 and 1 wait", script, folder, environment).replace(str(folder), FOLDER)
     (answer,) = blocks(PAGE, "text")
     assert said.split() == answer.split()
+
+
+class Over(Exception):
+    """The end of the time that a test lets the module look for."""
+
+
+@pytest.fixture
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Callable[[], object]]], list[Any]]:
+    """Returns what runs the page's module as rank 0, on a recorder of the test's own. A step is done before each look."""
+    calls: list[dict[str, Any]] = []
+    recorder = SimpleNamespace(_dump_fr_trace=lambda *_: pickle.dumps({"entries": calls}))
+    for name, module in (("torch", object()), ("torch._C", object()), ("torch._C._distributed_c10d", recorder)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_rank_")
+    monkeypatch.setenv("RANK", "0")
+    (source,) = [block for block in blocks(PAGE, "python") if block.startswith("# dump_on_hang.py")]
+    program: dict[str, Any] = {}
+
+    def run_steps(steps: list[Callable[[], object]]) -> list[Any]:
+        left = iter(steps)
+
+        def sleep(_: float) -> None:
+            step = next(left, None)
+            if step is None:
+                raise Over
+            step()
+
+        exec(source.partition("threading.Thread")[0], program)
+        program["time"] = SimpleNamespace(sleep=sleep, time_ns=time.time_ns)
+        with pytest.raises(Over):
+            program["dump_on_hang"]()
+        return calls
+
+    run_steps([])
+    return run_steps
+
+
+def waits(calls: list[Any], number: int, seconds: float, *, retired: bool = False) -> None:
+    created_ns = time.time_ns() - int(seconds * 1e9)
+    calls[:] = [{"record_id": number, "time_created_ns": created_ns, "timeout_ms": 120_000, "retired": retired}]
+
+
+def dates_from(path: Path, seconds: float) -> None:
+    """Have a file be as if written so many seconds from now."""
+    path.touch()
+    os.utime(path, (time.time() + seconds,) * 2)
+
+
+def test_the_module_dumps_at_each_hang_and_at_no_sound_pause(
+    tmp_path: Path, look: Callable[[list[Callable[[], object]]], list[Any]]
+) -> None:
+    dump, other, calls = tmp_path / "trace_rank_0", tmp_path / "trace_rank_1", look([])
+    for path in (dump, other):
+        dates_from(path, -3600)  # an earlier job's
+    has_dumped = []
+
+    def see() -> None:
+        has_dumped.append(dump.stat().st_size > 0)
+        written = dump.stat().st_mtime
+        dump.write_bytes(b"")
+        os.utime(dump, (written, written))
+
+    look(
+        [
+            lambda: waits(calls, 3, 80),
+            lambda: [see(), waits(calls, 3, 90, retired=True)],
+            lambda: [see(), waits(calls, 4, 86)],
+            lambda: [see(), waits(calls, 4, 88)],
+            lambda: [see(), waits(calls, 5, 86)],
+            lambda: [see(), waits(calls, 6, 1), dates_from(other, 40)],
+            lambda: [see(), dates_from(dump, 41)],
+            see,
+        ]
+    )
+    assert has_dumped == [False, False, True, False, True, True, False]
 
 
 # The lines for launchers, with dumps of a job that ran in memory
@@ -101,7 +181,8 @@ def rank(tmp_path: Path) -> str:
     job = Job({"dp": (0, 1), "tp": (0, 1)}, {0: [a, b], 1: [b, a]})
     run(job, random.Random(1))
     write_dumps(tmp_path / "written", job, random.Random(1), has_timing=True)
-    return f'cp -p {tmp_path}/written/*trace_rank_$RANK* "$TORCH_FR_DUMP_TEMP_FILE$RANK"; exit 1'
+    awaited = f"until grep -q waiting {tmp_path}/bin/waits; do sleep 0.1; done"
+    return f'{awaited}; cp -p {tmp_path}/written/*trace_rank_$RANK* "$TORCH_FR_DUMP_TEMP_FILE$RANK"; exit 1'
 
 
 ANSWER = "cause: ranks 0 and 1 make their calls of groups the dp, the tp in different orders"
