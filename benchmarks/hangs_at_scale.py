@@ -3,7 +3,8 @@
 ``python benchmarks/hangs_at_scale.py`` writes what the ranks of a job leave when one of them makes two
 calls in another order: dumps of torch's Flight Recorder as NCCL's ranks pickle them, and the lines of
 their watchdogs, a log for each node. Then it runs ``commlayer diagnose`` on each, and prints the seconds,
-the most memory of its processes, and what was found. ``--keep FOLDER`` keeps the files.
+the most memory of all its processes together (PSS, which counts shared pages once) and of the largest
+one, and what was found. ``--keep FOLDER`` keeps the files.
 
 A rank is in the group of all ranks, and in those of a mesh of eight-way tensor, two-way context, sixteen-way data
 and four-way pipeline parallelism, with expert parallelism among the data parallel ranks (1,024 ranks). Its calls
@@ -53,6 +54,8 @@ NUM_LOST = 100
 NUM_LAST = 40
 """The calls at the end of the program that are run; those before have ended on all ranks."""
 NODE = 8
+SAMPLED_S = 0.2
+"""The time between two looks at the memory of all processes."""
 HANGS = ("order", "absent")
 
 
@@ -173,7 +176,11 @@ def measured(folder: Path) -> str:
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         child = subprocess.Popen(command, stdout=output)
-        _, status, usage = os.wait4(child.pid, 0)  # with the processes that it has started
+        most_bytes = 0
+        while (ended := os.wait4(child.pid, os.WNOHANG))[0] == 0:
+            most_bytes = max(most_bytes, tree_bytes(child.pid))
+            time.sleep(SAMPLED_S)
+        _, status, usage = ended  # with the processes that it has started
         seconds = time.perf_counter() - began
         child.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
@@ -182,8 +189,23 @@ def measured(folder: Path) -> str:
     cause = answer.get("cause") or {"words": "; ".join(answer.get("open", ["nothing"]))}
     return (
         f"{folder.name} ({num_bytes / 1e6:.0f} MB): {seconds:.1f} s, processor {usage.ru_utime + usage.ru_stime:.1f} s, "
-        f"largest process {usage.ru_maxrss / 1e6:.2f} GB, exit status {child.returncode}: {cause['words']}"
+        f"at most {most_bytes / 1e9:.2f} GB in all processes, {usage.ru_maxrss * 1024 / 1e9:.2f} GB in the largest, exit status {child.returncode}: {cause['words']}"
     )
+
+
+def tree_bytes(pid: int) -> int:
+    """The memory of a process and of those that it has started, with each shared page counted once; 0 where it is over."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        children = [
+            int(each)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for each in (task / "children").read_text(encoding="ascii").split()
+        ]
+    except OSError:  # it has ended
+        return 0
+    own = int(rollup.partition("\nPss:")[2].split()[0]) * 1024
+    return own + sum(map(tree_bytes, children))
 
 
 if __name__ == "__main__":
