@@ -189,7 +189,8 @@ def measured(folder: Path) -> str:
     cause = answer.get("cause") or {"words": "; ".join(answer.get("open", ["nothing"]))}
     return (
         f"{folder.name} ({num_bytes / 1e6:.0f} MB): {seconds:.1f} s, processor {usage.ru_utime + usage.ru_stime:.1f} s, "
-        f"at most {most_bytes / 1e9:.2f} GB in all processes, {usage.ru_maxrss * 1024 / 1e9:.2f} GB in the largest, exit status {child.returncode}: {cause['words']}"
+        f"at most {most_bytes / 1e9:.2f} GB in all processes, "
+        f"{usage.ru_maxrss * 1024 / 1e9:.2f} GB in the largest, exit status {child.returncode}: {cause['words']}"
     )
 
 
