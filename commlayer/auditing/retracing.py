@@ -122,8 +122,8 @@ class _Trail:
             add("decoding", decode.target, [decode.source], True)
         for message in moves.receives:
             sent = self._sent(message.peer, step, member, message.tag)
-            place, hop = _Place(message.peer, sent), Hop(step, "message", message.peer, member)
-            writes.append(_Write(self._known(message.region), (place,), hop, False, True))
+            source, hop = _Place(message.peer, sent), Hop(step, "message", message.peer, member)
+            writes.append(_Write(self._known(message.region), (source,), hop, False, True))
         return self._written.setdefault((member, step), writes[::-1])
 
     def _sent(self, member: int, step: int, to: int, tag: int) -> Region:

@@ -64,9 +64,9 @@ def audit_command(
     if as_prometheus and as_json:
         raise click.UsageError("--prometheus and --json are two ways to print the same: choose one")
     refused = tuple(name for name, value in (("--output", output), ("--job", job)) if value)
-    places = of_replicas(path, audit_name("*"), refused) if path.is_dir() else [("", path)]
+    sources = of_replicas(path, audit_name("*"), refused) if path.is_dir() else [("", path)]
     damaged: list[str] = []
-    audits = {name: read_audits(place, job, damaged) for name, place in places}
+    audits = {name: read_audits(where, job, damaged) for name, where in sources}
     merged = {name: merge_audits(each) for name, each in audits.items()}
     notes = {name: _notes(each, is_folder=path.is_dir()) for name, each in merged.items()}
     if output is not None:
@@ -156,8 +156,8 @@ def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[t
     """The rows with the largest differences, in the order in which they were."""
     if show_all or len(rows) <= _MOST_ROWS:
         return rows
-    by_difference = sorted(range(len(rows)), key=lambda place: -abs(_difference_us(*rows[place])))
-    return [rows[place] for place in sorted(by_difference[:_MOST_ROWS])]
+    by_difference = sorted(range(len(rows)), key=lambda index: -abs(_difference_us(*rows[index])))
+    return [rows[index] for index in sorted(by_difference[:_MOST_ROWS])]
 
 
 def _difference_us(group: GroupTotals, calls: CallTotals) -> float:

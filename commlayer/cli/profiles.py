@@ -97,18 +97,18 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def diff_(a: str, b: str, as_json: bool) -> None:
     """Compare two profiles; exit status 0 if their content is equal, 1 if it differs."""
-    left, right = catalog.load_profile(a), catalog.load_profile(b)
-    differences, ratios = diff(left, right), _ratios(left, right)
+    first, second = catalog.load_profile(a), catalog.load_profile(b)
+    differences, ratios = diff(first, second), _ratios(first, second)
     if as_json:
         print_json(
-            {"a": left.name, "b": right.name, "same": not differences, "differences": differences, "ratios": ratios}
+            {"a": first.name, "b": second.name, "same": not differences, "differences": differences, "ratios": ratios}
         )
     elif not differences:
-        echo_sentence(f"{a} and {b}: equal content ({left.fingerprint})")
+        echo_sentence(f"{a} and {b}: equal content ({first.fingerprint})")
     else:
         changes = ["" if d.change is None else f"{d.change:+.1%}" for d in differences]
         rows = [[d.field, *_shortened(d.a, d.b), change] for d, change in zip(differences, changes, strict=True)]
-        print_table(["field", f"~{left.name}", f"~{right.name}", ">change"], rows)
+        print_table(["field", f"~{first.name}", f"~{second.name}", ">change"], rows)
         if ratios:
             echo()
             cells, above = [], ""
@@ -117,7 +117,7 @@ def diff_(a: str, b: str, as_json: bool) -> None:
                 above = entry["curve"]
                 times = [f"{entry['a_us']:.5g}", f"{entry['b_us']:.5g}"]
                 cells.append([name, format_bytes(entry["bytes"]), *times, f"{entry['ratio']:.3f}"])
-            print_table(["curve", ">size", f">{left.name} us", f">{right.name} us", ">ratio"], cells)
+            print_table(["curve", ">size", f">{first.name} us", f">{second.name} us", ">ratio"], cells)
     sys.exit(1 if differences else 0)
 
 
@@ -249,21 +249,21 @@ def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
     """
     others = {curve.key: curve for curve in b.curves}
     ratios = []
-    for left in a.curves:
-        right = others.get(left.key)
-        if right is None or right == left:
+    for first in a.curves:
+        second = others.get(first.key)
+        if second is None or second == first:
             continue
-        sizes = sorted(set(left.bytes) & set(right.bytes))
+        sizes = sorted(set(first.bytes) & set(second.bytes))
         if not sizes:
-            either = sorted({*left.bytes, *right.bytes})
-            sizes = [n for n in either if not (left.is_extrapolated(n) or right.is_extrapolated(n))]
+            either = sorted({*first.bytes, *second.bytes})
+            sizes = [n for n in either if not (first.is_extrapolated(n) or second.is_extrapolated(n))]
         ratios += [
             {
-                "curve": f"{left.collective} {left.link} {left.group_size}",
+                "curve": f"{first.collective} {first.link} {first.group_size}",
                 "bytes": size,
-                "a_us": rounded(left.at(size)),
-                "b_us": rounded(right.at(size)),
-                "ratio": rounded(right.at(size) / left.at(size), 6),
+                "a_us": rounded(first.at(size)),
+                "b_us": rounded(second.at(size)),
+                "ratio": rounded(second.at(size) / first.at(size), 6),
             }
             for size in sizes
         ]

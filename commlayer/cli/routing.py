@@ -108,7 +108,7 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
         if layer >= loads.num_layers:
             raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
         draw(picture, loads_figure(loads, layer, {f"{counted(ranks, 'rank')}, experts in order": by_rank[:, layer]}))
-    rows = [_layer_row(loads, by_rank, place) for place in range(loads.num_layers)]
+    rows = [_layer_row(loads, by_rank, index) for index in range(loads.num_layers)]
     if as_json:
         names = ("steps", "stride", "experts", "top_k", "source")
         values = (loads.num_steps, loads.stride, loads.num_experts, loads.top_k, loads.source)

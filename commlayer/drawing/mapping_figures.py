@@ -207,16 +207,16 @@ def _stacked(
     end = max(1.34 * longest, 1.04 * max(limits, default=0.0))
     named: list[tuple[Rectangle, str, str]] = []
     for row, parts in enumerate(bars.values()):
-        left = 0.0
+        edge = 0.0
         for part in shown:
             width = parts.get(part, 0.0)
             colour = colours.get(part, _REST)
-            drawn = axes.barh(row, width, _BAR, left=left, color=colour, edgecolor=PAPER, linewidth=0.6, zorder=2)
+            drawn = axes.barh(row, width, _BAR, left=edge, color=colour, edgecolor=PAPER, linewidth=0.6, zorder=2)
             named += [(bar, part, colour) for bar in drawn if width > _LEAST * end]
-            left += width
+            edge += width
         # a line of a limit must not strike what is written there through
-        left = max([left, *(limit for limit in limits if left <= limit < left + _END * longest)])
-        axes.text(left + 0.01 * longest, row, ends[row], va="center", color=INK, fontsize=8.5, zorder=4)
+        edge = max([edge, *(limit for limit in limits if edge <= limit < edge + _END * longest)])
+        axes.text(edge + 0.01 * longest, row, ends[row], va="center", color=INK, fontsize=8.5, zorder=4)
     for limit in limits:
         axes.axvline(limit, color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), zorder=3)
     name_rows(axes, list(bars))
@@ -253,10 +253,10 @@ def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> N
         # do not.
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
         ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
-        left, width, row = bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2
+        start, width, row = bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2
         behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}  # a line of a limit must not strike it through
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "zorder": 4, "bbox": behind}
-        written.append((bar, bar.axes.text(left + width / 2, row, part, color=ink, **look)))  # type: ignore[union-attr]
+        written.append((bar, bar.axes.text(start + width / 2, row, part, color=ink, **look)))  # type: ignore[union-attr]
     figure.draw_without_rendering()
     for bar, text in written:
         room, needed = bar.get_window_extent(), text.get_window_extent()

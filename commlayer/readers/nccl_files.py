@@ -215,21 +215,21 @@ def _says_itself(content: Any) -> bool:
 
 def _objects(lines: Sequence[str], where: str) -> list[Any]:
     """The objects of a file that has one a line; of the last line a part may be missing, as a job that was killed leaves it."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for number, line in enumerate(lines, start=1):
         each = _object(line)
         if each is None and number < len(lines):
             raise ProfileError(f"{where}: line {number}: expected one JSON object a line, got {line[:60]!r}")
-        found += [] if each is None else [each]
-    return found
+        entries += [] if each is None else [each]
+    return entries
 
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _of_text(text: str, where: str, collective: str, nodes: tuple[int, ...]) -> NcclRun:
@@ -278,15 +278,15 @@ def _of_json(
         f"nccl-tests' JSON {os.path.basename(where)}",
         kind=file.profile_kind,
     )
-    found = []
+    runs = []
     for name, times in groups.items():
         key = _key(name)
         test = key[0] if key else collective or _program(program, where)
         cluster = nodes or _nodes(all_hosts if key else hosts, where)  # a curve's key says of how many of them it is
-        found.append(
+        runs.append(
             replace(base, collective=test, nodes=cluster, times_us=times, key=key, holdout_error=file.holdout_error)
         )
-    return found, []
+    return runs, []
 
 
 def _key(name: str) -> tuple[str, str, int] | None:
@@ -359,10 +359,10 @@ def _rows(data: bytes, where: str) -> list[dict[str, Any]]:
         file = ParquetFile(BufferReader(data))
         if file.metadata.num_rows > _MOST_ROWS:
             raise ProfileError(f"{where}: expected at most {_MOST_ROWS:,} rows, got {file.metadata.num_rows:,}")
-        found: list[dict[str, Any]] = file.read(columns=list(_TabledTime.__struct_fields__)).to_pylist()
+        table_rows: list[dict[str, Any]] = file.read(columns=list(_TabledTime.__struct_fields__)).to_pylist()
     except (OSError, ValueError) as error:
         raise ProfileError(f"{where}: expected a parquet table with times of NCCL: {error}") from error
-    return found
+    return table_rows
 
 
 def _program(program: str, where: str) -> str:
@@ -474,12 +474,12 @@ def _group_number(curve: Curve, sizes: Sequence[int], at: tuple[int, int, int]) 
     neighbours inside a node, as many ranks of each node between them, one rank in itself.
 
     ``sizes``: ranks of each node; ``at``: the rank's node, its place there, and itself."""
-    node, place, rank = at
+    node, local_rank, rank = at
     if curve.link is Resource.DEVICE:
         return rank
     if curve.link is Resource.INTRA:
-        return node * -(-max(sizes) // curve.group_size) + place // curve.group_size
-    return 0 if curve.group_size == sum(sizes) else place // max(1, curve.group_size // len(sizes))
+        return node * -(-max(sizes) // curve.group_size) + local_rank // curve.group_size
+    return 0 if curve.group_size == sum(sizes) else local_rank // max(1, curve.group_size // len(sizes))
 
 
 def nccl_tests_json(profile: Profile) -> dict[str, str]:
@@ -489,22 +489,22 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
     profile of what was read has the same times.
     """
     nodes = Topology.parse(profile.topology).nodes
-    found = {}
+    texts = {}
     for curve in profile.curves:
         factor = bus_factor(curve.collective, curve.group_size)
         name = f"{curve.collective}_{curve.link}_{curve.group_size}"
         devices = [
             {
                 "rank": rank,
-                "group": _group_number(curve, [len(each) for each in nodes], (node, place, rank)),
+                "group": _group_number(curve, [len(each) for each in nodes], (node, local_rank, rank)),
                 "pid": 0,
                 "hostname": f"node{node}",
-                "device": place,
+                "device": local_rank,
                 "device_hex": "",
                 "device_info": "",
             }
             for node, ranks in enumerate(nodes)
-            for place, rank in enumerate(ranks)
+            for local_rank, rank in enumerate(ranks)
         ]
         results = [
             {
@@ -535,5 +535,5 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
             "holdout_error": curve.holdout_error,
             "profile_kind": profile.kind,
         }
-        found[f"{name}.json"] = json.dumps(content, indent=1) + "\n"
-    return found
+        texts[f"{name}.json"] = json.dumps(content, indent=1) + "\n"
+    return texts
