@@ -126,7 +126,7 @@ def test_doctor_says_what_undoes_lanes_on_cuda() -> None:
         "NCCL_IB_SL": "3",
         "NCCL_IB_TC": "96",
     }
-    by_name = lines(NEW, **undoing, NCCL_LAUNCH_ORDER_IMPLICIT="1")
+    by_name = lines(NEW, FIELDS, **undoing, NCCL_LAUNCH_ORDER_IMPLICIT="1")
     for name, value in undoing.items():
         assert by_name[name][:3] == ("warn", name, value)
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" in by_name["CUDA holds"][3]
