@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from commlayer.diagnosis.evidence_files import named
 from commlayer.diagnosis.recorder_dumps import RANK_LIMIT, Dump, Entry
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -113,7 +114,7 @@ class DumpGroups:
             ranks = self.ranks if description == "default_pg" else self.users[name]
         if dump.rank not in ranks:
             raise UsageError(
-                f"{dump.path}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
+                f"{named(dump.path)}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
                 f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
             )
         return DumpGroup(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")

@@ -48,11 +48,12 @@ from commlayer.diagnosis.dump_groups import (
     entry_bytes,
     entry_dtype,
 )
+from commlayer.diagnosis.evidence_files import named
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, diagnose
 from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
 from commlayer.diagnosis.program_stacks import ProgramPlace, with_places
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
-from commlayer.profiles.counted import listed
+from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 
@@ -85,12 +86,18 @@ def diagnose_dumps(
         logs, diagnosis = _read(dumps, groups)
     is_on_device = _is_on_device(dumps)
     has_messages = _has_messages(dumps)
+    left_out = sum(dump.num_left_out for dump in dumps)
     diagnosis = msgspec.structs.replace(
         with_ends(with_places(diagnosis, places), ends),
-        assumed=(*diagnosis.assumed, *_assumed(diagnosis, logs, groups, is_on_device=is_on_device)),
+        assumed=(
+            *diagnosis.assumed,
+            *([_LEFT_OUT.format(counted(left_out, "call"))] if left_out else []),
+            *_assumed(diagnosis, logs, groups, is_on_device=is_on_device),
+        ),
         open=tuple(_open(dumps, outdated, has_messages=has_messages)),
     )
     doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
+    doubts += [_IN_OWN_GROUP] if left_out else []
     diagnosis = _doubted(diagnosis, dumps, doubts, outdated)
     circles_are = "unknown" if has_messages else "likely"
     return logs, with_cause(diagnosis, logs, circles_are, knows_members=not groups.inferred)
@@ -107,7 +114,7 @@ def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Du
             names = [name for name, ranks in dump.group_ranks.items() if (name, ranks) in wrong_lists]
             if names:
                 damaged.append(
-                    f"{dump.path}: expected of group {shortened(names[0])} the ranks that the other dumps tell of, got "
+                    f"{named(dump.path)}: expected of group {shortened(names[0])} the ranks that the other dumps tell of, got "
                     "others: give the dumps of one job; it is left out"
                 )
             else:
@@ -226,6 +233,10 @@ def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, 
 _IN_MESSAGE = "it may be in a message, which Gloo's recorder leaves out", "unknown"
 _NO_MESSAGES = "Gloo's recorder leaves messages out", "likely"
 _OLDER = "the one that is here is older than this call"
+_IN_OWN_GROUP = "it may be in a call of commlayer's groups, of which torch's recorder sees but some", "unknown"
+_LEFT_OUT = (
+    "{} of commlayer's own groups are left out, as torch's recorder sees but some: give the calls-*.json of ranks"
+)
 _ONLY_LATE = "it may only be late: no call has taken as long as its timeout", "likely"
 
 
@@ -342,7 +353,7 @@ def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
         if entry.message is not None:
             if entry.message.peer >= len(group.ranks):
                 raise UsageError(
-                    f"{dump.path}: expected messages between the {len(group.ranks)} ranks of group "
+                    f"{named(dump.path)}: expected messages between the {len(group.ranks)} ranks of group "
                     f"{shortened(group.name)}, got {shortened(entry.profiling_name)}"
                 )
             peer = sorted(group.ranks)[entry.message.peer]

@@ -18,7 +18,7 @@ from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_readings import diagnose_dumps, without_contradictions
-from commlayer.diagnosis.evidence_files import EvidenceFile, each_file
+from commlayer.diagnosis.evidence_files import EvidenceFile, each_file, named
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import parse_log
 from commlayer.diagnosis.program_ends import ProgramEnd, has_ends, read_ends, with_ends
@@ -39,7 +39,7 @@ from commlayer.diagnosis.watchdog_lines import (
 from commlayer.diagnosis.watchdog_readings import diagnose_watchdogs
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import shortened
+from commlayer.profiles.printable import printable, shortened
 
 __all__ = ["Evidence", "Judged", "gather_evidence"]
 
@@ -54,9 +54,10 @@ Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 class Evidence:
     """All that was found in files, by kind. ``dump_paths``: dumps that have not been read yet;
     ``unknown``: names of files of no kind; ``keeps_all``: all calls of dumps are kept, also those that
-    ended long ago."""
+    ended long ago; ``log_names``: the files of ``logs``, by rank."""
 
     logs: list[RankLog] = field(default_factory=list)
+    log_names: dict[int, str] = field(default_factory=dict)
     dump_paths: list[Path] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
     watchdogs: list[tuple[str, bytes]] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Evidence:
             raise UsageError("\n".join(damaged))
         raise UsageError(
             "expected logs of commlayer, dumps of torch's Flight Recorder, logs with lines of NCCL's watchdogs, outputs of "
-            f"ncclras or stacks, got {self.in_words() or 'no file in ' + ', '.join(map(str, paths[:4]))}"
+            f"ncclras or stacks, got {self.in_words() or 'no file in ' + ', '.join(map(named, paths[:4]))}"
         )
 
     def read_dumps(self, damaged: list[str], advance: Callable[[str], None] = lambda _: None) -> None:
@@ -161,7 +162,7 @@ class Evidence:
             )
         if self.unknown:
             more = ", …" if len(self.unknown) > _MOST_NAMED else ""
-            names = ", ".join(shortened(name) for name in self.unknown[:_MOST_NAMED])
+            names = ", ".join(named(name) for name in self.unknown[:_MOST_NAMED])
             parts.append(f"{counted(len(self.unknown), 'file')} not understood: {names}{more}")
         return "; ".join(parts)
 
@@ -209,7 +210,7 @@ def gather_evidence(
         try:
             _take(evidence, file)
         except UsageError as error:  # noqa: PERF203
-            damaged.append(str(error))
+            damaged.append(printable(str(error), keep=""))
     return evidence
 
 
@@ -222,11 +223,29 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
         else:
             evidence.dumps.append(read_dump(name, file.content(), file.written_ns, keeps_all=evidence.keeps_all))
     elif name.name.startswith("calls-") and head[:1] == b"{":
-        evidence.logs.append(parse_log(file.content(), name))
+        _take_log(evidence, parse_log(file.content(), name), printable(file.name, keep=""))
     elif is_ras_json(head):
         evidence.ras.append(read_ras(file.name, file.content()))
     elif b"\0" in head or not _take_text(evidence, file):
         evidence.unknown.append(file.name)
+
+
+def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
+    """Take the log of a rank, of several of one job the newest. Raises UsageError, which names one that is left out."""
+    other = next((each for each in evidence.logs if (each.job, each.rank) == (log.job, log.rank)), None)
+    if other == log:
+        return
+    newer_name, older_name = name, evidence.log_names.get(log.rank, "")
+    if other is not None and log.now_ns < other.now_ns:
+        newer_name, older_name = older_name, newer_name
+    else:
+        evidence.logs = [*(each for each in evidence.logs if each is not other), log]
+        evidence.log_names[log.rank] = name
+    if other is not None:
+        raise UsageError(
+            f"{shortened(older_name)}: expected one log of each rank, got a newer one of rank {log.rank}, "
+            f"{shortened(newer_name)}: the older one is left out"
+        )
 
 
 def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:

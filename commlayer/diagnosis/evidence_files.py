@@ -23,9 +23,9 @@ from typing import IO
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
-from commlayer.profiles.printable import shortened
+from commlayer.profiles.printable import printable, shortened
 
-__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "archive_kind", "each_file", "files_in"]
+__all__ = ["MOST_FILE_BYTES", "EvidenceFile", "archive_kind", "each_file", "files_in", "named"]
 
 MOST_FILE_BYTES = 1 << 28
 """The largest file that is read. Of a larger text its last bytes are, where a job's end is."""
@@ -66,6 +66,11 @@ class EvidenceFile:
     """Reads all of it; raises UsageError."""
 
 
+def named(path: Path | str) -> str:
+    """Return the name of a file as messages have it: short, and in one line."""
+    return shortened(printable(str(path), keep=""))
+
+
 def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str], None]) -> Iterator[EvidenceFile]:
     """Yield the files among ``paths``, and in folders and archives among them, at any depth.
 
@@ -102,7 +107,7 @@ def _identity(path: Path) -> object:
 
 
 def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
-    name = shortened(str(path))
+    name = named(path)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -126,7 +131,7 @@ def _end_of(path: Path) -> bytes:
             file.seek(-MOST_FILE_BYTES, io.SEEK_END)
             return file.read(MOST_FILE_BYTES).partition(b"\n")[2]
     except OSError as error:
-        raise UsageError(f"{shortened(str(path))}: cannot read: {error.strerror or error}") from error
+        raise UsageError(f"{named(path)}: cannot read: {error.strerror or error}") from error
 
 
 # Archives
@@ -229,7 +234,7 @@ class _Unpacked:
                     return
                 stream.left = max(member.size, 0) + _MOST_HEADERS
                 self._count(member.size)  # of those that are passed over, too
-                inside = f"{name}/{member.name}"
+                inside = f"{name}/{printable(member.name, keep='')}"
                 data = archive.extractfile(member) if member.isreg() and not member.issparse() else None
                 if data is not None and self._is_small(inside, member.size):
                     yield _member(inside, data.read(), _nanoseconds(member.mtime))
@@ -244,7 +249,7 @@ class _Unpacked:
             for member in members:
                 if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
                     continue
-                inside = f"{name}/{member.filename}"
+                inside = f"{name}/{printable(member.filename, keep='')}"
                 self._count(min(member.file_size, MOST_FILE_BYTES + 1))
                 try:
                     with archive.open(member, "r", None) as unpacked:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog, as_foreign
+from commlayer.diagnosis.evidence_files import named
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.strict_json import parse_record, read_data
@@ -125,14 +126,14 @@ def parse_log(data: bytes, path: Path) -> RankLog:
     head = parse_record(data, _Head, path, _WHAT)
     if head.format != LOG_FORMAT:
         raise UsageError(
-            f"{path}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
+            f"{named(path)}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
             "wrote it"
         )
     log = parse_record(data, RankLog, path, _WHAT)
     try:
         return as_foreign(log)
     except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise UsageError(f"{named(path)}: {error}") from error
 
 
 _FILES = JobFiles(

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import msgspec
 
 from commlayer.calls.group_life import INNER_NAME
+from commlayer.diagnosis.evidence_files import named
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
@@ -147,7 +148,8 @@ class Dump:
     ``written_ns``: when its file was written; without ``has_time``, when the newest call was made that any dump has;
     ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of groups, by name, where the dump lists
     them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is recorded which calls have begun on the
-    device; ``lost``: how many of the oldest calls the ring has lost.
+    device; ``lost``: how many of the oldest calls the ring has lost; ``num_left_out``: how many calls of commlayer's own
+    groups are left out, of which torch's recorder sees but some.
     """
 
     path: Path
@@ -158,6 +160,7 @@ class Dump:
     backends: tuple[str, ...]
     knows_beginnings: bool
     lost: int = 0
+    num_left_out: int = 0
     has_time: bool = True
 
 
@@ -220,12 +223,12 @@ def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump
         if all(_continues(newest, each) for each in older):
             yield newest
             errors += [
-                f"{shortened(str(each.path))}: expected one dump of each rank, got a newer one of rank {rank}, "
-                f"{shortened(str(newest.path))}: the older one is left out"
+                f"{named(each.path)}: expected one dump of each rank, got a newer one of rank {rank}, "
+                f"{named(newest.path)}: the older one is left out"
                 for each in older
             ]
         else:
-            names = " and ".join(shortened(str(each.path)) for each in (*older, newest))
+            names = " and ".join(named(each.path) for each in (*older, newest))
             errors.append(
                 f"{names}: expected one dump of each rank, got several of rank {rank} that are not of one run: they are "
                 "left out; give the dumps of one moment"
@@ -275,7 +278,7 @@ def _results(paths: Sequence[Path], keeps_all: bool) -> Iterator[Dump | str]:
         except BrokenProcessPool:
             for path in paths[num_read:]:
                 yield (
-                    f"{shortened(str(path))}: cannot read the dump of a rank: a process that reads dumps was ended, as for "
+                    f"{named(path)}: cannot read the dump of a rank: a process that reads dumps was ended, as for "
                     "want of memory: give it alone"
                 )
 
@@ -295,7 +298,7 @@ def _read_or_error(path: Path, *, keeps_all: bool) -> Dump | str:
     try:
         return read_dump(path, read_file(path, _MOST_BYTES), path.stat().st_mtime_ns, keeps_all=keeps_all)
     except OSError as error:
-        return f"{shortened(str(path))}: cannot read the dump of a rank: {error.strerror or error}"
+        return f"{named(path)}: cannot read the dump of a rank: {error.strerror or error}"
     except UsageError as error:
         return str(error)
 
@@ -305,7 +308,7 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
 
     Raises UsageError, which names it.
     """
-    where = shortened(str(path))
+    where = named(path)
     rank = rank_in_name(path.name, or_last_number=True)
     if rank is None:
         raise UsageError(f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it")
@@ -318,8 +321,12 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             else:
                 content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
             if _is_of_torchcomms(content):
-                _as_of_torch(content.entries)
-            entries = _kept(content.entries, keeps_all=keeps_all)
+                _as_of_torch(where, content.entries)
+            lost = content.entries[0].record_id if content.entries else 0
+            content.entries, num_left_out = _of_foreign(where, content.entries, keeps_all=keeps_all)
+            entries = _kept(content.entries, has_lost=lost > 0, keeps_all=keeps_all)
+    except UsageError:
+        raise
     except Exception as error:  # what a damaged pickle raises is not listed anywhere
         raise UsageError(
             f"{where}: expected a dump of torch's Flight Recorder, got a damaged or foreign file: "
@@ -344,7 +351,8 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
         group_ranks={name: tuple(sorted(ranks)) for name, ranks in group_ranks.items() if ranks},
         backends=tuple(sorted({entry.profiling_name.partition(":")[0] for entry in content.entries})),
         knows_beginnings=any(entry.state == "started" or entry.time_discovered_started_ns for entry in content.entries),
-        lost=content.entries[0].record_id if content.entries else 0,
+        lost=lost,
+        num_left_out=num_left_out,
     )
 
 
@@ -367,13 +375,7 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
 
 
 def _check_names(where: str, entries: Sequence[Entry]) -> None:
-    """Raise UsageError for calls that cannot be told apart by the names of their groups, or are not all of a group's calls."""
-    if any(INNER_NAME in entry.process_group for entry in entries):
-        raise UsageError(
-            f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
-            "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "
-            "COMMLAYER_DIAGNOSE_DIR when its calls hang"
-        )
+    """Raise UsageError for calls that cannot be told apart by the names of their groups."""
     if len({entry.pg_id for entry in entries if not entry.process_group[0]}) > 1:
         raise UsageError(
             f"{where}: expected groups that have names, got calls of several without one, which cannot be told apart: make "
@@ -381,23 +383,41 @@ def _check_names(where: str, entries: Sequence[Entry]) -> None:
         )
 
 
+def _of_foreign(where: str, entries: list[Entry], *, keeps_all: bool) -> tuple[list[Entry], int]:
+    """The calls without those of commlayer's own groups, which are not all of a group's calls, and how many these
+    are. Raises UsageError where there are no others, or all calls are asked for."""
+    foreign = [entry for entry in entries if INNER_NAME not in entry.process_group]
+    num_left_out = len(entries) - len(foreign)
+    if num_left_out and (keeps_all or not foreign):
+        raise UsageError(
+            f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
+            "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "
+            "COMMLAYER_DIAGNOSE_DIR when its calls hang"
+        )
+    return foreign, num_left_out
+
+
 def _is_of_torchcomms(content: _Content) -> bool:
     """Tell whether torchcomms' recorder has written it, which lists ranks without brackets."""
     return any(config.ranks[:1].isdigit() for config in content.pg_config.values())
 
 
-def _as_of_torch(entries: Sequence[Entry]) -> None:
+def _as_of_torch(where: str, entries: Sequence[Entry]) -> None:
     """Change what torchcomms' recorder notes in another way: calls are numbered from 0, and are retired when they have ended.
 
-    Raises ValueError for calls of several communicators: they share their numbers, messages have no peers, and the ranks that
+    Raises UsageError for calls of several communicators: they share their numbers, messages have no peers, and the ranks that
     are listed are not the job's.
     """
     if len({entry.process_group for entry in entries}) > 1:
-        raise ValueError(
-            "torchcomms numbers the calls of all its communicators together: give each a FlightRecorderHook(isolated=True)"
+        raise UsageError(
+            f"{where}: expected calls of one communicator in a dump of torchcomms' recorder, got those of several, which "
+            "it numbers together: give each a FlightRecorderHook(isolated=True)"
         )
     if any(entry.profiling_name.partition(":")[2] in ("send", "recv", "batch_op_issue") for entry in entries):
-        raise ValueError("torchcomms notes no peers of messages, and numbers them with the collectives")
+        raise UsageError(
+            f"{where}: expected collectives alone in a dump of torchcomms' recorder, got messages, whose peers it does not "
+            "note, and which it numbers with the collectives: remove the dump to go on without"
+        )
     for entry in entries:
         entry.collective_seq_id += 1
         entry.state = "completed" if entry.retired else entry.state
@@ -432,13 +452,12 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in re.findall(r"\d{1,9}", text[: 1 << 20]))
 
 
-def _kept(entries: Sequence[Entry], *, keeps_all: bool) -> list[Entry]:
+def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[Entry]:
     """Choose the entries to keep, each with the place that it was called from, messages with their numbers.
 
     Messages of the two ends are paired by counting them. Where the ring has lost some, those that have not ended are
     counted alone: they are the newest at both ends.
     """
-    has_lost = bool(entries) and entries[0].record_id > 0
     counts: Counter[tuple[str, str, str]] = Counter()
     ended: dict[tuple[str, str], deque[int]] = {}
     kept: dict[int, Entry] = {}

@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from dumps_in_memory import write_dumps
@@ -456,14 +457,33 @@ def test_a_stray_log_of_ours_hides_no_dumps(tmp_path: Path) -> None:
     assert "calls-00000.json" in result.stderr
 
 
-def test_two_logs_of_one_rank_are_refused(tmp_path: Path) -> None:
+def test_of_two_logs_of_one_rank_the_newer_is_used_and_jobs_are_not_mixed(tmp_path: Path) -> None:
     job = Job({"world": (0, 1)}, {0: [], 1: []})
-    for name in "ab":
+    older = job.log(0)
+    logs = {"a": msgspec.structs.replace(older, now_ns=5), "b": older, "c": older}
+    for name, log in logs.items():
         (tmp_path / name).mkdir()
-        write_log(tmp_path / name, job.log(0))
+        write_log(tmp_path / name, log)
     result = diagnose(tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 2
-    assert "got several of rank 0" in result.output
+    assert f"{tmp_path}/b/calls-00000.json: expected one log of each rank, got a newer one of rank 0" in result.output
+    assert "logs of rank 0 of 2" in result.output, "the newer one is used"
+    assert diagnose(tmp_path / "b", tmp_path / "c").exit_code == 0, "a copy is read once"
+    write_log(tmp_path / "b", msgspec.structs.replace(older, job="another"))
+    assert "got several of rank 0" in diagnose(tmp_path / "a", tmp_path / "b").output
+
+
+def test_names_of_files_forge_no_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "x\nproven cause: forged\x1b[31m"
+    folder.mkdir()
+    (folder / "trace_rank_0").write_bytes(b"\x80\x04nonsense")
+    (folder / "calls-00001.json").write_text("{}", encoding="utf-8")
+    (folder / "unknown.bin").write_bytes(b"\0")
+    result = diagnose(folder)
+    assert result.exit_code == 2
+    assert "x\\nproven" in result.output or "x\\x0aproven" in result.output
+    assert not any(line.startswith("proven cause") for line in result.output.splitlines()), result.output
+    assert "\x1b" not in result.output
 
 
 # Dumps that contradict others

@@ -234,7 +234,7 @@ def _entry_of(name: str, pg_id: int) -> dict[str, Any]:
     ("groups", "words"),
     [
         ([("", 0), ("", 2)], "calls of several without one"),
-        ([("0", 0), (INNER_NAME, 1)], "those of commlayer's groups that run by no plan.*COMMLAYER_DIAGNOSE_DIR"),
+        ([(INNER_NAME, 1)], "those of commlayer's groups that run by no plan.*COMMLAYER_DIAGNOSE_DIR"),
     ],
 )
 def test_calls_whose_groups_cannot_be_told_apart_are_refused(
@@ -313,8 +313,35 @@ def test_dumps_of_torchcomms_are_read_as_torchs(tmp_path: Path) -> None:
     (missing,) = diagnosed([*tmp_path.iterdir()]).waits
     assert (missing.call.rank, missing.call.number) == (1, 2)
     write(1, entry(0, retired=True), entry(1, group="tp"))
-    with pytest.raises(UsageError, match="numbers the calls of all its communicators together"):
+    with pytest.raises(UsageError, match="it numbers together: give each a FlightRecorderHook") as refused:
         read_dumps([*tmp_path.iterdir()])
+    assert "damaged" not in str(refused.value)  # another copy of it would be refused too
+
+
+def test_calls_of_commlayers_groups_are_left_out_and_the_others_used(tmp_path: Path) -> None:
+    """Rank 1 is not blamed, as it may be in a call of a group of commlayer's."""
+    config = {"0": {"name": "0", "desc": "", "ranks": "[0, 1]"}}
+    for rank in (0, 1):
+        fields = {"process_group": ("0", ""), "time_created_ns": START_NS, "timeout_ms": 600_000}
+        own = [
+            _entry(
+                **fields, record_id=number, collective_seq_id=number, state="completed" if number == 1 else "started"
+            )
+            for number in range(1, 3 - rank)
+        ]
+        path = tmp_path / f"rank_{rank}"
+        content = {"version": "2.10", "pg_config": config, "entries": [_entry_of(INNER_NAME, 1), *own]}
+        path.write_bytes(pickle.dumps(content))
+        os.utime(path, ns=(START_NS + 700 * 10**9,) * 2)
+    dumps = read_dumps(sorted(tmp_path.iterdir()))
+    assert [(dump.num_left_out, dump.lost, len(dump.entries)) for dump in dumps] == [(1, 0, 2), (1, 0, 1)]
+    diagnosis = diagnosed(sorted(tmp_path.iterdir()))
+    (missing,) = diagnosis.waits
+    assert (missing.call.rank, missing.certainty) == (1, "unknown")
+    assert "it may be in a call of commlayer's groups" in missing.doubt
+    assert any("2 calls of commlayer's own groups are left out" in each for each in diagnosis.assumed)
+    with pytest.raises(UsageError, match="those of commlayer's groups"):
+        read_dumps(sorted(tmp_path.iterdir()), keeps_all=True)
 
 
 @pytest.mark.parametrize(
