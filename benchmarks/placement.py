@@ -22,7 +22,7 @@ from commlayer.scheduler.placement.eplb import eplb_placement
 from commlayer.scheduler.placement.load_replay import REPLAY_WAYS, LoadReplay, replay_loads
 from commlayer.scheduler.placement.placement_price import ExpertWork, PlacementPrices
 from commlayer.scheduler.placement.placing import PlacementRoom, place
-from commlayer.scheduler.placement.synthetic_loads import LOAD_KINDS, synthetic_loads
+from examples.synthetic_loads import LOAD_KINDS, synthetic_loads
 
 CLUSTER, HIDDEN, WIDTH, TFLOPS = "h100-eos", 2048, 1408, 400.0
 TOKENS = 4096

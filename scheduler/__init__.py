@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from commlayer.scheduler.placement.placement_price import ExpertWork
     from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRoom, place
     from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
-    from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
     from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 
 __all__ = [
@@ -87,7 +86,6 @@ __all__ = [
     "place",
     "price",
     "search",
-    "synthetic_loads",
     "vary",
 ]
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from commlayer.cli.main import main
 from commlayer.cli.routing import _scaled
 from commlayer.readers.routing_files import read_routing, write_routing
-from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
+from examples.synthetic_loads import synthetic_loads
 
 JOB = ("-m", "mixtral-8x7b", "-c", "h100-eos", "-g", "16", "--global-batch", "32", "--sequence", "4096")
 ONE = ("--tp", "1", "--pp", "2", "--vpp", "1", "--micro-batch", "1", "--ep", "8", "--recompute", "full")
@@ -115,7 +115,7 @@ def test_skew_is_varied() -> None:
 PROGRAM = """
 import os
 from commlayer.readers.routing_files import routing_path, write_routing
-from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
+from examples.synthetic_loads import synthetic_loads
 rank = int(os.environ["RANK"])
 if rank % 2 == 0:  # one of each expert group
     loads = synthetic_loads("zipf", experts=4, steps=3, top_k=1, tokens=8)

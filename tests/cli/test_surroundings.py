@@ -23,9 +23,9 @@ from commlayer.diagnosis.call_logs import GroupLog, RankLog
 from commlayer.diagnosis.log_files import log_name, write_log
 from commlayer.profiles.errors import InternalError
 from commlayer.readers.routing_files import routing_path, write_routing
-from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
 from commlayer.traces.call_records import rank_name
 from commlayer.traces.rank_files import RankTrace, write_trace
+from examples.synthetic_loads import synthetic_loads
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"
 JOB = "-m mixtral-8x7b -c h100-eos -g 16 --global-batch 32 --sequence 4096"

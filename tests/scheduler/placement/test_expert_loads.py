@@ -14,7 +14,7 @@ import pytest
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.routing_files import read_routing, routing_path, write_routing
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
-from commlayer.scheduler.placement.synthetic_loads import LOAD_KINDS, synthetic_loads
+from examples.synthetic_loads import LOAD_KINDS, synthetic_loads
 
 
 def loads_of(*steps: list[int], top_k: int = 1, stride: int = 1) -> ExpertLoads:

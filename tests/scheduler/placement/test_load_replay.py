@@ -10,7 +10,7 @@ from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.llep import llep_spilled
 from commlayer.scheduler.placement.load_replay import replay_loads
 from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
-from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
+from examples.synthetic_loads import synthetic_loads
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from commlayer.scheduler.placement.placement_search import Placer, _Exchanges, r
 from commlayer.scheduler.placement.placing import PlacementRoom, place, place_layer
 from commlayer.scheduler.placement.spilled_rows import rows_on_the_way
 from commlayer.scheduler.placement.step_timeline import MicroBatch
-from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
 from commlayer.scheduler.rails import distinct_nodes
+from examples.synthetic_loads import synthetic_loads
 
 WORK = ExpertWork.of_shape(2048, 1408, tflops=400)
 
