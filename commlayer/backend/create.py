@@ -314,5 +314,5 @@ class Connector:
             rates=job.rates_of(request.global_ranks),
             slow_pairs=job.slow_pairs_of(request.global_ranks),
         )
-        planned.own_calls = gloo
+        planned.connections.own_calls = gloo
         return planned

@@ -125,7 +125,7 @@ class Ending:
         inner = self._inner
         for each in self._instruments:
             each.closing(with_others=False)
-        inner.planned.abort("aborted the group")
+        inner.planned.connections.abort("aborted the group")
         inner.gloo.abort()
         inner.direct.abort()
         has_ended = self._order.progress.drain(timeout_s=1.0)

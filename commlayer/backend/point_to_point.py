@@ -172,7 +172,7 @@ class Messages:
     def wait(self, work: Work, timeout: timedelta) -> None:
         """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group
         has been broken meanwhile."""
-        self._inner.planned.wait_for_message(work, timeout)
+        self._inner.planned.connections.wait_for_message(work, timeout)
 
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""

@@ -1,26 +1,20 @@
 """Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
 
-The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the
-backend's own calls use, under tags of their own. What they need beside that, the memory that a
-node's ranks share, is made at the first planned call, which all members make together: most groups
-of a trainer never need it.
+The plans are those of :mod:`commlayer.scheduler`; they run by messages (connections.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import TypeVar, cast
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
+from torch._C._distributed_c10d import Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agree.maximum import AgreedMaximum
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
+from commlayer.engine.connections import Connections
 from commlayer.engine.encoded import explain_non_finite, reduce_scatter_in_place
 from commlayer.engine.executor import Executor, Ran
 from commlayer.engine.group_plans import Choices
@@ -28,31 +22,23 @@ from commlayer.engine.lane_holds import HELD_OF_TIMEOUT, Gate, exchange_times_us
 from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.split_exchange import SplitCall, SplitExchange
 from commlayer.engine.tracing import record_steps, recorded
-from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
-from commlayer.failures.descriptors import CLIENT, require, shortfall
-from commlayer.failures.endings import bury
-from commlayer.failures.forks import never_free_in_child
-from commlayer.failures.waits import bounded, end_wait, keep, wait_for_message
+from commlayer.failures.board import FailedStep, Failure, FailureBoard, why_left
 from commlayer.profiles.errors import ClusterError, InternalError, NonFiniteError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
-from commlayer.scheduler.plan import Op, Plan
+from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
-from commlayer.settings import MOST_CONNECTIONS, Settings
+from commlayer.settings import Settings
 from commlayer.transport.call_memory import Buffers, CallMemory, as_bytes, reducer
-from commlayer.transport.contract import Channel, Script, StartedPlan, break_connections
-from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
+from commlayer.transport.contract import Script, StartedPlan
 from commlayer.transport.marks import mark_of
-from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup, sharing_memory
 
 __all__ = ["PlannedGroup"]
 
-_Made = TypeVar("_Made")
 _MAX_KEPT = 1024
 _MAX_SPLITS = 64
 """All_to_alls in two levels that are kept: see ``_MAX_EXCHANGES`` of the executor."""
@@ -69,9 +55,7 @@ class PlannedGroup(Executor):
     ``slow_pairs``: two of ``nodes`` each, and the rate of the way between them. ``board`` is where
     failures of the group are known.
 
-    ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
-    once there is one: a failure breaks its connections too, so that nobody waits for the rest of a
-    timeout.
+    ``choices`` decides; ``connections`` has what calls go over.
     """
 
     def __init__(
@@ -92,18 +76,10 @@ class PlannedGroup(Executor):
         shape = tuple(map(len, nodes))
         super().__init__(nodes, rank, Choices(shape, planner, settings, rates=rates, slow_pairs=slow_pairs))
         self.name, self.global_ranks = name, tuple(global_ranks)
-        self.settings, self.timeout_s = settings, timeout_s
-        self.own_calls: dist.ProcessGroup | None = None
-        self._store = store
-        self.most_connections = MOST_CONNECTIONS
-        """Over how many connections plans may contend: less once so many could not be made."""
-        self.board = board
-        self.waited_for: set[dist.Work] = set()
-        """Messages of ``own_calls`` that are waited for: see GlooTransport."""
-        self.board.on_break(self._wake)
+        self.settings, self.timeout_s, self.board = settings, timeout_s, board
+        self.connections = Connections(name, rank, self.nodes, global_ranks, store, settings, timeout_s, board)
         self._runner: Runner | None = None  # once there are connections
         self._agreed: AgreedMaximum | None = None
-        self._measured: dist.ProcessGroup | None = None
         self.level = 0
         self.held_s = 0.0
         """For how long chunks of its planned calls were held at their edges, on a lane that yields
@@ -143,7 +119,7 @@ class PlannedGroup(Executor):
             return self.plan_exchange(1)  # the size decides nothing, and may be 0 on some ranks only
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
-            self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s), self.board)
+            self._agreed = AgreedMaximum(self.connections.connect("agreement", self.timeout_s), self.board)
         began = time.monotonic()
         try:
             largest = self._agreed.exchange(num_bytes, patience_s)
@@ -162,7 +138,7 @@ class PlannedGroup(Executor):
         with torch._C._InferenceMode(True):
             try:
                 plan, source, target = movement.plan, movement.source, movement.target
-                runner = self._runner or self.connect_messages()
+                runner = self._runner or self.connected()
                 if movement.kind == "in place":
                     return Ran(self._run_in_place(runner, movement, limit_s))
                 output = CallMemory(as_bytes(target))
@@ -190,7 +166,7 @@ class PlannedGroup(Executor):
         """Begin a call of any other kind. Returns what knows, at its end, what this rank has sent,
         and the call."""
         if movement.kind == "split":
-            exchange = self._exchange(runner, movement).start(runner, source, target, limit_s)
+            exchange = self._exchange(movement).start(runner, source, target, limit_s)
             return exchange, exchange
         prepared = self.prepared(runner, movement)
         reduce = reducer(movement.source.dtype, "sum") if movement.kind == "encoded" else None
@@ -201,7 +177,7 @@ class PlannedGroup(Executor):
         def drive(script: Script, buffers: Buffers) -> None:
             self.drive(movement.plan, runner.transport.start(script, buffers, limit_s), limit_s)
 
-        self.connect_messages(movement.plan.connections)
+        self.connections.messages(movement.plan.connections)
         return reduce_scatter_in_place(runner, self.rank, len(self.global_ranks), movement, drive)
 
     def _explained(self, movement: Movement, error: BaseException) -> BaseException:
@@ -222,13 +198,13 @@ class PlannedGroup(Executor):
     def prepared(self, runner: Runner, movement: Movement) -> Prepared:
         """See :meth:`Executor.prepared`; over as many connections as the plan takes."""
         if movement.plan.connections > 1:
-            self.connect_messages(movement.plan.connections)
+            self.connections.messages(movement.plan.connections)
         return super().prepared(runner, movement)
 
     def prepare(self, plan: Plan, root: int = 0) -> None:
         """Have ready what a call of ``plan`` needs beside its data, so that the first one takes no
         longer than others. The group's first is collective."""
-        self.prepared(self._runner or self.connect_messages(), Movement(plan, None, None, root=root))
+        self.prepared(self._runner or self.connected(), Movement(plan, None, None, root=root))
 
     def drive(self, plan: Plan, call: StartedPlan, timeout_s: float, issued: Call | None = None) -> None:
         """Run a plan that has been started to its end, held where others go first.
@@ -250,15 +226,14 @@ class PlannedGroup(Executor):
         operations."""
         return predicted_timeline(plan, self.choices.planner)
 
-    def _exchange(self, runner: Runner, movement: Movement) -> SplitExchange:
+    def _exchange(self, movement: Movement) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and
         again."""
         plan, splits = movement.plan, (tuple(movement.splits[0]), tuple(movement.splits[1]))
         exchange = self._splits.get((id(plan), splits))
         if exchange is None:
-            if plan.connections > 1:
-                self.connect_messages(plan.connections)
-            two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
+            transport = self.connections.messages(plan.connections)
+            two_level = TwoLevel(self.nodes, self.rank, *splits)
             exchange = self._splits.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
         return exchange
 
@@ -267,7 +242,7 @@ class PlannedGroup(Executor):
         group's other calls too."""
         if isinstance(error, UsageError):
             return  # found before a byte moved, and on all ranks alike
-        self.abort(None if isinstance(error, ClusterError) else why_left(error))
+        self.connections.abort(None if isinstance(error, ClusterError) else why_left(error))
 
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
@@ -278,156 +253,20 @@ class PlannedGroup(Executor):
         board = self.board
         others = board.others(self.global_ranks)
         wait = FailedStep(board.rank, others, self.name, collective, "flat", collective, 0, sequence)
-        return board.blame(wait, Failure(error, waited_s, timeout_s), self.abort)
+        return board.blame(wait, Failure(error, waited_s, timeout_s), self.connections.abort)
 
-    def abort(self, why: str | None = None) -> None:
-        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where
-        the failure is ours."""
-        if why is not None:
-            self.board.leave(why)
-        if self._runner is not None:
-            self._runner.transport.abort()
-        self._break_own_calls()
-
-    def wait_for_message(self, work: dist.Work, timeout: timedelta) -> None:
-        """Return when a message of ``own_calls`` has gone or come. Raises RuntimeError: Gloo's, or
-        that the group has been broken meanwhile."""
-        self.waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
-        try:
-            if self.board.is_broken or not wait_for_message(work, timeout, self.board):
-                raise self.board.woken()
-        finally:
-            self.waited_for.discard(work)
-
-    def _wake(self) -> None:
-        """The board is broken: end the waits for messages of ``own_calls``, and break its
-        connections."""
-        for work in list(self.waited_for):
-            end_wait(work)
-        self._break_own_calls()
-
-    def _break_own_calls(self) -> None:
-        group = self.own_calls  # another thread may be closing it
-        if group is not None:
-            break_connections(group, [member for member in range(len(self.global_ranks)) if member != self.rank])
+    def connected(self) -> Runner:
+        """What runs the plans, on the group's messages. Connects at the first call, which is
+        collective."""
+        if self._runner is None:
+            self._runner = Runner(self.connections.messages(), self.near)
+        return self._runner
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end."""
-        self.board.close()
-        groups = self._let_go()  # only this list refers to them now
-        if self.board.has_abandoned:
-            for group in groups:
-                keep(group)
-        else:
-            bury(groups)
-
-    def _let_go(self) -> list[object]:
-        groups: list[object] = [] if self._measured is None else [self._measured]
-        if self._runner is not None:
-            groups += cast("GlooTransport", self._runner.transport).release()
-        for group in groups:
-            if isinstance(group, SharedMemoryGroup):
-                group.close()
         if self._agreed is not None:
             self._agreed.finish()
-            groups.append(self._agreed.group)
-        self._runner, self._agreed, self.own_calls, self._measured = None, None, None, None
+        self._runner, self._agreed = None, None
         self._exchanges.clear()
         self._splits.clear()
-        return groups
-
-    def connect_messages(self, connections: int = 1) -> Runner:
-        """The runner of the plans, whose messages inside nodes go through shared memory, and others
-        over the connections of the backend's own calls, under tags of their own; where
-        ``connections`` asks for several, over new ones too. Made at the first call that asks for
-        them, which is collective."""
-        if self._runner is None:
-            own = self.connect_own_calls()
-
-            def share() -> dist.ProcessGroup:
-                return sharing_memory(own, self.rank, self.nodes, self.timeout_s, self.settings, self.board)
-
-            with self.board.connecting(self.global_ranks, self.name, "messages", self.timeout_s, self.abort):
-                group = bounded(share, self.board, self.timeout_s, "messages")
-            peers = tuple((rank, member) for member, rank in enumerate(self.global_ranks))
-            channel = Channel(self.name, group, peers)
-            self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
-        if connections > 1:
-            transport = cast("GlooTransport", self._runner.transport)
-            if connections > 1 + len(transport.others):
-                transport.widen(self._more(connections, lambda purpose: self.connect(purpose, self.timeout_s)))
-        return self._runner
-
-    @property
-    def num_connections(self) -> int:
-        """Over how many connections messages may go to a member on another node by now."""
-        return 1 if self._runner is None else 1 + len(cast("GlooTransport", self._runner.transport).others)
-
-    def shortage(self, connections: int) -> str:
-        """Say why this process cannot have so many connections with every member; "" where it
-        may."""
-        more = connections - self.num_connections
-        needed = more * (needed_descriptors(len(self.global_ranks)) + CLIENT)
-        return shortfall(needed, f"{self._where(f'{connections} connections')}, {more} groups more")
-
-    def try_connections(self, connections: int, patience_s: float) -> tuple[list[dist.ProcessGroup], str]:
-        """Make what lacks for so many connections with every member, for :meth:`take_connections`;
-        and say why it cannot be made here, if it cannot: then nothing breaks, and others may have
-        made theirs. Collective."""
-        errors: list[Exception] = []
-
-        def made(purpose: str) -> dist.ProcessGroup | None:
-            try:
-                return self._made(purpose, self.timeout_s, patience_s)
-            except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
-                errors.append(error)
-                return None
-
-        groups = [group for group in self._more(connections, made) if group is not None]
-        return groups, str(errors[0]) if errors else ""
-
-    def take_connections(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Send parts of large messages over ``groups`` too. On all ranks, before the same call."""
-        cast("GlooTransport", self.connect_messages().transport).widen(groups)
-
-    def _more(self, connections: int, connect: Callable[[str], _Made]) -> list[_Made]:
-        """``connect`` for each connection that lacks, on threads: each waits for the link some
-        times."""
-        numbers = range(self.num_connections + 1, connections + 1)
-        with ThreadPoolExecutor(len(numbers)) as threads:
-            return list(threads.map(connect, [f"messages, connection {number}" for number in numbers]))
-
-    def connect_own_calls(self) -> dist.ProcessGroup:
-        """Gloo's own calls: the backend's group where this object serves one, else one on
-        connections of its own, made at the first call of this, which is collective then."""
-        if self.own_calls is None:
-            self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
-        return self.own_calls
-
-    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
-        """A Gloo group of the members for one purpose.
-
-        Collective. Raises PeerError, CollectiveTimeoutError where a member does not come.
-        """
-        with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
-            return self._made(purpose, timeout_s, timeout_s)
-
-    def _made(self, purpose: str, timeout_s: float, patience_s: float) -> dist.ProcessGroup:
-        """:meth:`connect`, given up after ``patience_s``, which breaks nothing where it fails."""
-
-        # A client of its own: the groups of a process share one, whose waits hold its lock. Two
-        # groups that connect on two threads, in another order on another rank, would wait for each
-        # other for ever.
-        size = len(self.global_ranks)
-
-        def make() -> dist.ProcessGroup:
-            require(needed_descriptors(size) + CLIENT, f"{self._where(purpose)}: a group of {size} ranks")
-            store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
-            gloo = gloo_in_order(store, self.rank, size, timedelta(seconds=timeout_s))
-            never_free_in_child(gloo)
-            return cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
-
-        return bounded(make, self.board, patience_s, purpose)
-
-    def _where(self, purpose: str) -> str:
-        return f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}"
+        self.connections.close()

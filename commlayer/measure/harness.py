@@ -80,7 +80,7 @@ class HostGroup(TimedGroup):
         self.timeout_s = timeout_s or planned.timeout_s
         self.rank, self.size = planned.rank, len(planned.global_ranks)
         self.device = torch.device("cpu")
-        self.own: Any = planned.connect_own_calls()
+        self.own: Any = planned.connections.of_own_calls()
         self._num_calls = 0
 
     def prepare(self, plan: Plan) -> None:
@@ -108,7 +108,7 @@ class HostGroup(TimedGroup):
 
         def send() -> None:
             work = own.send([message], 1, 0) if self.rank == 0 else own.recv([message], 0, 0)
-            self.planned.wait_for_message(work, limit)
+            self.planned.connections.wait_for_message(work, limit)
 
         self._num_calls += 1
         self._explained(send, "send_recv", self._num_calls)
@@ -123,7 +123,7 @@ class HostGroup(TimedGroup):
 
         def swap() -> None:
             for work in [self.own.recv([arrived], peer, tag), self.own.send([data], peer, tag)]:
-                self.planned.wait_for_message(work, limit)
+                self.planned.connections.wait_for_message(work, limit)
 
         begin = time.perf_counter()
         self._explained(swap, what)
@@ -194,8 +194,8 @@ class HostHarness(Harness):
                 timeout_s=self.timeout_s,
                 board=FailureBoard(board.detector, f"{board.key}/{key}", board.rank, ranks),
             )
-            planned.connect_messages()  # now, not within the first sample
-            planned.connect_own_calls()
+            planned.connected()  # now, not within the first sample
+            planned.connections.of_own_calls()
         return self._groups[where]
 
     def connect_grid(self, grid: Grid) -> Runner:

@@ -48,7 +48,7 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
         return
     rounds: list[list[float]] = []
     with torch._C._InferenceMode(True):
-        planned.connect_messages()  # now, not within the first time
+        planned.connected()  # now, not within the first time
         meeting = HostGroup(planned, timeout_s)
         calls = [  # each with a group that numbers its plan's calls
             GroupCall(HostGroup(planned, timeout_s), plan, is_own=plan.strategy is Strategy.FLAT)
@@ -82,15 +82,15 @@ def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callabl
     fewer.
     """
     chosen: Plan | None = plan
-    while chosen is not None and choices.experience.is_contested and chosen.connections > planned.num_connections:
+    while chosen is not None and choices.experience.is_contested and chosen.connections > planned.connections.number:
         connections = chosen.connections
         why = _refused(planned, connections)
         if not why:
             return chosen
         if not choices.experience.leave_out_connections(connections):
             raise ClusterError(f"group {planned.name}: {why}: name fewer connections, or none")
-        if planned.most_connections >= connections:  # not in another contest of this group
-            planned.most_connections = connections - 1
+        if planned.connections.most >= connections:  # not in another contest of this group
+            planned.connections.most = connections - 1
             warn(f"commlayer: group {planned.name}: {why}. Plans over fewer contend without them", stacklevel=2)
         chosen = anew()
     return chosen
@@ -98,16 +98,16 @@ def connected(planned: PlannedGroup, choices: Choices, plan: Plan, anew: Callabl
 
 def _refused(planned: PlannedGroup, connections: int) -> str:
     """Make so many connections; say why that cannot be. All ranks have them then, or none has."""
-    if connections > planned.most_connections:
+    if connections > planned.connections.most:
         return "so many connections could not be made before"
-    planned.connect_messages()
-    why = planned.shortage(connections)  # before anybody connects: Gloo takes a lack of descriptors ill
+    planned.connected()
+    why = planned.connections.shortage(connections)  # before anybody connects: Gloo takes a lack of descriptors ill
     groups: list[dist.ProcessGroup] = []
     if not (refused := _who_cannot(planned, why)):
-        groups, why = planned.try_connections(connections, min(planned.timeout_s, _PATIENCE_S))
+        groups, why = planned.connections.try_more(connections, min(planned.timeout_s, _PATIENCE_S))
         refused = _who_cannot(planned, why)
     if not refused:
-        planned.take_connections(groups)
+        planned.connections.widen(groups)
         return ""
     reason = why or f"rank {planned.global_ranks[refused - 1]} cannot, and says why"
     return f"{connections} connections between two ranks cannot be made: {reason}"

@@ -224,7 +224,7 @@ def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFa
             planned.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[attr-defined]
         group: Any = dist.group.WORLD
         if purpose == "agreement":
-            return until_an_error(lambda: group._planned.connect("agreement", HALF_AN_HOUR))
+            return until_an_error(lambda: group._planned.connections.connect("agreement", HALF_AN_HOUR))
         if purpose == "messages":
             return until_an_error(lambda: dist.all_reduce(torch.ones(COUNT)))
         return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
