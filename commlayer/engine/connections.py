@@ -68,7 +68,7 @@ class Connections:
         board.on_break(self._wake)
 
     def messages(self, number: int = 1) -> GlooTransport:
-        """What carries messages of plans: inside nodes through shared memory, else over the
+        """The transport of plans' messages: inside nodes through shared memory, else over the
         connections of the backend's own calls, under tags of their own; where ``number`` asks for
         several, over new ones too. Made at the first call that asks for them, which is
         collective."""

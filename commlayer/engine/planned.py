@@ -256,8 +256,7 @@ class PlannedGroup(Executor):
         return board.blame(wait, Failure(error, waited_s, timeout_s), self.connections.abort)
 
     def connected(self) -> Runner:
-        """What runs the plans, on the group's messages. Connects at the first call, which is
-        collective."""
+        """Return the runner of the plans. Connects at the first call, which is collective."""
         if self._runner is None:
             self._runner = Runner(self.connections.messages(), self.near)
         return self._runner

@@ -23,7 +23,7 @@ import commlayer.measure.calibrate  # before the fork: ranks then start in milli
 from commlayer.auditing import group_instruments
 from commlayer.backend import create
 from commlayer.emulation import request_shape, rights
-from commlayer.engine import planned
+from commlayer.engine import connections
 from commlayer.failures import waits
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
@@ -220,8 +220,8 @@ def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFa
             return make(prefix, store)
 
         if rank == VICTIM:
-            planned.PrefixStore = create.PrefixStore = dying  # type: ignore[assignment, attr-defined]
-            planned.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[attr-defined]
+            connections.PrefixStore = create.PrefixStore = dying  # type: ignore[assignment, attr-defined]
+            connections.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[attr-defined]
         group: Any = dist.group.WORLD
         if purpose == "agreement":
             return until_an_error(lambda: group._planned.connections.connect("agreement", HALF_AN_HOUR))

@@ -366,10 +366,10 @@ class _Late:
         self.group.governor.allowed((BF16,), lambda _: (0.0, 1.0))
 
     def rows(self) -> None:
-        self.group._forth.agree_rows(torch.ones(4, 8), torch.ones(4, 8))
+        self.group._forward.wire.agree_rows(torch.ones(4, 8), torch.ones(4, 8))
 
     def kind(self) -> None:
-        self.group._forth._agree_once("all_reduce", torch.float32, 8)
+        self.group._forward.wire._agree_once("all_reduce", torch.float32, 8)
 
 
 def one_rank_does_not_come(wait: str, *, dies: bool) -> str:

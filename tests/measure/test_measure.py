@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.discovery import discover_topology
-from commlayer.engine import planned as planned_module
+from commlayer.engine import connections
 from commlayer.measure import interference as interference_measured
 from commlayer.measure import profiler
 from commlayer.measure.all_ranks import AllRanks
@@ -490,7 +490,7 @@ def failing_own_call() -> tuple[str, bool]:
     """Rank 0 fails between two own calls, the other waits for it in the second; and whether they bury the group."""
     topology = join()
     buried: list[object] = []
-    planned_module.bury = buried.extend  # type: ignore[attr-defined, assignment]
+    connections.bury = buried.extend  # type: ignore[attr-defined, assignment]
     try:
         with Prober(topology, HALF_AN_HOUR) as prober:
             call = prober.call(_OWN_OF_TWO[0], 4096)
