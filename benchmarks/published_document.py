@@ -54,9 +54,9 @@ _HEAD = """
 
 `make published` writes this page. It sets training runs that others have published beside what the planner predicts for their
 mappings, beyond those of [the papers](papers.md). Rates of links, kernels and products have other sources
-([clusters](clusters.md)), and the four factors of the papers' rows stay as they are. Fitted to these rows are three numbers that
-say what of a host's [launches](#launches) is exposed, and three of AWS: the least time of a launching call, its factor on
-p5's hosts, and what of EFA's rate trainings reach.
+([clusters](clusters.md)), and the four factors of the papers' rows stay as they are. Set by these rows are three numbers that say
+what of a host's [launches](#launches) is exposed, the least time of a call that launches with its factors on a Grace and on p5's
+hosts, and what of EFA's rate trainings reach.
 
 The rows were split by a hash of their keys before any was predicted: two thirds were looked at while the model was made, and one
 third was held back until it was frozen, and predicted once. What came of that stands here whatever it is.

@@ -126,6 +126,10 @@ class GpuCompute:
         them."""
         return launches * (self.gpu.waited_launch_us if waits else self.gpu.exposed_launch_us)
 
+    def busy_us(self, calls: int) -> float:
+        """The time for which a host that waits for the GPU is busy with so many calls that launch kernels."""
+        return calls * self.gpu.call_launch_us
+
     def _peak(self, precision: str) -> tuple[float, float]:
         """TFLOP/s that large products reach, and the bytes of an operand's element."""
         recipe = recipe_of(precision, self.gpu)
@@ -196,6 +200,10 @@ class MeasuredCompute:
 
     def launched_us(self, launches: int, *, waits: bool) -> float:
         """Nothing: launches are in the times of products."""
+        return 0.0
+
+    def busy_us(self, calls: int) -> float:
+        """Nothing, as :meth:`launched_us`."""
         return 0.0
 
     def memory_us(self, nbytes: float, kernels: int = 1) -> float:

@@ -207,7 +207,7 @@ class LayerBuilder:
                 for launches in layer_launches(self.job, setup, software, is_moe=is_moe, posts=posts)
             )
             calls = host_calls(self.job, setup, software, is_moe=is_moe) if waits else LayerLaunches(0, 0)
-            least = [number * self.compute.gpu.call_launch_us for number in calls]
+            least = [self.compute.busy_us(number) for number in calls]
             if waits and software.kernels is not None:
                 least[0] += software.kernels.prepare_us  # it waits until it knows how many rows come
             self._known_launches[key] = (forward, backward), (least[0], least[1])

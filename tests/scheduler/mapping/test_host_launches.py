@@ -8,6 +8,7 @@ import pytest
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters
+from commlayer.scheduler.mapping.compute import MeasuredCompute
 from commlayer.scheduler.mapping.host_launches import LayerLaunches, host_calls, layer_launches, waits_for_counts
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -143,6 +144,12 @@ def test_a_host_that_runs_ahead_holds_nothing_up() -> None:
     ahead = _us(_P5, replace(MEGATRON, host="runs ahead"), job, "aws-p5")
     padded = _us(_P5, MEGATRON, replace(job, capacity_factor=1.0), "aws-p5")
     assert max(ahead, padded) < 0.5 * _us(_P5, MEGATRON, job, "aws-p5")
+
+
+def test_measured_times_have_their_launches_in_them() -> None:
+    compute = MeasuredCompute([(1e9, 10.0), (1e12, 2000.0)], 2000.0)
+    estimator = Estimator(replace(_JOB, gpus=64, global_batch=256), clusters.load("aws-p5"), MEGATRON, compute=compute)
+    assert "host" not in {part for part, us in estimator.estimate(_P5, detail=False).parts.items() if us}
 
 
 def test_merged_passes_wait_for_their_host_as_well() -> None:
