@@ -23,6 +23,7 @@ class Flags(dict[str, list[str]]):
     def __init__(self) -> None:
         super().__init__()
         self._origins: dict[str, str] = {}
+        self._asked: set[str] = set()
 
     def add(self, name: str, values: list[str], origin: str) -> None:
         """Enter a flag; ``origin``: how a message names it."""
@@ -50,6 +51,7 @@ class Flags(dict[str, list[str]]):
     def values_of(self, name: str, most: int | None = None) -> tuple[str, ...]:
         """The first values of a flag, ``most`` of them. Raises UsageError for a flag without its value, and for one that only
         the shell knows."""
+        self._asked.add(name)
         if not self.get(name):
             raise UsageError(
                 f"{self.origin(name)}: expected a value behind it, got none: write it as the shell gets it"
@@ -61,6 +63,12 @@ class Flags(dict[str, list[str]]):
                 "value out, as echo prints it in front of the launch line"
             )
         return values
+
+    def unread(self, names: Collection[str]) -> Iterator[str]:
+        """List what only the shell knows behind switches among ``names``, whose values nobody has asked for."""
+        for name in self:
+            if name in names and name not in self._asked:
+                yield from filter(unread_expansion, self[name])
 
     def whole(self, name: str, least: int = 1, default: str = "1") -> int:
         """A whole number of at least ``least``. Raises UsageError for another."""
@@ -130,10 +138,14 @@ class LaunchFormat:
     remarks: Callable[[Flags], tuple[str, ...]] = _no_words
 
 
+_COMPUTED = r"""["']?(\$\(|`)(?![^)`\n]*\s--)"""
+"""What a command prints that has no flags of its own."""
+
+
 def is_assigned(word: str, text: str) -> bool:
     """Whether ``text`` says what a variable of the shell holds; nobody can of what is given to a script itself."""
     name = re.match(r"\$\{?(\w+)", word)
-    return bool(name and re.search(rf"(?<!\w){name[1]}\+?=", text))
+    return bool(name and re.search(rf"(?<!\w){name[1]}\+?=(?!{_COMPUTED})", text))
 
 
 def read_flags(text: str, variables: Mapping[str, str]) -> tuple[Flags, list[str]]:

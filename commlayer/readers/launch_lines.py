@@ -92,6 +92,7 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
             changing.append(name)
         elif name not in launch_format.read:
             unread.append(name)
+    expanded += flags.unread({*launch_format.read, *launch_format.changing})
     unknown = tuple(shortened(word) for word in dict.fromkeys(expanded) if not is_assigned(word, text))
     misspelt = (_question(name, flags, launch_format) for name in unread)
     return Launch(

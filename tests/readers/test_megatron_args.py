@@ -229,6 +229,27 @@ def test_an_optimizer_that_is_not_offloaded_has_no_fraction() -> None:
     assert read_launch("x --micro-batch-size 1 --optimizer-cpu-offload").options["optimizer_offload_fraction"] == "1.0"
 
 
+@pytest.mark.parametrize(
+    ("script", "unknown"),
+    [
+        ("x --micro-batch-size 1 --sequence-parallel $MORE", ("$MORE",)),
+        ("x --sequence-parallel $MORE --micro-batch-size 1", ("$MORE",)),
+        ("MORE=$(cat flags)\nx --micro-batch-size 1 $MORE", ("$MORE",)),
+        ("x --micro-batch-size 1 --save $FOLDER", ()),
+        ("MORE='--sequence-parallel'\nx --micro-batch-size 1 --bf16 $MORE", ()),
+    ],
+)
+def test_what_only_the_shell_knows_is_named_also_behind_a_switch(script: str, unknown: tuple[str, ...]) -> None:
+    assert read_launch(script).unknown == unknown
+
+
+def test_flags_of_a_launch_line_inside_a_substitution_are_read() -> None:
+    launch = read_launch(
+        "OUT=$(srun --nodes 2 torchrun pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 2)"
+    )
+    assert (launch.options["micro_batch"], launch.options["tp"]) == ("1", "2")
+
+
 def test_an_option_wins_over_the_launch_line() -> None:
     text = LAUNCH + export("megatron", JOB, PLAIN).text
     asked = ["estimate", "-m", "qwen3-235b-a22b", "-c", "h100-eos", "--from-args", "-", "--micro-batch", "2", "--json"]
