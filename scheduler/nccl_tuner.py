@@ -10,6 +10,11 @@ network once for each; NCCL cuts it into chunks of its own. ``ring`` is its ``ri
 has a counterpart: two-level all_gathers and reduce_scatters (NCCL's ``pat`` has one rank on each node), leaders, messages from
 everyone to everyone, other wire formats. Plans say nothing about protocols; rows of plans have ``simple``, whose bandwidth is the
 highest.
+
+The example plugin sets the number of channels to 1 before it looks for a row, which NCCL takes as it
+is; only 0 leaves the number to NCCL (plugins/tuner/example/plugin.c of 2.28 to 2.30,
+``pluginGetCollInfo``; src/enqueue.cc, ``ncclGetAlgoInfo``). The -1 that its README has for that leaves
+the 1. So rows have 0, and :data:`ONE_CHANNEL` says what to change for calls without a row.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.wire import NATIVE
 
 __all__ = [
+    "ONE_CHANNEL",
     "TUNED",
     "TunerRow",
     "nccl_table",
@@ -39,6 +45,11 @@ TUNED = {
     "broadcast": "broadcast",
 }
 """Collectives that a tuner is asked about, and its names for them."""
+ONE_CHANNEL = (
+    "NCCL's example plugin gives calls without a row one channel: before building it, write 0 for the 1 "
+    "in its line *nChannels = 1;"
+)
+"""The change without which the plugin makes calls slow that no row is about."""
 _OF_PLANS = {
     ("all_reduce", Strategy.HIERARCHICAL): "tree",
     ("all_reduce", Strategy.PIPELINED): "tree",
@@ -117,13 +128,14 @@ def _rows(
 
 
 def nccl_table(rows: Iterable[TunerRow], comments: Sequence[str] = ()) -> str:
-    """Write the file of NCCL's example plugin; the number of channels, pipelined operations and registered buffers stay free."""
+    """Write the file of NCCL's example plugin; NCCL chooses the number of channels, and rows are for
+    any number of pipelined operations and any buffers."""
     header = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
     return _text(
         [header, *comments],
         rows,
         lambda row: (
-            f"{TUNED[row.collective]},{row.min_bytes},{row.max_bytes},{row.algorithm},{row.protocol},-1,{row.num_nodes},"
+            f"{TUNED[row.collective]},{row.min_bytes},{row.max_bytes},{row.algorithm},{row.protocol},0,{row.num_nodes},"
             f"{row.num_ranks},-1,-1"
         ),
     )

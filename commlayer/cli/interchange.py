@@ -29,7 +29,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.readers.nccl_files import NcclRun, nccl_profile, nccl_tests_json, read_nccl_runs
 from commlayer.scheduler.decision import Decision, choose
 from commlayer.scheduler.group_profiles import group_profile
-from commlayer.scheduler.nccl_tuner import TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions
+from commlayer.scheduler.nccl_tuner import ONE_CHANNEL, TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions
 from commlayer.units import format_bytes
 
 __all__ = ["export_command", "import_command", "tuner_command"]
@@ -153,6 +153,8 @@ def tuner_command(profile_name: str, kind: str, group: str | None, begin: int, e
       commlayer profiles tuner cluster.json --format ncclx --output tuner.csv
     """
     rows, comments = _of_profile(catalog.load_profile(profile_name), group, begin, end)
+    if kind == "nccl":
+        comments.append(ONE_CHANNEL)
     text = (nccl_table if kind == "nccl" else ncclx_table)(rows, comments)
     for comment in comments[1:]:
         echo_sentence(f"note: {comment}", err=True)

@@ -55,7 +55,9 @@ def read_by_nccl(text: str, num_nodes: int, num_ranks: int) -> list[Parsed]:
             assert collective in TUNED.values()
             assert algorithm in ALGORITHMS
             assert protocol in PROTOCOLS
-            assert (int(channels), int(pipelined), int(registered)) == (-1, -1, -1)
+            assert (int(pipelined), int(registered)) == (-1, -1)
+            given = 1 if int(channels) == -1 else int(channels)  # *nChannels = 1; a row's own, unless it is -1
+            assert given == 0, "NCCL takes any other number as it is"
             if int(nodes) in (-1, num_nodes) and int(ranks) in (-1, num_ranks):
                 found.append(Parsed(collective, int(low), int(high) + 1, algorithm, protocol))
     return found
@@ -145,6 +147,10 @@ def test_the_command_takes_a_profile() -> None:
     assert found.exit_code == 0, found.output
     assert [row.algorithm for row in read_by_nccl(found.stdout, 2, 16)] == ["tree"]
     assert "have no counterpart in NCCL" in found.stderr
+    assert "calls without a row one channel" in " ".join(found.stderr.split())
+    assert "calls without a row one channel" in found.stdout
+    for_ncclx = CliRunner().invoke(main, ["profiles", "tuner", "emulated-2x8", "--format", "ncclx"])
+    assert "one channel" not in for_ncclx.output
     for sizes in (("-b", "0"), ("-b", "8KiB", "-e", "4KiB")):
         assert CliRunner().invoke(main, ["profiles", "tuner", "emulated-2x8", *sizes]).exit_code == 2
     refused = CliRunner().invoke(main, ["profiles", "tuner", "h100-eos-2x8"])
