@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +64,10 @@ def said_before(end: str, script: str, folder: Path, environment: dict[str, str]
             if line.startswith(end):
                 break
             said.append(line)
-        watchdog.cancel()
         assert process.poll() is None, "a launcher whose script is over ends what prints the answer"
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGTERM)  # not SIGKILL: torchrun's workers are in sessions of their own
+        process.stdout.read()  # until all that print have ended
+        watchdog.cancel()
     return "".join(said)
 
 
@@ -96,13 +98,18 @@ def test_the_jobs_commands_print_the_pages_answer(tmp_path: Path) -> None:
     assert said.split() == answer.split()
 
 
+Step = Sequence[Callable[[], object]]
+Look = Callable[[Sequence[Step]], list[Any]]
+
+
 class Over(Exception):
     """The end of the time that a test lets the module look for."""
 
 
 @pytest.fixture
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Callable[[], object]]], list[Any]]:
-    """Returns what runs the page's module as rank 0, on a recorder of the test's own. A step is done before each look."""
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+    """Returns what runs the page's module as rank 0, on a recorder of the test's own. Before each look one step's actions are
+    done."""
     calls: list[dict[str, Any]] = []
     recorder = SimpleNamespace(_dump_fr_trace=lambda *_: pickle.dumps({"entries": calls}))
     for name, module in (("torch", object()), ("torch._C", object()), ("torch._C._distributed_c10d", recorder)):
@@ -112,14 +119,15 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Call
     (source,) = [block for block in blocks(PAGE, "python") if block.startswith("# dump_on_hang.py")]
     program: dict[str, Any] = {}
 
-    def run_steps(steps: list[Callable[[], object]]) -> list[Any]:
+    def run_steps(steps: Sequence[Step]) -> list[Any]:
         left = iter(steps)
 
         def sleep(_: float) -> None:
             step = next(left, None)
             if step is None:
                 raise Over
-            step()
+            for action in step:
+                action()
 
         exec(source.partition("threading.Thread")[0], program)
         program["time"] = SimpleNamespace(sleep=sleep, time_ns=time.time_ns)
@@ -142,9 +150,7 @@ def dates_from(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() + seconds,) * 2)
 
 
-def test_the_module_dumps_at_each_hang_and_at_no_sound_pause(
-    tmp_path: Path, look: Callable[[list[Callable[[], object]]], list[Any]]
-) -> None:
+def test_the_module_dumps_at_each_hang_and_at_no_sound_pause(tmp_path: Path, look: Look) -> None:
     dump, other, calls = tmp_path / "trace_rank_0", tmp_path / "trace_rank_1", look([])
     for path in (dump, other):
         dates_from(path, -3600)  # an earlier job's
@@ -158,14 +164,14 @@ def test_the_module_dumps_at_each_hang_and_at_no_sound_pause(
 
     look(
         [
-            lambda: waits(calls, 3, 80),
-            lambda: [see(), waits(calls, 3, 90, retired=True)],
-            lambda: [see(), waits(calls, 4, 86)],
-            lambda: [see(), waits(calls, 4, 88)],
-            lambda: [see(), waits(calls, 5, 86)],
-            lambda: [see(), waits(calls, 6, 1), dates_from(other, 40)],
-            lambda: [see(), dates_from(dump, 41)],
-            see,
+            [partial(waits, calls, 3, 80)],
+            [see, partial(waits, calls, 3, 90, retired=True)],
+            [see, partial(waits, calls, 4, 86)],
+            [see, partial(waits, calls, 4, 88)],
+            [see, partial(waits, calls, 5, 86)],
+            [see, partial(waits, calls, 6, 1), partial(dates_from, other, 40)],
+            [see, partial(dates_from, dump, 41)],
+            [see],
         ]
     )
     assert has_dumped == [False, False, True, False, True, True, False]

@@ -274,7 +274,7 @@ def test_places_in_groups_side_by_side_tell_the_mesh(release: tuple[int, int]) -
 
 def test_what_a_gathering_call_gathers_tells_how_many_ranks_it_is_of() -> None:
     """Rank 1 gathers alone in a group of all ranks, and the others wait in another one of all."""
-    groups = {"world": (0, 1, 2, 3), "shard": (0, 1, 2, 3)}
+    groups: dict[str, tuple[int, ...]] = {"world": (0, 1, 2, 3), "shard": (0, 1, 2, 3)}
     program = {rank: [Op("all_reduce", "world", 1, 101)] for rank in range(4)}
     program[1] = [Op("all_gather", "shard", 1, 102)]
     job = Job(groups, program)

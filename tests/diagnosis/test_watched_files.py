@@ -92,7 +92,7 @@ def test_a_second_hang_is_answered_and_the_same_answer_is_not_said_twice(
     def hang_again() -> None:
         for path in tmp_path.iterdir():
             path.unlink()
-        in_one_call(tmp_path, 2, absent=(1,))
+        in_one_call(tmp_path, 4, absent=(1,))
 
     at({5: lambda: circle(tmp_path), 30: lambda: circle(tmp_path), 60: hang_again})
     said = watch(tmp_path).stdout
@@ -103,7 +103,12 @@ def test_a_second_hang_is_answered_and_the_same_answer_is_not_said_twice(
 def test_a_half_written_file_is_named_and_diagnosed_later(tmp_path: Path, at: Callable[[Steps], Clock]) -> None:
     first, second = circle(tmp_path / "ranks")
     folder = tmp_path / "dumps"
-    at({5: lambda: put(folder, first, part=200), 40: lambda: [put(folder, each) for each in (first, second)]})
+
+    def put_both() -> None:
+        for each in (first, second):
+            put(folder, each)
+
+    at({5: lambda: put(folder, first, part=200), 40: put_both})
     result = watch(folder)
     assert "got a damaged or foreign file" in result.stderr
     assert CIRCLE in result.stdout
