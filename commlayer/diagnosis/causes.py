@@ -318,7 +318,7 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
     what, state, certainty = {
         "gone": ("ended", f"has ended{first.how and f' {first.how}'}", "proven"),
         "late": ("absent", "is in no call", "proven"),
-        "silent": ("no dump", "has left no dump", "likely"),
+        "silent": ("no dump", "has left no dump or log", "likely"),
         "held": ("held", "waits in other calls of its own", "likely"),
     }[first.why]
     if first.at is not None:
@@ -328,7 +328,7 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
         if first.last is not None:
             state += f" since {short_call(first.last)} at {first.last.site}"
     is_unseen = first.why == "silent" and first.at is None
-    doubt = first.doubt or ("it is dead, stopped, or its dump is not here" if is_unseen else "")
+    doubt = first.doubt or ("it is dead, stopped, or its files are not here" if is_unseen else "")
     state += f" ({doubt})" if doubt else ""
     absence = "may not have come" if is_unseen else "has not come"  # no file says so of a rank that is not seen
     others = sorted({waiter.call.rank for waiter in first.waiting})
@@ -405,7 +405,7 @@ def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: b
             certainty="likely",
             ranks=diagnosis.without,
             calls=calls,
-            words=(f"{ranks_words(diagnosis.without)} left no dump, and {_waiting(ranks)} in {where}"),
+            words=(f"{ranks_words(diagnosis.without)} left no dump or log, and {_waiting(ranks)} in {where}"),
         )
     name, number = _call_key(longest)
     has_ended = longest.call.kind not in MESSAGES and any(

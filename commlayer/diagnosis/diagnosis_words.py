@@ -192,7 +192,7 @@ def _missing(missing: Missing) -> list[str]:
         "gone": f"has ended ({missing.how or 'it is no more'}) before",
         "late": "has not come to",
         "held": "has not come to",
-        "silent": "left no log, and may not have come to",
+        "silent": "left no dump or log, and may not have come to",
     }[missing.why]
     waiting = sorted({waiter.call.rank for waiter in missing.waiting})
     are = "waits" if len(waiting) == 1 else "wait"

@@ -177,7 +177,7 @@ def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int
     elif lost and not idle and len(lost) <= len(waiting):
         rank = lost[0]
         what, certainty, ranks = "no dump", "unknown", tuple(lost)
-        state = "has left no dump, and no line of it is here: it is dead or stopped, or its log is missing"
+        state = "has left no line: it is dead or stopped, or its log is not here"
     else:
         return None
     also = f" (and so for {listed('rank', others, 8)})" if (others := [each for each in ranks if each != rank]) else ""

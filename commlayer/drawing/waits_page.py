@@ -120,7 +120,7 @@ def _star(missing: Missing) -> _Picture:
         call = waiter.call
         boxes.append(_box(at, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
     held = "".join(f"in {short_call(each.call)} of group {each.call.group}" for each in missing.held[:1])
-    states = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log", "held": held}
+    states = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no dump or log", "held": held}
     state = states[missing.why]
     boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
     more = len(missing.waiting) - len(waiters)

@@ -115,6 +115,15 @@ def test_a_call_that_has_not_ended_is_told_of_where_nothing_else_is_wrong() -> N
     assert "  ranks 0 and 1 wait in all_reduce #1 (float32, 64 B, SUM) of group dp, at train.py:10" in words
 
 
+def test_a_rank_without_a_log_is_not_said_to_lack_a_dump_alone(tmp_path: Path) -> None:
+    """Only logs are here, and each sentence calls a file that is not here the same."""
+    folder, page = written(tmp_path / "logs", [hanging()[2]]), tmp_path / "page.html"
+    words = CliRunner().invoke(main, ["diagnose", str(folder), "-o", str(page)]).output
+    assert "rank 0 has left no dump or log (it is dead, stopped, or its files are not here)" in words
+    assert "rank 0 left no dump or log, and may not have come to barrier #1" in words
+    assert "left no dump or log" in page.read_text(encoding="utf-8")
+
+
 def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:
     folder = written(tmp_path, hanging())
     (folder / log_name(1)).write_bytes(b'{"format": 1')

@@ -338,7 +338,7 @@ def test_a_dump_that_is_older_than_a_call_says_nothing_of_it() -> None:
     assert caused(dumps) == ("no dump", "likely", (1,))
     diagnosis, text = worded(dumps)
     assert diagnosis.without == (1,)
-    assert "rank 1 has left no dump (the one that is here is older than this call)" in text
+    assert "rank 1 has left no dump or log (the one that is here is older than this call)" in text
     assert caused([dumps[0], replace(dumps[1], written_ns=dumps[0].written_ns), dumps[2]])[:2] == ("absent", "proven")
 
 

@@ -282,13 +282,14 @@ def test_lines_of_watchdogs_say_more_of_a_rank_without_a_dump(tmp_path: Path) ->
     """The log says more of the rank without a dump; of the others it may not."""
     in_one_call(tmp_path, 8, absent=(7,))
     words = (
-        "rank 7 has left no dump (it is dead, stopped, or its dump is not here), and may not have come to all_reduce #1"
+        "rank 7 has left no dump or log (it is dead, stopped, or its files are not here), "
+        "and may not have come to all_reduce #1"
     )
     assert f"likely cause: {words}" in diagnose(tmp_path).output
     (tmp_path / "job.log").write_text(late_log(7), encoding="utf-8")
     assert "likely cause: rank 7 is in no call" in diagnose(tmp_path).output
     (tmp_path / "job.log").write_text(late_log(6), encoding="utf-8")
-    assert "likely cause: rank 7 has left no dump" in diagnose(tmp_path).output
+    assert "likely cause: rank 7 has left no dump or log" in diagnose(tmp_path).output
 
 
 def test_a_text_that_only_speaks_of_watchdogs_is_no_alarm(tmp_path: Path) -> None:
@@ -517,7 +518,7 @@ def test_two_dumps_of_a_rank_that_are_not_of_one_run_are_left_out(tmp_path: Path
     assert "got several of rank 1 that are not of one run: they are left out" in result.output
     assert path.name in result.output
     assert "restarted_rank_1" in result.output
-    assert "rank 1 has left no dump" in result.output, "the dump of rank 0 is used"
+    assert "rank 1 has left no dump or log" in result.output, "the dump of rank 0 is used"
 
 
 def test_a_dump_that_contradicts_the_groups_of_others_is_left_out(tmp_path: Path) -> None:

@@ -241,9 +241,7 @@ def test_a_rank_without_a_line_is_named_and_not_blamed() -> None:
     diagnosis = judged(watchdog_lines(job, random.Random(0), Style((2, 3), "plain"), absent=(2,)))
     assert diagnosis.cause is not None
     assert (diagnosis.cause.what, diagnosis.cause.certainty, diagnosis.cause.ranks) == ("no dump", "unknown", (2,))
-    assert in_words(diagnosis).startswith(
-        "the cause cannot be told: rank 2 has left no dump, and no line of it is here"
-    )
+    assert in_words(diagnosis).startswith("the cause cannot be told: rank 2 has left no line: it is dead or stopped")
 
 
 def test_a_rank_that_ended_is_named_whatever_its_groups() -> None:

@@ -97,7 +97,7 @@ def test_a_second_hang_is_answered_and_the_same_answer_is_not_said_twice(
     at({5: lambda: circle(tmp_path), 30: lambda: circle(tmp_path), 60: hang_again})
     said = watch(tmp_path).stdout
     assert said.count("likely cause: ") == 2
-    assert said.index(CIRCLE) < said.index("rank 1 has left no dump")
+    assert said.index(CIRCLE) < said.index("rank 1 has left no dump or log")
 
 
 def test_a_half_written_file_is_named_and_diagnosed_later(tmp_path: Path, at: Callable[[Steps], Clock]) -> None:
