@@ -3,8 +3,8 @@
 ``python benchmarks/hangs_at_scale.py`` writes what the ranks of a job leave when one of them makes two
 calls in another order: dumps of torch's Flight Recorder as NCCL's ranks pickle them, and the lines of
 their watchdogs, a log for each node. Then it runs ``commlayer diagnose`` on each, and prints the seconds,
-the most memory of all its processes together (PSS, which counts shared pages once) and of the largest
-one, and what was found. ``--keep FOLDER`` keeps the files.
+the most memory of all its processes together (PSS, which counts shared pages once), and what was
+found. ``--keep FOLDER`` keeps the files.
 
 A rank is in the group of all ranks, and in those of a mesh of eight-way tensor, two-way context, sixteen-way data
 and four-way pipeline parallelism, with expert parallelism among the data parallel ranks (1,024 ranks). Its calls
@@ -189,8 +189,7 @@ def measured(folder: Path) -> str:
     cause = answer.get("cause") or {"words": "; ".join(answer.get("open", ["nothing"]))}
     return (
         f"{folder.name} ({num_bytes / 1e6:.0f} MB): {seconds:.1f} s, processor {usage.ru_utime + usage.ru_stime:.1f} s, "
-        f"at most {most_bytes / 1e9:.2f} GB in all processes, "
-        f"{usage.ru_maxrss * 1024 / 1e9:.2f} GB in the largest, exit status {child.returncode}: {cause['words']}"
+        f"at most {most_bytes / 1e9:.2f} GB in all processes, exit status {child.returncode}: {cause['words']}"
     )
 
 
