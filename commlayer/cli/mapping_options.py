@@ -144,7 +144,7 @@ _cluster_options = in_order(
         "cluster_name",
         type=NameOr("cluster", "PATH", clusters.names),
         required=True,
-        help="Such as h100-eos; or a measured profile, with --gpu.",
+        help="Such as h100-eos; or a measured profile, with --gpu; of one node, with --inter-gbps and --fabric.",
     ),
     click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
     click.option("--inter-gbps", type=RATE_GBPS, help="Peak between nodes, GB/s of a GPU, one direction."),
@@ -523,6 +523,8 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         cluster = resolve_cluster(name)
         if gpu is not None:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
+    if cluster.is_one_node and cluster.inter is None:
+        cluster, fabric = _joined(cluster, job, given, fabric), None
     if fabric is not None:
         if fabric == cluster.fabric and given["inter_gbps"] is None:
             echo_sentence(f"note: --fabric {fabric} changes nothing: it is what {cluster.name} has", err=True)
@@ -534,6 +536,27 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         if value is not None:
             _, cluster = at_value(job, cluster, kind, value)
     return cluster
+
+
+def _joined(cluster: Cluster, job: Job, given: dict[str, Any], fabric: str | None) -> Cluster:
+    """The cluster that was measured on one node, or nodes like it, joined by the network that was asked
+    for. Raises UsageError for a job that does not fit the node where no network was declared."""
+    rate = given["inter_gbps"]
+    if rate is None and fabric is None:
+        if job.gpus > cluster.domain:
+            raise UsageError(
+                f"--gpus {job.gpus}: {cluster.name} was measured on one node of {cluster.domain} ranks: declare the "
+                "network between such nodes with --inter-gbps and --fabric, or measure several"
+            )
+        return cluster
+    if rate is None or fabric is None:
+        have, lacking = ("fabric", "inter-gbps") if rate is None else ("inter-gbps", "fabric")
+        raise UsageError(
+            f"--{have}: {cluster.name} was measured on one node, and a network between such nodes has a kind and a "
+            f"rate: add --{lacking}{'' if rate is None else ', one of ' + ', '.join(declared_links.FABRICS)}"
+        )
+    given["inter_gbps"] = None
+    return cluster.joined(fabric, rate)
 
 
 def ask_fabric(cluster: Cluster, option: str) -> None:

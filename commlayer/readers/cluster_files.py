@@ -73,7 +73,8 @@ class _PeaksFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The file: either ``domain`` and ``peaks``, or ``profiles``."""
+    """The file: either ``domain`` and ``peaks``, or ``profiles``; beside profiles of one node,
+    ``inter_gbps`` and ``fabric`` are of the network that joins such nodes."""
 
     name: str
     gpu: str | Gpu
@@ -85,6 +86,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     fabric: str = ""
     interference: tuple[Interference, ...] = ()
     profiles: tuple[str, ...] = ()
+    inter_gbps: float = 0.0
     source: str = ""
 
 
@@ -99,14 +101,22 @@ def _built(file: _File, folder: Path) -> Cluster:
         gpu = hardware.GPUS[gpu]
     if file.profiles:
         given = [
-            name
-            for name in ("domain", "peaks", "inter", "intra", "device", "fabric", "interference")
-            if getattr(file, name)
+            name for name in ("domain", "peaks", "inter", "intra", "device", "interference") if getattr(file, name)
         ]
         if given:
             raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")
         first, *more = (read_profile(folder / path) for path in file.profiles)
-        return Cluster.from_profile(first, gpu, *more).replace(name=file.name)
+        cluster = Cluster.from_profile(first, gpu, *more).replace(name=file.name)
+        if not file.inter_gbps and not file.fabric:
+            return cluster
+        if not file.inter_gbps or not file.fabric:
+            raise UsageError(
+                f"{'inter_gbps' if file.fabric else 'fabric'}: expected it beside "
+                f"{'fabric' if file.fabric else 'inter_gbps'}: the network that joins nodes like the measured one has both"
+            )
+        return cluster.joined(file.fabric, file.inter_gbps).replace(name=file.name)
+    if file.inter_gbps:
+        raise UsageError("inter_gbps: expected it beside profiles of one node, else in peaks")
     if not file.domain or file.peaks is None:
         raise UsageError("expected domain and peaks, or profiles")
     peaks = file.peaks

@@ -2,7 +2,8 @@
 
 A *declared* cluster states a peak rate and an efficiency for each link, from public measurements; the curves of a group
 follow from its shape (:mod:`commlayer.scheduler.mapping.group_curves`). A *measured* one has profiles of `commlayer measure`,
-from whose curves those of other groups follow (:mod:`commlayer.scheduler.group_profiles`).
+from whose curves those of other groups follow (:mod:`commlayer.scheduler.group_profiles`). A *joined* one
+has a profile of one node, and a declared network between such nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from commlayer.scheduler.mapping.declared_links import FABRICS, Link, Points
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
 from commlayer.scheduler.mapping.hardware import Gpu
+from commlayer.scheduler.mapping.measured_links import link_in_node, memory_link
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -32,7 +34,8 @@ class Cluster:
     Attributes:
         domain: GPUs that NVLink joins (8 in a node; 72 in a rack): what the rest of this code calls a node.
         peaks: of one GPU, one direction (:class:`~commlayer.profiles.links.Peaks`).
-        inter, intra, device: what calls reach of them; None in a measured cluster. ``device``: of copies and sums in memory.
+        inter, intra, device: what calls reach of them; None in a measured cluster that is not joined. ``device``: of copies and
+            sums in memory.
         fabric: the network's kind, of :data:`~commlayer.scheduler.mapping.declared_links.FABRICS`; empty: not known, or measured.
         interference: slowdowns of resources that work side by side; nothing listed, nothing slowed.
         measured: profiles instead, each for its own shape (:meth:`from_profile`).
@@ -99,6 +102,38 @@ class Cluster:
             measured=(profile, *more),
         )
 
+    def joined(self, fabric: str, inter_gbps: float) -> Cluster:
+        """Nodes like the measured one, between which there is a declared network, of FABRICS, with so
+        many GB/s for each GPU. Groups inside a node are as measured; in others what goes through a
+        node is, as far as its links and copies were measured.
+
+        Raises:
+            UsageError: an unknown fabric; a cluster that was not measured on one node; a profile that
+                lacks times of which those over several nodes are made.
+        """
+        if fabric not in FABRICS:
+            raise UsageError(f"fabric: expected {', '.join(FABRICS)}, got {fabric!r}")
+        if not self.is_one_node:
+            raise UsageError(
+                f"cluster {self.name!r}: expected a profile of one node to join others like it, got "
+                f"{', '.join(profile.topology for profile in self.measured) or 'a declared cluster'}"
+            )
+        intra, (device, device_gbps) = link_in_node(self.measured[0], self.domain), memory_link(self.measured[0])
+        return self.replace(
+            name=f"{self.name}, nodes joined by {fabric} at {inter_gbps:g} GB/s",
+            peaks=Peaks(inter_gbps, intra.gbps, device_gbps or self.gpu.memory_gbps / 2),
+            inter=FABRICS[fabric].link,
+            intra=intra,
+            device=device,
+            fabric=fabric,
+            source=f"in a node {self.source}; between nodes declared: {FABRICS[fabric].link.source}",
+        )
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether the cluster was measured, on one node."""
+        return bool(self.measured) and all(Topology.parse(profile.topology).num_nodes == 1 for profile in self.measured)
+
     @property
     def kind(self) -> Literal["declared", "profile"]:
         return "profile" if self.measured else "declared"
@@ -109,7 +144,8 @@ class Cluster:
         if fabric not in FABRICS:
             raise UsageError(f"fabric: expected {', '.join(FABRICS)}, got {fabric!r}")
         if self.measured:
-            raise UsageError(f"cluster {self.name!r} was measured: its fabric is in its curves, so leave --fabric out")
+            why = "a profile of one node has none: add --inter-gbps" if self.is_one_node else "leave --fabric out"
+            raise UsageError(f"cluster {self.name!r} was measured, and its fabric is in its curves: {why}")
         return self.replace(fabric=fabric, inter=FABRICS[fabric].link)
 
     def replace(self, **changes: Any) -> Cluster:
@@ -149,7 +185,8 @@ class Cluster:
         """
         found = self._profiles.get(nodes)
         if found is None:
-            found = self._profiles[nodes] = self._measured_of(nodes) if self.measured else self._declared_of(nodes)
+            is_measured = self.measured and (self.inter is None or len(nodes) == 1)
+            found = self._profiles[nodes] = self._measured_of(nodes) if is_measured else self._declared_of(nodes)
         return found
 
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
@@ -159,6 +196,10 @@ class Cluster:
                 f"{shape_text(nodes)}"
             )
         shape = shape_text(nodes)
+        curves = {curve.key: curve for curve in curves_of_group(self, nodes)}
+        if self.measured:
+            inside = self._measured_of((max(nodes),)).curves
+            curves |= {curve.key: curve for curve in inside if curve.link is not Resource.INTER}
         return Profile.create(
             name=f"{self.name} {shape}",
             kind="published",
@@ -166,7 +207,7 @@ class Cluster:
             topology=shape,
             peaks=self.peaks,
             gather="remote",
-            curves=curves_of_group(self, nodes),
+            curves=curves.values(),
             interference=self.interference,
         )
 

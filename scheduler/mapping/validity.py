@@ -242,7 +242,8 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
     chunks = software.hides_dispatch or software.two_levels
     return CaseKind(
         generation=_generation(cluster.gpu.name),
-        fabric=_MEASURED if cluster.measured else cluster.fabric or "infiniband",  # whose curves one without a name has
+        # A declared cluster without a name has InfiniBand's curves.
+        fabric=cluster.fabric or (_MEASURED if cluster.measured else "infiniband"),
         software=re.split("[,@]", software.name)[0],
         precision="bf16" if setup.precision == "bf16" else "fp8",
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",

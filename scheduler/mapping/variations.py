@@ -411,7 +411,8 @@ def _vary_links(cluster: Cluster, kind: VariationKind, value: float) -> Cluster:
 
 
 def _check_links(cluster: Cluster, kind: VariationKind) -> None:
-    if cluster.kind == "profile" and kind in (*_REAL, "domain"):
+    is_declared = cluster.inter is not None and kind in ("inter_gbps", "inter_factor")
+    if cluster.measured and kind in (*_REAL, "domain") and not is_declared:
         raise UsageError(
             f"{kind}: the links of {cluster.name} were measured, and nobody measured others; declare a cluster (docs/clusters.md)"
         )

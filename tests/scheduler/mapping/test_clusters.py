@@ -300,7 +300,7 @@ def test_another_fabric_changes_the_network_alone() -> None:
     with pytest.raises(UsageError, match="fabric: expected infiniband, roce, efa, tcp, got 'ethernet'"):
         H100.on("ethernet")
     measured = Cluster.from_profile(H100.profile_of((8, 8)), H100.gpu)
-    with pytest.raises(UsageError, match="was measured: its fabric is in its curves"):
+    with pytest.raises(UsageError, match="was measured, and its fabric is in its curves: leave"):
         measured.on("efa")
 
 
