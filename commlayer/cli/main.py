@@ -40,7 +40,7 @@ _SECTIONS = {
     },
     "Commands about one": {
         "plan": "Choose how to move a collective, and say why.",
-        "profiles": "List, show, validate, compare, merge, import and export profiles.",
+        "profiles": "List, show, validate, compare, import and export profiles.",
         "trace": "Merge the traces of a job's ranks, and say what held it up.",
         "audit": "Hold what a job's calls were promised to take against what they took.",
         "routing": "Record how tokens choose experts, and predict other placements of them.",

@@ -29,7 +29,7 @@ __all__ = ["profiles"]
 
 @click.group(cls=CommandGroup, no_args_is_help=True)
 def profiles() -> None:
-    """List, show, validate, compare, merge, import and export profiles."""
+    """List, show, validate, compare, import and export profiles."""
 
 
 for each in (import_command, export_command, tuner_command):
