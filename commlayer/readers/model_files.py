@@ -325,12 +325,12 @@ class _Config:
         value = self._value(name)
         if value is not None and not isinstance(value, Mapping):
             raise UsageError(f"{self.where}: {name}: expected an object, got {shortened(repr(value))}")
-        found = _Config(
+        section = _Config(
             {**(value or {}), "model_type": self.kind}, f"{self.where}: {name}", approximate=self.approximate
         )
-        found.left_out = self.left_out
-        self._sections.append(found)
-        return found
+        section.left_out = self.left_out
+        self._sections.append(section)
+        return section
 
     def passed_over(self, name: str) -> None:
         """Pass over a field that changes no size in this type."""
@@ -443,28 +443,28 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> dic
     }
 
 
-def _biases(config: _Config, found: dict[str, Any], *, output: bool = True, default: bool = False) -> dict[str, Any]:
+def _biases(config: _Config, shape: dict[str, Any], *, output: bool = True, default: bool = False) -> dict[str, Any]:
     """With what ``attention_bias`` says of queries, keys and values, and of the output's projection."""
     has = config.flag("attention_bias", default)
-    return found | {"qkv_bias": has, "vectors": found["vectors"] + (found["hidden"] if has and output else 0)}
+    return shape | {"qkv_bias": has, "vectors": shape["vectors"] + (shape["hidden"] if has and output else 0)}
 
 
-def _head_norms(found: dict[str, Any]) -> dict[str, Any]:
+def _head_norms(shape: dict[str, Any]) -> dict[str, Any]:
     """With norms of queries and keys that all heads share."""
-    return found | {"vectors": found["vectors"] + 2 * found["head_dim"]}
+    return shape | {"vectors": shape["vectors"] + 2 * shape["head_dim"]}
 
 
-def _window(config: _Config, found: dict[str, Any], layers: Iterable[int], *, word: str = "sliding") -> dict[str, Any]:
+def _window(config: _Config, shape: dict[str, Any], layers: Iterable[int], *, word: str = "sliding") -> dict[str, Any]:
     """With the window of attention in ``layers``, or in those that ``layer_types`` calls so, which goes before. A window that
     holds the longest sequence of the model is none."""
-    count, types = len(list(layers)), config.layer_types(found["layers"])
+    count, types = len(list(layers)), config.layer_types(shape["layers"])
     if types is not None:
         count = types.count(f"{word}_attention")
     tokens = config.whole("attention_chunk_size" if word == "chunked" else "sliding_window", 0)
     longest = config.whole("max_position_embeddings", 0)
     if not count or not tokens or 0 < longest <= tokens:
-        return found
-    return found | {"window": AttentionWindow(tokens, count, chunked=word == "chunked")}
+        return shape
+    return shape | {"window": AttentionWindow(tokens, count, chunked=word == "chunked")}
 
 
 def _dense_layers(config: _Config, layers: int, otherwise: Iterable[int]) -> list[int]:
@@ -518,12 +518,12 @@ def _types_of(config: _Config, layers: int, name: str, words: tuple[str, str]) -
     return [words[bool(each)] for each in listed] if types is None else types
 
 
-def _dense(config: _Config, found: dict[str, Any]) -> dict[str, Any]:
+def _dense(config: _Config, shape: dict[str, Any]) -> dict[str, Any]:
     """A model without experts: every layer has an FFN of ``width``."""
     if config.flag("mlp_bias"):
         raise UsageError(f"{config.where}: mlp_bias: expected false: biases of dense FFNs are not supported")
-    layers = list(range(found["layers"]))
-    return found | {"experts": 1, "top_k": 1, "width": 1} | _placed(layers, found["width"])
+    layers = list(range(shape["layers"]))
+    return shape | {"experts": 1, "top_k": 1, "width": 1} | _placed(layers, shape["width"])
 
 
 def _llama(config: _Config) -> dict[str, Any]:
@@ -531,65 +531,65 @@ def _llama(config: _Config) -> dict[str, Any]:
 
 
 def _mistral(config: _Config) -> dict[str, Any]:
-    found = _common(config, "intermediate_size")
-    return _dense(config, _window(config, found, range(found["layers"])))
+    shape = _common(config, "intermediate_size")
+    return _dense(config, _window(config, shape, range(shape["layers"])))
 
 
 def _qwen2_dense(config: _Config) -> dict[str, Any]:
-    found = _common(config, "intermediate_size") | {"qkv_bias": True}
-    return _dense(config, _later_windows(config, found))
+    shape = _common(config, "intermediate_size") | {"qkv_bias": True}
+    return _dense(config, _later_windows(config, shape))
 
 
 def _qwen3_dense(config: _Config) -> dict[str, Any]:
-    found = _head_norms(_biases(config, _common(config, "intermediate_size", names_head_dim=True)))
-    return _dense(config, _later_windows(config, found))
+    shape = _head_norms(_biases(config, _common(config, "intermediate_size", names_head_dim=True)))
+    return _dense(config, _later_windows(config, shape))
 
 
-def _later_windows(config: _Config, found: dict[str, Any]) -> dict[str, Any]:
+def _later_windows(config: _Config, shape: dict[str, Any]) -> dict[str, Any]:
     """Qwen's windows: from ``max_window_layers`` on, where ``use_sliding_window`` says so."""
-    return _asked_window(config, found, range(config.whole("max_window_layers", 28), found["layers"]))
+    return _asked_window(config, shape, range(config.whole("max_window_layers", 28), shape["layers"]))
 
 
-def _asked_window(config: _Config, found: dict[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+def _asked_window(config: _Config, shape: dict[str, Any], layers: Iterable[int]) -> dict[str, Any]:
     """With windows in ``layers`` where ``use_sliding_window`` says so; else no layer has one, whatever ``sliding_window`` is, and
     ``layer_types`` must not say otherwise."""
     if config.flag("use_sliding_window"):
-        return _window(config, found, layers)
-    for word in set(config.layer_types(found["layers"]) or ()) - {"full_attention"}:
+        return _window(config, shape, layers)
+    for word in set(config.layer_types(shape["layers"]) or ()) - {"full_attention"}:
         raise UsageError(f"{config.where}: layer_types: expected full_attention in every layer, got {word!r}")
-    return found
+    return shape
 
 
 def _mixtral(config: _Config) -> dict[str, Any]:
     """Every layer has experts, and none is shared."""
-    found = _common(config, "intermediate_size")
-    return _window(config, found, range(found["layers"])) | _routed(config)
+    shape = _common(config, "intermediate_size")
+    return _window(config, shape, range(shape["layers"])) | _routed(config)
 
 
 def _phimoe(config: _Config) -> dict[str, Any]:
     """Its norms are LayerNorm, with biases."""
-    found = _biases(config, _mixtral(config))
-    hidden, vocabulary = found["hidden"], found["vocabulary"]
+    shape = _biases(config, _mixtral(config))
+    hidden, vocabulary = shape["hidden"], shape["vocabulary"]
     head = vocabulary if config.flag("lm_head_bias") else 0
-    return found | {"vectors": found["vectors"] + 2 * hidden, "end_vectors": hidden + head}
+    return shape | {"vectors": shape["vectors"] + 2 * hidden, "end_vectors": hidden + head}
 
 
 def _olmoe(config: _Config) -> dict[str, Any]:
     """The norms of queries and of keys go over all heads."""
-    found = _biases(config, _mixtral(config))
-    hidden, heads = found["hidden"], found["heads"]
-    return found | {"vectors": found["vectors"] + hidden + hidden // heads * found["kv_heads"]}
+    shape = _biases(config, _mixtral(config))
+    hidden, heads = shape["hidden"], shape["heads"]
+    return shape | {"vectors": shape["vectors"] + hidden + hidden // heads * shape["kv_heads"]}
 
 
 def _gpt_oss(config: _Config) -> dict[str, Any]:
     """Biases everywhere, a sink of each head, a window in every second layer, from the first."""
-    found = _biases(config, _common(config, "intermediate_size", names_head_dim=True), default=True)
-    found = _window(config, found, range(0, found["layers"], 2))
-    found |= _routed(config)
-    return found | {
-        "vectors": found["vectors"] + found["heads"],
-        "moe_vectors": found["experts"],
-        "expert_vectors": 2 * found["width"] + found["hidden"],
+    shape = _biases(config, _common(config, "intermediate_size", names_head_dim=True), default=True)
+    shape = _window(config, shape, range(0, shape["layers"], 2))
+    shape |= _routed(config)
+    return shape | {
+        "vectors": shape["vectors"] + shape["heads"],
+        "moe_vectors": shape["experts"],
+        "expert_vectors": 2 * shape["width"] + shape["hidden"],
         "clamps": True,
     }
 
@@ -597,70 +597,70 @@ def _gpt_oss(config: _Config) -> dict[str, Any]:
 def _llama4(config: _Config) -> dict[str, Any]:
     """Experts in ``moe_layers``, or in every ``interleave_moe_layer_step``-th layer; chunked attention where positions are
     rotated; the shared expert is as wide as the others. The vision model of a whole configuration is no part of the shape."""
-    found = _biases(config, _common(config, "intermediate_size", names_head_dim=True))
-    layers, step = found["layers"], config.whole("interleave_moe_layer_step", 1)
+    shape = _biases(config, _common(config, "intermediate_size", names_head_dim=True))
+    layers, step = shape["layers"], config.whole("interleave_moe_layer_step", 1)
     named = config.indices("moe_layers")
     sparse = set(range(step - 1, layers, step)) if named is None and step else named or set()
     interval = config.whole("no_rope_layer_interval", 4)
     rotates = config.numbers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
     chunked = [layer for layer in range(layers) if rotates[layer : layer + 1] != [0]]
-    found = _window(config, found, chunked, word="chunked")
+    shape = _window(config, shape, chunked, word="chunked")
     dense = [layer for layer in range(layers) if layer not in sparse]
-    found |= _routed(config, 1) | {"shared_width": found["width"]}
-    return found | _placed(dense, config.whole("intermediate_size_mlp"))
+    shape |= _routed(config, 1) | {"shared_width": shape["width"]}
+    return shape | _placed(dense, config.whole("intermediate_size_mlp"))
 
 
 def _minimax(config: _Config) -> dict[str, Any]:
     """MiniMax-Text-01 and M1: most layers have lightning attention, by ``layer_types`` or ``attn_type_list`` (0)."""
-    found = _mixtral(config)
-    types = _types_of(config, found["layers"], "attn_type_list", ("linear_attention", "full_attention"))
+    shape = _mixtral(config)
+    types = _types_of(config, shape["layers"], "attn_type_list", ("linear_attention", "full_attention"))
     linear = types.count("linear_attention")
     config.whole("block_size", 0)
     _without_shared(config)
-    if "window" in found:
+    if "window" in shape:
         raise UsageError(f"{config.where}: sliding_window: expected none beside linear attention")
-    heads, size = found["heads"], found["head_dim"]
-    return found | {"linear": LinearAttention("lightning", linear, heads, heads, size, size) if linear else None}
+    heads, size = shape["heads"], shape["head_dim"]
+    return shape | {"linear": LinearAttention("lightning", linear, heads, heads, size, size) if linear else None}
 
 
 def _minimax_m2(config: _Config) -> dict[str, Any]:
     """Every layer has scores; norms of queries and of keys go over all heads."""
-    found = _common(config, "intermediate_size", names_head_dim=True)
+    shape = _common(config, "intermediate_size", names_head_dim=True)
     if 0 in config.numbers("attn_type_list"):
         raise UsageError(f"{config.where}: attn_type_list: expected 1 in every layer")
     _without_shared(config)
-    norms = (found["heads"] + found["kv_heads"]) * found["head_dim"] if config.flag("use_qk_norm", True) else 0
-    return found | _routed(config) | {"vectors": norms}
+    norms = (shape["heads"] + shape["kv_heads"]) * shape["head_dim"] if config.flag("use_qk_norm", True) else 0
+    return shape | _routed(config) | {"vectors": norms}
 
 
 def _qwen(config: _Config, *, names_head_dim: bool = False) -> dict[str, Any]:
     """Layer i has experts where decoder_sparse_step divides i + 1 and mlp_only_layers does not name i."""
-    found = _common(config, "moe_intermediate_size", names_head_dim=names_head_dim)
-    layers, step = found["layers"], config.whole("decoder_sparse_step", 1)
+    shape = _common(config, "moe_intermediate_size", names_head_dim=names_head_dim)
+    layers, step = shape["layers"], config.whole("decoder_sparse_step", 1)
     only = config.indices("mlp_only_layers") or set()
     dense = [layer for layer in range(layers) if layer in only or not step or (layer + 1) % step]
-    return found | _routed(config) | _beside(config, dense)
+    return shape | _routed(config) | _beside(config, dense)
 
 
 def _qwen2(config: _Config) -> dict[str, Any]:
-    found = _qwen(config)
-    even = range(0, min(config.whole("max_window_layers", 28), found["layers"]), 2)
-    return _asked_window(config, found, even) | {
+    shape = _qwen(config)
+    even = range(0, min(config.whole("max_window_layers", 28), shape["layers"]), 2)
+    return _asked_window(config, shape, even) | {
         "shared_width": config.whole("shared_expert_intermediate_size"),
-        "moe_vectors": found["hidden"],
+        "moe_vectors": shape["hidden"],
         "qkv_bias": config.flag("qkv_bias", True),
     }
 
 
 def _qwen3(config: _Config) -> dict[str, Any]:
-    found = _head_norms(_biases(config, _qwen(config)))
-    return _asked_window(config, found, range(found["layers"]))
+    shape = _head_norms(_biases(config, _qwen(config)))
+    return _asked_window(config, shape, range(shape["layers"]))
 
 
 def _qwen3_next(config: _Config) -> dict[str, Any]:
     """Every ``full_attention_interval``-th layer has gated attention, the others a gated delta net."""
-    found = _head_norms(_biases(config, _qwen(config, names_head_dim=True)))
-    layers, interval = found["layers"], config.whole("full_attention_interval", 4)
+    shape = _head_norms(_biases(config, _qwen(config, names_head_dim=True)))
+    layers, interval = shape["layers"], config.whole("full_attention_interval", 4)
     types = config.layer_types(layers)
     if types is None:
         types = ["full_attention" if interval and not (i + 1) % interval else "linear_attention" for i in range(layers)]
@@ -673,11 +673,11 @@ def _qwen3_next(config: _Config) -> dict[str, Any]:
         value_dim=config.whole("linear_value_head_dim"),
         kernel=config.whole("linear_conv_kernel_dim"),
     )
-    return found | {
+    return shape | {
         "gated_attention": True,
         "linear": linear if linear.layers else None,
         "shared_width": config.whole("shared_expert_intermediate_size"),
-        "moe_vectors": found["hidden"],
+        "moe_vectors": shape["hidden"],
     }
 
 
@@ -690,13 +690,13 @@ def _groups(config: _Config) -> dict[str, Any]:
 def _leading(config: _Config) -> dict[str, Any]:
     """Layer i has experts from first_k_dense_replace on, where moe_layer_freq divides i, or as
     mlp_layer_types says."""
-    found = _common(config, "moe_intermediate_size")
-    layers = found["layers"]
+    shape = _common(config, "moe_intermediate_size")
+    layers = shape["layers"]
     is_optional = config.has("mlp_layer_types") or config.approximate
     first = config.whole("first_k_dense_replace", 0 if is_optional else None)
     frequency = 1 if config.is_list("moe_layer_freq") else max(1, config.whole("moe_layer_freq", 1))
     dense = _dense_layers(config, layers, (i for i in range(layers) if i < first or i % frequency))
-    return found | _groups(config) | _routed(config) | _shared(config, found["width"]) | _beside(config, dense)
+    return shape | _groups(config) | _routed(config) | _shared(config, shape["width"]) | _beside(config, dense)
 
 
 def _deepseek(config: _Config) -> dict[str, Any]:
@@ -714,17 +714,17 @@ def _deepseek_latent(config: _Config) -> dict[str, Any]:
         value_dim=config.whole("v_head_dim"),
     )
     config.whole("qk_head_dim", 0)
-    found = _leading(config)
+    shape = _leading(config)
     down = latent.q_rank + latent.kv_rank + latent.rope_dim  # the projections that may have a bias, beside the output's
-    found |= {
+    shape |= {
         "latent": latent,
-        "kv_heads": found["heads"],
+        "kv_heads": shape["heads"],
         "head_dim": latent.value_dim,
-        "vectors": down + found["hidden"] if config.flag("attention_bias") else 0,
+        "vectors": down + shape["hidden"] if config.flag("attention_bias") else 0,
     }
     if config.has("index_topk"):
-        found["indexer"] = _indexer(config, found["layers"])
-    return found
+        shape["indexer"] = _indexer(config, shape["layers"])
+    return shape
 
 
 def _indexer(config: _Config, layers: int, number: int | None = None) -> AttentionIndexer:
@@ -749,19 +749,19 @@ def _indexer(config: _Config, layers: int, number: int | None = None) -> Attenti
     )
 
 
-def _streams(config: _Config, found: dict[str, Any], *, head: bool) -> dict[str, Any]:
+def _streams(config: _Config, shape: dict[str, Any], *, head: bool) -> dict[str, Any]:
     """With hyper-connections; ``head``: with weights for the sum of the streams at the end."""
-    streams, hidden = config.whole("hc_mult", 1), found["hidden"]
+    streams, hidden = config.whole("hc_mult", 1), shape["hidden"]
     config.whole("hc_sinkhorn_iters", 0)
     end = streams * streams * hidden + streams + 1 if head and streams > 1 else 0
-    return found | {"streams": streams, "end_vectors": end}
+    return shape | {"streams": streams, "end_vectors": end}
 
 
 def _deepseek_v4(config: _Config) -> dict[str, Any]:
     """Every layer has experts; the first of them route by hashes of tokens, with weights that are
     those of a router. Attention is compressed, by ``layer_types`` or ``compress_ratios``."""
-    found = _common(config, "moe_intermediate_size")
-    layers, heads = found["layers"], found["heads"]
+    shape = _common(config, "moe_intermediate_size")
+    layers, heads = shape["layers"], shape["heads"]
     config.words("mlp_layer_types", layers, ("hash_moe", "moe"))
     config.whole("num_hash_layers", 0)
     rates = config.section("compress_rates")
@@ -790,31 +790,31 @@ def _deepseek_v4(config: _Config) -> dict[str, Any]:
     )
     scorers, size, top_k = (config.whole(name) for name in ("index_n_heads", "index_head_dim", "index_topk"))
     indexer = AttentionIndexer(scorers, size, top_k, compressed.sparse_layers, compressed.sparse_layers)
-    found |= _routed(config) | _shared(config, found["width"], 1)
-    found |= {
+    shape |= _routed(config) | _shared(config, shape["width"], 1)
+    shape |= {
         "clamps": config.has("swiglu_limit"),
         "vectors": heads,  # a sink of each
         "compressed": compressed,
         "indexer": indexer if compressed.sparse_layers else None,
     }
-    return _streams(config, found, head=True)
+    return _streams(config, shape, head=True)
 
 
 def _kimi_linear(config: _Config) -> dict[str, Any]:
     """Kimi Linear and Kimi-K3: layers of Kimi Delta Attention and of latent attention in turn; K3's
     have gates, and its experts a latent space."""
-    found = _deepseek_latent(config)
-    hidden, latent = found["hidden"], config.whole("routed_expert_hidden_size", 0)
+    shape = _deepseek_latent(config)
+    hidden, latent = shape["hidden"], config.whole("routed_expert_hidden_size", 0)
     if block := config.whole("attn_res_block_size", 0):
-        sources = found["layers"] // block + 1
+        sources = shape["layers"] // block + 1
         config.leave_out(
             "attn_res_block_size",
             "attention over the outputs of earlier blocks of layers",
             f"below 0.01 % of the parameters; each layer reads up to {sources} hidden states twice, memory's time alone",
         )
     norm = latent if config.flag("latent_moe_use_norm") else 0
-    return found | {
-        "linear": _kda(config, found["layers"]),
+    return shape | {
+        "linear": _kda(config, shape["layers"]),
         "gated_attention": config.flag("mla_use_output_gate"),
         "expert_hidden": latent if latent != hidden else 0,
         "moe_vectors": norm,
@@ -839,26 +839,26 @@ def _kda(config: _Config, layers: int) -> LinearAttention | None:
 def _glm5_next(config: _Config) -> dict[str, Any]:
     """GLM-5.3: Kimi Delta Attention, and latent attention with an indexer over pooled keys; four
     residual streams."""
-    found = _deepseek_latent(config)
-    linear = _kda(config, found["layers"])
-    softmax = found["layers"] - (0 if linear is None else linear.layers)
-    scored = config.words("indexer_types", found["layers"], ("full", "shared")) or ["full"] * found["layers"]
-    types = config.layer_types(found["layers"]) or []
+    shape = _deepseek_latent(config)
+    linear = _kda(config, shape["layers"])
+    softmax = shape["layers"] - (0 if linear is None else linear.layers)
+    scored = config.words("indexer_types", shape["layers"], ("full", "shared")) or ["full"] * shape["layers"]
+    types = config.layer_types(shape["layers"]) or []
     own = sum(one == "full" and kind != "linear_attention" for one, kind in zip(scored, types, strict=False))
-    indexer = replace(found["indexer"], layers=softmax, scored_layers=own or softmax)
-    found |= {"linear": linear, "indexer": indexer, "clamps": config.has("swiglu_limit")}
-    return _streams(config, found, head=False)
+    indexer = replace(shape["indexer"], layers=softmax, scored_layers=own or softmax)
+    shape |= {"linear": linear, "indexer": indexer, "clamps": config.has("swiglu_limit")}
+    return _streams(config, shape, head=False)
 
 
 def _mimo(config: _Config) -> dict[str, Any]:
     """MiMo-V2: most layers have a window, with twice the key-value heads and sinks; values are
     narrower than keys. What an own field of windowed layers says must be the others' too."""
-    found = _common(config, "moe_intermediate_size", names_head_dim=True)
-    layers, heads = found["layers"], found["heads"]
+    shape = _common(config, "moe_intermediate_size", names_head_dim=True)
+    layers, heads = shape["layers"], shape["heads"]
     types = _types_of(config, layers, "hybrid_layer_pattern", ("full_attention", "sliding_attention"))
     windowed = types.count("sliding_attention")
-    value = config.whole("v_head_dim", found["head_dim"])
-    for name, size in (("swa_head_dim", found["head_dim"]), ("swa_v_head_dim", value)):
+    value = config.whole("v_head_dim", shape["head_dim"])
+    for name, size in (("swa_head_dim", shape["head_dim"]), ("swa_v_head_dim", value)):
         if config.whole(name, size) != size:
             raise UsageError(
                 f"{config.where}: {name}: expected {size} as in other layers: heads of two sizes are not modelled"
@@ -868,31 +868,31 @@ def _mimo(config: _Config) -> dict[str, Any]:
         tokens=config.whole("sliding_window"),
         layers=windowed,
         heads=own_heads,
-        kv_heads=config.whole("swa_num_key_value_heads", 2 * found["kv_heads"]),
+        kv_heads=config.whole("swa_num_key_value_heads", 2 * shape["kv_heads"]),
         vectors=own_heads if config.flag("add_swa_attention_sink_bias", default=True) else 0,
     )
     config.whole("attention_chunk_size", 0)
     config.whole("sliding_window_size", 0)
     dense = _dense_layers(config, layers, [0])
     return (
-        found
+        shape
         | _groups(config)
         | {
-            "value_dim": value if value != found["head_dim"] else 0,
+            "value_dim": value if value != shape["head_dim"] else 0,
             "qkv_bias": config.flag("attention_bias"),
             "vectors": heads if config.flag("add_full_attention_sink_bias") else 0,
             "window": window if windowed else None,
         }
         | _routed(config)
-        | _shared(config, found["width"])
+        | _shared(config, shape["width"])
         | _beside(config, dense)
     )
 
 
 def _minimax_m3(config: _Config) -> dict[str, Any]:
     """MiniMax-M3: an indexer chooses blocks of keys in most layers; one shared expert."""
-    found = _head_norms(_common(config, "intermediate_size", names_head_dim=True))
-    layers, sparse = found["layers"], config.section("sparse_attention_config")
+    shape = _head_norms(_common(config, "intermediate_size", names_head_dim=True))
+    layers, sparse = shape["layers"], config.section("sparse_attention_config")
     for name in ("sparse_disable_index_value", "sparse_init_block", "sparse_local_block"):
         sparse.passed_over(name)
     types = config.words("layer_types", layers, _MINIMAX_TYPES)
@@ -912,7 +912,7 @@ def _minimax_m3(config: _Config) -> dict[str, Any]:
     indexer = AttentionIndexer(heads, size, block * blocks, number, number, weighs_heads=False)
     dense = _dense_layers(config, layers, ())
     return (
-        found
+        shape
         | {
             "shared_width": config.whole("shared_intermediate_size") * max(1, config.whole("n_shared_experts", 1)),
             "indexer": indexer if number else None,
@@ -926,8 +926,8 @@ def _minimax_m3(config: _Config) -> dict[str, Any]:
 def _step3(config: _Config) -> dict[str, Any]:
     """Step-3, whose queries go through a low rank (arXiv:2507.19427), and Step-3.5 to 3.7, most of
     whose layers have windows with more heads, and all a gate of each head."""
-    found = _common(config, "moe_intermediate_size")
-    layers, hidden, size = found["layers"], found["hidden"], found["head_dim"]
+    shape = _common(config, "moe_intermediate_size")
+    layers, hidden, size = shape["layers"], shape["hidden"], shape["head_dim"]
     is_first = config.has("share_q_dim")
     own = 2 * size * (not is_first and config.flag("use_qk_norm", default=True))
     gates = hidden * (not is_first and config.flag("use_head_wise_attn_gate", default=True))
@@ -936,21 +936,21 @@ def _step3(config: _Config) -> dict[str, Any]:
         raise UsageError(f"{config.where}: moe_layers_enum: expected numbers of layers, got {named}")
     sparse = set(map(int, named)) or set(range(3, layers))
     dense = _dense_layers(config, layers, (layer for layer in range(layers) if layer not in sparse))
-    found |= {
+    shape |= {
         "query_rank": config.whole("share_q_dim", 0),
-        "vectors": own + gates * found["heads"],
+        "vectors": own + gates * shape["heads"],
         "shared_width": config.whole(config.either("share_expert_dim", "share_expert_dims")),
     }
     other = config.section("attention_other_setting")
-    heads = other.whole("num_attention_heads", 0) or config.whole("num_sliding_attention_heads", found["heads"])
-    groups = other.whole("num_attention_groups", found["kv_heads"])
+    heads = other.whole("num_attention_heads", 0) or config.whole("num_sliding_attention_heads", shape["heads"])
+    groups = other.whole("num_attention_groups", shape["kv_heads"])
     other.whole("head_dim", size)
     types = config.layer_types(layers) or []
     if number := types.count("sliding_attention"):
-        found["window"] = AttentionWindow(
+        shape["window"] = AttentionWindow(
             config.whole("sliding_window"), number, heads=heads, kv_heads=groups, vectors=own + gates * heads
         )
-    return found | _routed(config) | _beside(config, dense)
+    return shape | _routed(config) | _beside(config, dense)
 
 
 def _nemotron_h(config: _Config) -> dict[str, Any]:
@@ -1007,53 +1007,53 @@ def _nemotron_h(config: _Config) -> dict[str, Any]:
 
 def _nemotron_blocks(config: _Config) -> str:
     """The letter of each block: M, *, E or -."""
-    found = config.word("hybrid_override_pattern")
+    pattern = config.word("hybrid_override_pattern")
     listed = config.listed(config.either("layers_block_type", "layer_types"))
-    if not found:
-        found = "".join(_NEMOTRON_WORDS.get(str(each), "?") for each in listed)
-    if not found or set(found) - set("M*E-"):
+    if not pattern:
+        pattern = "".join(_NEMOTRON_WORDS.get(str(each), "?") for each in listed)
+    if not pattern or set(pattern) - set("M*E-"):
         raise UsageError(
             f"{config.where}: hybrid_override_pattern: expected M, *, E or - for each block, or layers_block_type, "
-            f"got {shortened(found)}"
+            f"got {shortened(pattern)}"
         )
-    return found
+    return pattern
 
 
 def _glm4(config: _Config) -> dict[str, Any]:
     """GLM-4.5: the output's projection has no bias."""
-    found = _biases(config, _leading(config), output=False)
-    return _head_norms(found) if config.flag("use_qk_norm") else found
+    shape = _biases(config, _leading(config), output=False)
+    return _head_norms(shape) if config.flag("use_qk_norm") else shape
 
 
 def _dots1(config: _Config) -> dict[str, Any]:
-    found = _head_norms(_biases(config, _leading(config)))
-    return _window(config, found, range(config.whole("max_window_layers", 62), found["layers"]))
+    shape = _head_norms(_biases(config, _leading(config)))
+    return _window(config, shape, range(config.whole("max_window_layers", 62), shape["layers"]))
 
 
 def _ernie(config: _Config) -> dict[str, Any]:
     """ERNIE 4.5: experts in every moe_layer_interval-th layer between two; the router's correction counts as a parameter."""
-    found = _common(config, "moe_intermediate_size")
+    shape = _common(config, "moe_intermediate_size")
     if config.flag("use_bias"):
         raise UsageError(f"{config.where}: use_bias: expected false: biases of every projection are not supported")
-    layers = found["layers"]
+    layers = shape["layers"]
     first, last = config.whole("moe_layer_start_index", 1), config.number("moe_layer_end_index", -1)
     interval = max(1, config.whole("moe_layer_interval", 1))
     sparse = range(first, (layers if last < 0 else last + 1))
     dense = [layer for layer in range(layers) if layer not in sparse or (layer + 1) % interval]
-    found |= _routed(config) | _shared(config, found["width"]) | _placed(dense, config.whole("intermediate_size"))
-    return found | {"ties_embeddings": config.flag("tie_word_embeddings", True), "moe_vectors": found["experts"]}
+    shape |= _routed(config) | _shared(config, shape["width"]) | _placed(dense, config.whole("intermediate_size"))
+    return shape | {"ties_embeddings": config.flag("tie_word_embeddings", True), "moe_vectors": shape["experts"]}
 
 
 def _hunyuan(config: _Config) -> dict[str, Any]:
     """Hunyuan-Large and its successors, which name an expert's width apart and may begin with dense layers."""
     config.whole("cla_share_factor", 0)
-    found = _biases(config, _common(config, "intermediate_size"))
-    dense_width, count = found["width"], config.whole("moe_layer_num_skipped", 0)
+    shape = _biases(config, _common(config, "intermediate_size"))
+    dense_width, count = shape["width"], config.whole("moe_layer_num_skipped", 0)
     width = config.whole("moe_intermediate_size", 0) or dense_width
     if config.flag("use_qk_norm", config.kind == "hunyuan_v1_moe"):
-        found = _head_norms(found)
-    found |= {"width": width} | _shared(config, width, int(config.kind == "hunyuan_v1_moe"))
-    return found | _routed(config) | _placed(list(range(count)), dense_width)
+        shape = _head_norms(shape)
+    shape |= {"width": width} | _shared(config, width, int(config.kind == "hunyuan_v1_moe"))
+    return shape | _routed(config) | _placed(list(range(count)), dense_width)
 
 
 def _nearest(config: _Config) -> dict[str, Any]:
@@ -1062,12 +1062,12 @@ def _nearest(config: _Config) -> dict[str, Any]:
     kind = repr(config.kind) if config.kind else "missing"
     config.left_out.append(f"what only the code of an unknown model_type says ({shortened(kind)}), such as norms")
     if any(map(config.has, _EXPERTS)):
-        found = _deepseek_latent(config) if config.has("kv_lora_rank") else _leading(config)
+        shape = _deepseek_latent(config) if config.has("kv_lora_rank") else _leading(config)
     else:
-        found = _dense(config, _common(config, "intermediate_size"))
+        shape = _dense(config, _common(config, "intermediate_size"))
     if config.has("linear_attn_config"):
-        found["linear"] = _kda(config, found["layers"])
-    return _streams(config, found, head=False)
+        shape["linear"] = _kda(config, shape["layers"])
+    return _streams(config, shape, head=False)
 
 
 #: By ``model_type``.

@@ -171,11 +171,11 @@ class Cluster:
         Raises:
             UsageError: a size or a stride below 1, parts that do not nest, fewer ranks than the group reaches.
         """
-        found = self._nodes.get((layout, ranks))
-        if found is None:
+        nodes = self._nodes.get((layout, ranks))
+        if nodes is None:
             nodes = worst_shape(layout, self.domain, ranks)
-            found = self._nodes[layout, ranks] = self._shapes.setdefault(nodes, nodes)
-        return found
+            nodes = self._nodes[layout, ranks] = self._shapes.setdefault(nodes, nodes)
+        return nodes
 
     def profile_of(self, nodes: tuple[int, ...]) -> Profile:
         """A profile with every curve that plans of a group on ``nodes`` are priced by; the same object for the same nodes.
@@ -183,11 +183,11 @@ class Cluster:
         Raises:
             PlanError: a measured cluster on which no such group was measured; a group that does not fit the domains.
         """
-        found = self._profiles.get(nodes)
-        if found is None:
+        profile = self._profiles.get(nodes)
+        if profile is None:
             is_measured = self.measured and (self.inter is None or len(nodes) == 1)
-            found = self._profiles[nodes] = self._measured_of(nodes) if is_measured else self._declared_of(nodes)
-        return found
+            profile = self._profiles[nodes] = self._measured_of(nodes) if is_measured else self._declared_of(nodes)
+        return profile
 
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
         if not nodes or min(nodes) < 1 or max(nodes) > self.domain:
@@ -231,12 +231,12 @@ class Cluster:
 
     def link(self, link: Resource) -> Link:
         """Look up what is declared for ``link``. Raises PlanError for a measured cluster, and for a resource that is no link."""
-        found = {Resource.INTER: self.inter, Resource.INTRA: self.intra, Resource.DEVICE: self.device}.get(link)
-        if found is None:
+        declared = {Resource.INTER: self.inter, Resource.INTRA: self.intra, Resource.DEVICE: self.device}.get(link)
+        if declared is None:
             raise PlanError(
                 f"cluster {self.name!r}: nothing is declared for {link}: it was measured, or that is no link"
             )
-        return found
+        return declared
 
 
 def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:

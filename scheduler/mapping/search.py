@@ -208,16 +208,16 @@ def search(
         kinds = _of_kinds(frontier, ranked, estimator.cluster) if top >= _MOST_KINDS else {}
         bests = [frontier.best_of(_is_folded(folded), ranked) for folded in (False, True)]
     every = (*ranked, *kinds.values(), *filter(None, bests))
-    found = {each.setup: estimator.estimate(each.setup) for each in every}  # in detail
+    estimates = {each.setup: estimator.estimate(each.setup) for each in every}  # in detail
     if frontier.refused:
         why = f"mappings were passed over: {frontier.refused}"
-        found = {setup: replace(each, notes=(*each.notes, why)) for setup, each in found.items()}
-    best_unfolded, best_folded = (found[each.setup] if each else None for each in bests)
+        estimates = {setup: replace(each, notes=(*each.notes, why)) for setup, each in estimates.items()}
+    best_unfolded, best_folded = (estimates[each.setup] if each else None for each in bests)
     return SearchResult(
         job=job,
         cluster=estimator.cluster.name,
         software=estimator.software.name,
-        ranked=tuple(found[each.setup] for each in ranked),
+        ranked=tuple(estimates[each.setup] for each in ranked),
         best_unfolded=best_unfolded,
         best_folded=best_folded,
         num_valid=frontier.num_valid,
@@ -228,7 +228,7 @@ def search(
         variants=variants,
         margin=margin,
         top=top,
-        kinds={kind: found[each.setup] for kind, each in kinds.items()},
+        kinds={kind: estimates[each.setup] for kind, each in kinds.items()},
     )
 
 
@@ -351,9 +351,9 @@ class _Frontier:
         self.refused = ""
         """Why the dispatcher cannot send the tokens of some mappings, which are passed over."""
 
-    def fill(self, found: Iterable[Family], top: int) -> None:
+    def fill(self, families: Iterable[Family], top: int) -> None:
         """Put every family on the heap, by its bound."""
-        every = list(by_chunks(found))
+        every = list(by_chunks(families))
         self.num_valid = sum(family.size for alike in every for family in alike)
         bounded = 0
         for index, alike in enumerate(every):
@@ -404,10 +404,10 @@ class _Frontier:
         for entry in everything:
             (self._heap if is_one(entry.setup) else others).append(entry)
         heapq.heapify(self._heap)
-        found = next(self.take(1), None)  # which goes back: it may be the fastest of another kind too
-        self._heap += others if found is None else [*others, self._final(found)]
+        best = next(self.take(1), None)  # which goes back: it may be the fastest of another kind too
+        self._heap += others if best is None else [*others, self._final(best)]
         heapq.heapify(self._heap)
-        return found
+        return best
 
     def _put_back(self, bound_us: float, alike: tuple[Family, ...], level: int) -> None:
         """With a bound that knows what its layers send: most families are never opened."""
@@ -469,18 +469,18 @@ class _Frontier:
         return fits
 
     def _estimate(self, bound_us: float, setup: Setup) -> None:
-        found = self._estimator.estimate(setup, detail=False)
+        estimate = self._estimator.estimate(setup, detail=False)
         self.num_estimated += 1
-        if found.step_us < bound_us * (1 - _ROUNDING):
+        if estimate.step_us < bound_us * (1 - _ROUNDING):
             raise InternalError(
-                f"the bound of {setup} is {bound_us} µs, above its estimate of {found.step_us} µs: a search by such bounds "
+                f"the bound of {setup} is {bound_us} µs, above its estimate of {estimate.step_us} µs: a search by such bounds "
                 "may miss the best; please report it"
             )
-        heapq.heappush(self._heap, self._final(found))
+        heapq.heappush(self._heap, self._final(estimate))
 
     @staticmethod
-    def _final(found: StepEstimate) -> _Entry:
-        return _Entry(found.step_us, CLOSEST + 1, simplicity(found.setup), found, found.setup)
+    def _final(estimate: StepEstimate) -> _Entry:
+        return _Entry(estimate.step_us, CLOSEST + 1, simplicity(estimate.setup), estimate, estimate.setup)
 
 
 def _is_by_itself(setup: Setup) -> bool:
@@ -599,7 +599,7 @@ def smallest_fit(
             (memory.estimate(asked, setup, software=software, gpu=cluster.gpu), setup)
             for setup in setups(asked, cluster, lean)
         )
-        least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)
+        least = min(sizes, key=lambda fit: (fit[0].total, simplicity(fit[1])), default=None)
         if least is not None and least[0].total <= memory_limit:
             return Fit(gpus=gpus, setup=least[1], memory=least[0])
     return None

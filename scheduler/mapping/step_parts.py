@@ -179,12 +179,12 @@ class StepParts:
         return self._builders[ratio]
 
 
-def _held_up(found: Breakdown, least_us: float) -> Breakdown:
+def _held_up(breakdown: Breakdown, least_us: float) -> Breakdown:
     """A pass that takes no less than its host is busy with it."""
-    more_us = least_us - found.total_us
+    more_us = least_us - breakdown.total_us
     if more_us > 0:
-        found.add(Breakdown(more_us, {"host": more_us}))
-    return found
+        breakdown.add(Breakdown(more_us, {"host": more_us}))
+    return breakdown
 
 
 def _with_a_layout(setup: Setup) -> Setup:

@@ -255,13 +255,13 @@ def vary(
             points.append(point_at(value, way, tell))
     tell(0, 1)
     number = len(variation.values)
-    found = [VariedWay(way=way, points=tuple(points[at * number :][:number])) for at, way in enumerate(ways)]
+    varied = [VariedWay(way=way, points=tuple(points[at * number :][:number])) for at, way in enumerate(ways)]
     return Varied(
         variation=variation,
         job=job,
         cluster=cluster.name,
-        ways=tuple(found),
-        crossover=_crossover_of(variation.kind, found, lambda value, way: point_at(value, way, None)),
+        ways=tuple(varied),
+        crossover=_crossover_of(variation.kind, varied, lambda value, way: point_at(value, way, None)),
     )
 
 
