@@ -64,7 +64,7 @@ class DumpGroup:
 
 class DumpGroups:
     """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
-    when each collective was first made, by the group's name and its number."""
+    when each collective was first made, by the group's name and its number; ``lossy``: ranks whose rings have lost calls."""
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
         self.listed: dict[str, set[tuple[int, ...]]] = {}
@@ -95,6 +95,7 @@ class DumpGroups:
                 users[name] |= silent if len(silent) == lacking else set()
         self.ranks = tuple(sorted(ranks))
         self.made_at = _made_at(dumps)
+        self.lossy = {dump.rank for dump in dumps if dump.lost}
         self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
     @property

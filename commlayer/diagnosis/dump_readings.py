@@ -328,15 +328,13 @@ def _has_timed_out(dumps: Sequence[Dump], rank: int) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for collectives."""
+    """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for collectives; ``number``:
+    the call's among its group's, or the message's among those of its line."""
 
     entry: Entry
     group: DumpGroup
     peer: int
-
-    @property
-    def number(self) -> int:
-        return self.entry.collective_seq_id if self.entry.message is None else self.entry.message.number
+    number: int
 
     @property
     def line(self) -> tuple[str, str, int]:
@@ -345,11 +343,14 @@ class _Record:
 
 
 def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
+    """The calls of a dump. Where the ring at either end of a message has lost calls, the messages that have not ended are
+    counted alone: they are the newest at both ends."""
+    counts: Counter[tuple[str, str, int]] = Counter()
     of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
     records = []
     for entry in dump.entries:
         group = of_name[entry.process_group[0]]
-        peer = -1
+        peer, number = -1, entry.collective_seq_id
         if entry.message is not None:
             if entry.message.peer >= len(group.ranks):
                 raise UsageError(
@@ -357,7 +358,12 @@ def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
                     f"{shortened(group.name)}, got {shortened(entry.profiling_name)}"
                 )
             peer = sorted(group.ranks)[entry.message.peer]
-        records.append(_Record(entry, group, peer))
+            if peer in groups.lossy and entry.has_ended:
+                continue
+            line = group.key, entry.message.kind, peer
+            counts[line] += 1
+            number = counts[line]
+        records.append(_Record(entry, group, peer, number))
     return records
 
 

@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import resource
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -75,11 +75,10 @@ class CallFrame(msgspec.Struct):
 
 
 class MessageEnd(msgspec.Struct):
-    """The other end of a message: ``peer``: its place in the group; ``number``: among those of this ``kind`` with it."""
+    """The other end of a message. ``peer``: its place in the group."""
 
     kind: str
     peer: int
-    number: int
 
 
 class Entry(msgspec.Struct):
@@ -453,12 +452,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[Entry]:
-    """Choose the entries to keep, each with the place that it was called from, messages with their numbers.
-
-    Messages of the two ends are paired by counting them. Where the ring has lost some, those that have not ended are
-    counted alone: they are the newest at both ends.
-    """
-    counts: Counter[tuple[str, str, str]] = Counter()
+    """Choose the entries to keep, each with the place that it was called from: where the ring has lost some, no message
+    that has ended, as messages of the two ends are paired by counting them."""
     ended: dict[tuple[str, str], deque[int]] = {}
     kept: dict[int, Entry] = {}
     for place, entry in enumerate(entries):
@@ -466,9 +461,7 @@ def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[
         entry.message = None
         message = _MESSAGE.fullmatch(entry.profiling_name.partition(":")[2])
         if message is not None and not (has_lost and is_over):
-            line = entry.process_group[0], message[1], message[3]
-            counts[line] += 1
-            entry.message = MessageEnd(message[1], int(message[3]), counts[line])
+            entry.message = MessageEnd(message[1], int(message[3]))
         elif message is not None or entry.is_p2p or entry.collective_seq_id <= 0:
             continue
         kept[place] = entry

@@ -55,6 +55,14 @@ def call(
     )
 
 
+def sent(kind: str, rank: int, peer: int, *, has_ended: bool = False) -> Entry:
+    """A message of ``rank`` to or from ``peer``."""
+    here, there = (rank, peer) if kind == "send" else (peer, rank)
+    message = call("world", 0, kind=f"{kind} {here}->{there}", has_ended=has_ended)
+    message.is_p2p, message.message = True, MessageEnd(kind, peer)
+    return message
+
+
 def dump(
     rank: int,
     groups: Mapping[str, tuple[int, ...]],
@@ -159,8 +167,7 @@ def test_ranks_in_no_collective_of_gloo_are_not_called_sound() -> None:
 
 def test_a_message_to_a_rank_without_a_dump_does_not_contradict_the_others() -> None:
     """The last rank in a row left no dump, and no dump lists the ranks."""
-    message = call("world", 0, kind="send 1->2")
-    message.is_p2p, message.message = True, MessageEnd("send", 2, 1)
+    message = sent("send", 1, 2)
     message.process_group = ("world", "default_pg")
     before = call("world", 1, has_ended=True)
     before.process_group = ("world", "default_pg")
@@ -168,6 +175,19 @@ def test_a_message_to_a_rank_without_a_dump_does_not_contradict_the_others() -> 
     damaged: list[str] = []
     assert without_contradictions(dumps, damaged) == dumps
     assert damaged == []
+
+
+def test_messages_of_a_ring_that_has_lost_some_are_counted_alike_at_both_ends() -> None:
+    """Rank 1 has sent two messages and stays away; the ring of rank 0, which waits for a third, has lost these."""
+    world = {"world": (0, 1)}
+    before = call("world", 1, has_ended=True)
+    dumps = [
+        dump(0, world, [before, sent("recv", 0, 1)], lost=3),
+        dump(1, world, [sent("send", 1, 0, has_ended=True), sent("send", 1, 0, has_ended=True), before]),
+    ]
+    assert caused(dumps) == ("absent", "proven", (1,))
+    dumps[1].entries.append(sent("send", 1, 0))
+    assert caused(dumps) == ("stalled", "unknown", (0, 1))
 
 
 @pytest.mark.parametrize(
