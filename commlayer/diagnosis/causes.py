@@ -68,7 +68,7 @@ def with_cause(
         return diagnosis
     groups = _groups(logs)
     shift = _first_shift(groups)
-    cause = shift or _cause(diagnosis, groups, circles_are, knows_members=knows_members)
+    cause = shift or _cause(diagnosis, logs, groups, circles_are, knows_members=knows_members)
     if cause is not None:
         cause = msgspec.structs.replace(cause, certainty=_lesser(cause.certainty, at_most))
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
@@ -78,7 +78,9 @@ def _lesser(*certainties: str) -> str:
     return min(certainties, key=_CERTAINTIES.index)
 
 
-def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str, *, knows_members: bool) -> Cause | None:
+def _cause(
+    diagnosis: Diagnosis, logs: Sequence[RankLog], groups: Sequence[_Group], circles_are: str, *, knows_members: bool
+) -> Cause | None:
     for finding in diagnosis.findings:
         if isinstance(finding, Mismatch):
             return _differing(finding, bool(diagnosis.shared))
@@ -87,11 +89,25 @@ def _cause(diagnosis: Diagnosis, groups: Sequence[_Group], circles_are: str, *, 
             return _order(finding, circles_are)
     missing = [each for each in diagnosis.findings if isinstance(each, Missing)]
     for why in ("late", "silent"):  # a rank that is seen in no call, before one of which nothing is seen
-        missing = missing or [each for each in diagnosis.waits if each.why == why]
+        missing = missing or [each for each in _doubted_by_idle(diagnosis.waits, logs) if each.why == why]
     if missing:
         return _absent(missing, groups)
     stalled = _stalled(diagnosis, groups, knows_members=knows_members)
     return stalled or (_absent(diagnosis.waits, groups) if diagnosis.waits else None)
+
+
+def _doubted_by_idle(waits: Sequence[Missing], logs: Sequence[RankLog]) -> list[Missing]:
+    """The waits. Of a rank of which nothing is seen it cannot be told whether it waits too, where a rank is in no call."""
+    idle = sorted(log.rank for log in logs if not log.waits and all(each.issued == each.done for each in log.groups))
+    if not idle:
+        return list(waits)
+    doubt = f"it may wait for {ranks_words(idle)}, which {'is' if len(idle) == 1 else 'are'} seen in no call"
+    return [
+        msgspec.structs.replace(each, doubt="; ".join(filter(None, (each.doubt, doubt))), certainty="unknown")
+        if each.why == "silent" and each.at is None
+        else each
+        for each in waits
+    ]
 
 
 # Calls that a rank has left out, or made too many

@@ -190,6 +190,18 @@ def test_messages_of_a_ring_that_has_lost_some_are_counted_alike_at_both_ends() 
     assert caused(dumps) == ("stalled", "unknown", (0, 1))
 
 
+def test_a_rank_without_a_dump_is_not_blamed_where_it_may_wait_for_one_in_no_call() -> None:
+    """Rank 0 waits for a message of rank 1, which left no dump, as rank 2 does in one case; else it is in no call."""
+    world = {"world": (0, 1, 2)}
+    before = call("world", 1, has_ended=True)
+    waits, idle = dump(0, world, [before, sent("recv", 0, 1)]), dump(2, world, [before])
+    assert caused([waits, dump(2, world, [before, sent("recv", 2, 1)])]) == ("no dump", "likely", (1,))
+    assert caused([waits, idle]) == ("no dump", "unknown", (1,))
+    assert (
+        "rank 1 has left no dump or log (it may wait for rank 2, which is seen in no call)" in worded([waits, idle])[1]
+    )
+
+
 @pytest.mark.parametrize(
     ("lists", "sound"),
     [
