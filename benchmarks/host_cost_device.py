@@ -144,8 +144,8 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
 
 def _do_nothing_on(idle: DevicePlans, nothing: Any) -> None:
     """Put streams that do nothing in the place of those that connecting has made."""
-    if idle._runner is not None:
-        transport = idle._transport
+    if idle.connections.messengers:
+        transport = idle.connections.transport
         transport.device, transport.streams = nothing, dict.fromkeys(transport.streams, nothing)
 
 

@@ -19,6 +19,7 @@ from commlayer.calls.instruments import Instruments
 from commlayer.calls.ring import Call, StepRecord, Track
 from commlayer.calls.under_way import settle_when_asked
 from commlayer.devices.event_clock import EventClock
+from commlayer.engine.device_connections import DeviceConnections
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.transport.streams import StreamCall, StreamTimes
@@ -33,9 +34,9 @@ class LaunchedWork(Work):
     """A planned call that has been launched. Waiting makes the current stream wait for it, not the
     host."""
 
-    def __init__(self, plans: DevicePlans, call: StreamCall, outputs: Any) -> None:
+    def __init__(self, connections: DeviceConnections, call: StreamCall, outputs: Any) -> None:
         super().__init__()
-        self._plans, self._call, self._outputs = plans, call, outputs
+        self._connections, self._call, self._outputs = connections, call, outputs
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -65,7 +66,7 @@ class LaunchedWork(Work):
         wait, as with NCCL's futures; on another device, of whose streams futures know nothing, who
         waits for it waits on the host."""
         if self._future is None:
-            self._future = self._plans.future(self._call, self._outputs)
+            self._future = self._connections.future(self._call, self._outputs)
         return self._future
 
 
@@ -104,7 +105,7 @@ class LaunchedCalls:
         """Take note of planned calls that have run by now. Does not wait. What an instrument raises
         is raised here."""
         # An event that is asked while a graph is captured spoils that.
-        if not self.pending or self._plans.is_capturing or not self._settling.acquire(blocking=False):
+        if not self.pending or self._plans.connections.is_capturing or not self._settling.acquire(blocking=False):
             return
         try:
             while self.pending and self.pending[0].times.is_done:
@@ -117,7 +118,7 @@ class LaunchedCalls:
     def _settle_one(self, pending: _Pending) -> None:
         call, times, launched_ns = pending.call, pending.times, pending.call.started_ns
         if times.began and times.ended:
-            clock = self._plans.clock
+            clock = self._plans.connections.clock
             clock.follow(times.began[0], launched_ns)
             call.started_ns = min(map(clock.ns, times.began))
             call.moved_ns = clock.longest_ns(times.began, times.ended)
@@ -138,7 +139,7 @@ class LaunchedCalls:
         """Wait so long for planned calls that are noted to be under way, and take note of them."""
         until, board = monotonic() + patience_s, self._plans.board
         self.settle()
-        while self.pending and not self._plans.is_capturing and not board.is_broken and monotonic() < until:
+        while self.pending and not self._plans.connections.is_capturing and not board.is_broken and monotonic() < until:
             sleep(LOOK_S)
             self.settle()
 

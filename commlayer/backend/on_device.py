@@ -107,7 +107,7 @@ class OnDevice:
                 hear(call)
             call.started_ns = now()
             # While a graph is captured nobody may wait, or launch what is not of it.
-            if instruments.began and not self.plans.is_capturing:
+            if instruments.began and not self.plans.connections.is_capturing:
                 for hear in instruments.began:
                     hear(call)
             self.sequence = call.sequence = self.sequence + 1
@@ -179,7 +179,7 @@ class OnDevice:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of calls that bring none of their own."""
         self._backend._set_default_timeout(timeout)
-        self.plans.set_timeout(timeout)
+        self.plans.connections.set_timeout(timeout)
 
     def when_known(self, attach: Callable[[], None]) -> None:
         """Call ``attach`` once it is known by what to plan: now, or at the first call that could
@@ -319,7 +319,7 @@ class OnDevice:
         call, plans, plan = self.launched.launching, self.plans, movement.plan
         assert call is not None
         call.plan, call.run_bytes = plan, num_bytes
-        if self.instruments.moving and not plans.is_capturing:
+        if self.instruments.moving and not plans.connections.is_capturing:
             for hear in self.instruments.moving:
                 hear(call, movement)
         ran = plans.run(movement, issued=call)
@@ -337,7 +337,7 @@ class OnDevice:
             target = movement.target
             with torch._C._InferenceMode(True) if target.is_inference() else contextlib.nullcontext():
                 started.then(partial(target.data.div_, self.size))
-        return LaunchedWork(plans, started, outputs)
+        return LaunchedWork(plans.connections, started, outputs)
 
     def _await(self, call: Call) -> None:
         """Have the host wait for the end of the latest call. Raises CollectiveTimeoutError,
@@ -428,7 +428,7 @@ class OnDevice:
         the device has failed, on which nothing runs any more."""
         until = monotonic() + patience_s
         try:
-            while (words := self.plans.under_way()) and monotonic() < until:
+            while (words := self.plans.connections.under_way()) and monotonic() < until:
                 sleep(LOOK_S)
             return words or self.inner.under_way_after(max(0.001, until - monotonic()))
         except RuntimeError:  # a device's error, which whoever waits for its work is told
@@ -440,6 +440,6 @@ class OnDevice:
         self.plans.found_out = None
         with contextlib.ExitStack() as stack:  # both, whatever fails
             stack.callback(self.inner.backend.shutdown if drain else self.inner.backend.abort)
-            stack.callback(self.plans.close if drain else self.plans.abort)
+            stack.callback(self.plans.end, drain=drain)
             stack.callback(self.track.close)
             stack.callback(self.instruments.closed)

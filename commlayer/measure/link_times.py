@@ -12,6 +12,7 @@ import torch
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.harness import HostGroup
+from commlayer.profiles.links import Resource
 from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.scheduler.experience.link_rates import LinkTimes
 
@@ -29,6 +30,7 @@ batches."""
 _LEAST_PART = 0.01
 """The part of a pair's time that is certain at least, however long a thread of theirs waited for a
 processor."""
+_LOOK_S = 0.0002
 
 
 def time_links(
@@ -85,9 +87,32 @@ def _swap_us(planned: PlannedGroup | DevicePlans, host: HostGroup, peer: int, nu
         return host.swap_us(peer, num_bytes, _TAG, _WHAT)
     began = time.monotonic()
     try:
-        return planned.swap_us(peer, num_bytes)
+        return _swap_on_device_us(planned, peer, num_bytes)
     except RuntimeError as error:
         raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error
+
+
+def _swap_on_device_us(planned: DevicePlans, peer: int, num_bytes: int) -> float:
+    """Send ``peer``, on another node, so many bytes while as many come from it, and return how long
+    that took, µs.
+
+    The host waits. Raises RuntimeError where the group fails meanwhile, or the timeout passes.
+    """
+    connections, board = planned.connections, planned.board
+    stream, device = connections.transport.streams[Resource.INTER], connections.device
+    with device.on(stream):
+        data, arrived = device.empty(num_bytes), device.empty(num_bytes)
+        began = stream.record_time()
+        connections.messengers[-1].messenger.exchange([(peer, data)], [(peer, arrived)]).wait()
+        ended = stream.record_time()
+    until = time.monotonic() + planned.timeout_s
+    while not ended.is_done():
+        if board.is_broken:
+            raise board.woken()
+        if time.monotonic() > until:
+            raise RuntimeError(f"Timed out waiting for a message of rank {planned.global_ranks[peer]}")
+        time.sleep(_LOOK_S)
+    return ended.elapsed_us(began)
 
 
 def _waited_us() -> float:
