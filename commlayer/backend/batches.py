@@ -145,9 +145,9 @@ class Batches:
             calls = self._order.on_device((*sends, *receives)[0][0])
             calls.start_coalescing()
             for x, peer in receives:
-                calls.own("recv", [x], peer, 0)
+                calls.inner.own("recv", [x], peer, 0)
             for x, peer in sends:
-                calls.own("send", [x], peer, 0)
+                calls.inner.own("send", [x], peer, 0)
             return calls.end_coalescing()
         if self._order.lane.name is None:
             self._order.use_lane_of_group()

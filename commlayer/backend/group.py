@@ -170,7 +170,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         opts = make(BarrierOptions, opts, timeout, {})
         on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
         if on_device is not None:
-            return on_device.own("barrier", opts)
+            return on_device.inner.own("barrier", opts)
         return self._order.issue(opts, "barrier", (None, 0, 0, None), [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

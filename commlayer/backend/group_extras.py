@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level
 from commlayer.agree.messages import everyones_numbers
 from commlayer.agree.signature_check import SignatureCheck
 from commlayer.backend.create import Connector
-from commlayer.backend.device_launches import LAUNCHES
 from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.encoded_sums import encoded_sum
 from commlayer.backend.group import CommlayerGroup
@@ -154,7 +153,7 @@ class _Devices:
         )
         track = group.open_track(plans, device_type)
         track.shares, track.rank = group.counters.shares, group.counters.rank
-        on_device = OnDevice(inner, plans, order, track, group.counters, tell, LAUNCHES, self.encoded)
+        on_device = OnDevice(inner, plans, order, track, group.counters, tell, self.encoded)
         order.instruments.beside.append(on_device.instruments)
         groups.on_devices[device_type] = on_device
 

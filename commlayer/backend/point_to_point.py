@@ -114,7 +114,7 @@ class Messages:
         """See CommlayerGroup; so the next two."""
         tensor = self.require("send", tensors, member)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).own("send", tensors, member, tag)
+            return self._order.on_device(tensor).inner.own("send", tensors, member, tag)
         await_device()
         moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
@@ -122,14 +122,14 @@ class Messages:
     def recv(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
         tensor = self.require("recv", tensors, member)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).own("recv", tensors, member, tag)
+            return self._order.on_device(tensor).inner.own("recv", tensors, member, tag)
         what = f"recv from rank {self._members.named(member)}, tag {tag}"
         return self._start("recv", what, tensor, landing(tensor), member, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
         tensor = self._only_one("recv_anysource", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).own("recv_anysource", tensors, tag)
+            return self._order.on_device(tensor).inner.own("recv_anysource", tensors, tag)
         if not tensor.numel():  # Gloo fails in words that sound like a dead peer
             self._refuse("recv from any rank takes a tensor with elements, got none: name the source")
         return self._start("recv_anysource", f"recv from any rank, tag {tag}", tensor, landing(tensor), tag)

@@ -82,6 +82,13 @@ class Nccl:
     """The verbs of c10d by all their names, of which a backend by itself has some; None:
     ``backend`` has all."""
 
+    def own(self, name: str, *args: Any) -> Work:
+        """Call the verb ``name``: the backend's, or where that has not the name, that of the process
+        group around it."""
+        verb = getattr(self.backend, name, None)
+        work: Work = (verb_of(self.verbs or self.backend, name) if verb is None else verb)(*args)
+        return work
+
     def under_way_after(self, patience_s: float) -> str:
         """Wait so long for the calls that it was given; what has not run by then in words, empty:
         all have.

@@ -277,7 +277,7 @@ def shadowed() -> None:
     dist.all_to_all_single(out, torch.full((sum(sent),), 3.0, device=device), received, sent)
     assert out.eq(3).all().item()
     assert shadow.num_compared == 8
-    assert calls.is_planning
+    assert calls.launcher.is_planning
     for collective in ("all_reduce", "broadcast"):
         with (
             wrong_on(2),
@@ -286,7 +286,7 @@ def shadowed() -> None:
             x = torch.full((16,), 1.0, device=device)
             dist.all_reduce(x) if collective == "all_reduce" else dist.broadcast(x, 0)
         assert x.eq(4 if collective == "all_reduce" else 1).all().item()  # flat's result
-        assert not calls.is_planning
+        assert not calls.launcher.is_planning
         x = torch.ones(16, device=device)
         dist.all_reduce(x)
         assert x.eq(4).all().item()
@@ -294,7 +294,7 @@ def shadowed() -> None:
         work = compressed.all_reduce_in_place(x)  # whoever calls still looks its plan up
         (summed,) = work.get_future().wait()
         assert summed.eq(4).all().item()
-        shadow.is_over, calls.is_planning, calls.instead = False, True, None
+        shadow.is_over, calls.launcher.is_planning, calls.launcher.instead = False, True, None
     dist.destroy_process_group()
 
 
