@@ -162,33 +162,29 @@ class SignatureCheck:
         ) from error
 
     def _late(self, store: Store, sequence: int) -> list[str]:
-        """The members that have not made call ``sequence``, and their last ones."""
-        return [
-            f"rank {self._global_ranks[member]} ({last})"
-            for member in range(len(self._global_ranks))
-            if (last := self._last_call(store, member, sequence)) is not None
-        ]
+        """The members that have not made call ``sequence``, each with its last one, or with why it
+        could not make that call."""
+        late: list[str] = []
+        for member, rank in enumerate(self._global_ranks):
+            last, refused = (_read(store, f"{self._key}{name}{member}") for name in ("", "refused/"))
+            if last is not None and last[0] >= sequence:
+                continue
+            words = "has called nothing yet" if last is None else f"its last call was #{last[0]} {last[1]}"
+            if refused is not None and refused[0] == sequence:
+                words = f"its call #{sequence} was refused there: {refused[1]}"
+            late.append(f"rank {rank} ({words})")
+        return late
 
-    def _last_call(self, store: Store, member: int, sequence: int) -> str | None:
-        """The call that ``member`` made last, where that is before ``sequence``; or why it could
-        not make that call."""
-        last, refused = self._read(store, f"{member}"), self._read(store, f"refused/{member}")
-        if last is not None and last[0] >= sequence:
-            return None
-        if refused is not None and refused[0] == sequence:
-            return f"its call #{sequence} was refused there: {refused[1]}"
-        return "has called nothing yet" if last is None else f"its last call was #{last[0]} {last[1]}"
 
-    def _read(self, store: Store, name: str) -> tuple[int, str] | None:
-        """The words under that name: the number of a call, and text."""
-        key = f"{self._key}{name}"
-        if not store.check([key]):
-            return None
-        number, _, text = store.get(key).partition(b" ")
-        try:
-            return read_number(number, f"the rank that wrote {key}"), read_text(text)
-        except DisagreementError:
-            return -1, "unknown: what it says of its calls cannot be read"
+def _read(store: Store, key: str) -> tuple[int, str] | None:
+    """The words under that key: the number of a call, and text."""
+    if not store.check([key]):
+        return None
+    number, _, text = store.get(key).partition(b" ")
+    try:
+        return read_number(number, f"the rank that wrote {key}"), read_text(text)
+    except DisagreementError:
+        return -1, "unknown: what it says of its calls cannot be read"
 
 
 def _checksum(data: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.backend.inner import InnerGroups
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
 from commlayer.backend.tensors import land, landing, plain_row, real
@@ -38,7 +39,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import longest_hold_us
 
-__all__ = ["Batch", "Batches", "Parcel"]
+__all__ = ["Batch", "Batches", "Pace", "Parcel"]
 
 Parcel = tuple[torch.Tensor, int]
 """A tensor, and the member of the group to which it goes or from which it comes."""
@@ -122,12 +123,44 @@ class Batch(OwnWork):
         return self._outputs
 
 
+class Pace:
+    """How messages to other nodes are cut, and how fast their chunks follow each other, by the profile of the group's calls."""
+
+    def __init__(self, inner: InnerGroups) -> None:
+        self._inner = inner
+
+    @cached_property
+    def seconds_per_byte(self) -> float:
+        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or a card."""
+        curve = self._curve
+        return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """The smallest message to another node, a power of two, that keeps the link's efficiency; 0: whole."""
+        curve, planner = self._curve, self._inner.planned.choices.agreed.job_planner
+        if curve is None:
+            return 0
+        least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
+        size = 1 << 12
+        while size < curve.bytes[-1] and curve.algbw_gbps(size) < least:
+            size *= 2
+        return size // 2  # of a rank's buffer for two ranks, half goes to the other
+
+    @cached_property
+    def _curve(self) -> Curve | None:
+        """The curve of messages between two nodes."""
+        planner: Any = self._inner.planned.choices.agreed.job_planner
+        return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
+
+
 class Batches:
     """Batches of one group. ``sender``: the order of what it sends, once there was something to queue."""
 
     def __init__(self, order: Order, messages: Messages, counters: GroupCounters) -> None:
         self._order, self._messages, self._counters = order, messages, counters
         self._members, self._inner = order.members, order.inner
+        self._pace = Pace(order.inner)
         self.sender: ProgressQueue | None = None
 
     def start(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
@@ -226,7 +259,7 @@ class Batches:
                     return
                 here = [(each[nth], peer, call) for each, peer, call in pieces if nth < len(each)]
                 far_bytes = sum(piece.numel() for piece, peer, _ in here if peer in self._members.far)
-                alone_s = far_bytes * self._seconds_per_byte
+                alone_s = far_bytes * self._pace.seconds_per_byte
                 if self._order.lane.is_on:
                     most_us = longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy)
                     held_s = lanes().hold(self._order.lane.level, most_us, crosses=alone_s > 0)
@@ -253,30 +286,8 @@ class Batches:
         """The chunks of a message: the same at both ends, which know its size, the profile and the lane."""
         data = x.view(torch.uint8)
         chunk = (
-            self._chunk_bytes if self._order.lane.is_on and self._order.lane.level and peer in self._members.far else 0
+            self._pace.chunk_bytes
+            if self._order.lane.is_on and self._order.lane.level and peer in self._members.far
+            else 0
         )
         return list(data.split(chunk)) if chunk else [data]
-
-    @cached_property
-    def _seconds_per_byte(self) -> float:
-        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or a card."""
-        curve = self._link_curve
-        return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
-
-    @cached_property
-    def _chunk_bytes(self) -> int:
-        """The smallest message to another node, a power of two, that keeps the link's efficiency; 0: whole."""
-        curve, planner = self._link_curve, self._inner.planned.choices.agreed.job_planner
-        if curve is None:
-            return 0
-        least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
-        size = 1 << 12
-        while size < curve.bytes[-1] and curve.algbw_gbps(size) < least:
-            size *= 2
-        return size // 2  # of a rank's buffer for two ranks, half goes to the other
-
-    @cached_property
-    def _link_curve(self) -> Curve | None:
-        """The curve of messages between two nodes."""
-        planner: Any = self._inner.planned.choices.agreed.job_planner
-        return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)

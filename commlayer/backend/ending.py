@@ -100,7 +100,7 @@ class Ending:
                 queue.disown()
         self._order.latest, self._order.may_pass = None, None
         for each in self._instruments:
-            each.inherited()  # whose locks and stores are the parent's
+            each.closed(in_child=True)  # whose locks and stores are the parent's
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:

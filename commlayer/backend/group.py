@@ -33,7 +33,7 @@ from commlayer.backend.members import Members
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
-from commlayer.backend.running import Calls
+from commlayer.backend.running import Calls, barrier, monitored_barrier
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
@@ -171,7 +171,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
         if on_device is not None:
             return on_device.inner.own("barrier", opts)
-        return self._order.issue(opts, "barrier", (None, 0, 0, None), [], self._calls.barrier, opts)
+        return self._order.issue(opts, "barrier", (None, 0, 0, None), [], barrier, self._calls, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others
@@ -181,7 +181,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         track = self._order.track
         call = track.note("monitored_barrier", None, 0, 0, None, False)
         try:
-            self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
+            self._order.progress.run("monitored_barrier", monitored_barrier, (self._calls, limit, wait_all_ranks))
         finally:
             track.done = call.number  # where it fails all ranks are told, and none is in it any more
 

@@ -31,7 +31,7 @@ from commlayer.failures.waits import SLICE, bounded, wait
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.plan import Plan
 
-__all__ = ["Calls", "EncodedSums", "Refused"]
+__all__ = ["Calls", "EncodedSums", "Refused", "barrier", "monitored_barrier"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
@@ -254,31 +254,6 @@ class Calls:
             order.coalescing.append(issued)
         return issued
 
-    # Barriers, which have no tensors
-
-    def barrier(self, opts: Any) -> None:
-        """Return when all ranks have come."""
-        if self.needs_look:
-            self.look(None, 0, timeout=opts.timeout, plannable=False)
-        self.flat(0, self.inner.gloo.barrier, opts)
-
-    def monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
-        """A barrier that names the ranks that do not come within ``limit``."""
-        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as
-        # it is.
-        task = partial(self.inner.gloo.monitored_barrier, limit, wait_all_ranks)
-        if self.members.size == 1:
-            task()
-            return
-        began, limit_s, planned = time.monotonic(), limit.total_seconds(), self.inner.planned
-        try:
-            bounded(task, planned.board, 2 * limit_s + 5.0, "monitored_barrier")  # it names ranks itself at its limit
-        except RuntimeError as error:
-            if not planned.board.is_broken:
-                raise
-            waited_s = time.monotonic() - began
-            raise planned.explain(error, "monitored_barrier", self.order.sequence, waited_s, limit_s) from error
-
     # Plans
 
     def run(self, movement: Movement, num_bytes: int, timeout: timedelta | None = None) -> None:
@@ -313,3 +288,28 @@ class Calls:
             self.judge(planned, plan, spent_ns / 1e3)
         for hear in self.instruments.moved:
             hear(call)
+
+
+def barrier(calls: Calls, opts: Any) -> None:
+    """Return when all ranks have come."""
+    if calls.needs_look:
+        calls.look(None, 0, timeout=opts.timeout, plannable=False)
+    calls.flat(0, calls.inner.gloo.barrier, opts)
+
+
+def monitored_barrier(calls: Calls, limit: timedelta, wait_all_ranks: bool) -> None:
+    """A barrier that names the ranks that do not come within ``limit``."""
+    # Gloo's own text names ranks of the group; it is what programs look for, so it is left as
+    # it is.
+    task = partial(calls.inner.gloo.monitored_barrier, limit, wait_all_ranks)
+    if calls.members.size == 1:
+        task()
+        return
+    began, limit_s, planned = time.monotonic(), limit.total_seconds(), calls.inner.planned
+    try:
+        bounded(task, planned.board, 2 * limit_s + 5.0, "monitored_barrier")  # it names ranks itself at its limit
+    except RuntimeError as error:
+        if not planned.board.is_broken:
+            raise
+        waited_s = time.monotonic() - began
+        raise planned.explain(error, "monitored_barrier", calls.order.sequence, waited_s, limit_s) from error

@@ -168,19 +168,11 @@ class Instruments:
         for each in list(self._all):
             _at_end(partial(each.closing, with_others=with_others))
 
-    def closed(self) -> None:
-        """Tell all that the group is gone, and let go of them."""
+    def closed(self, *, in_child: bool = False) -> None:
+        """Tell all that the group is gone, or stayed with the parent of this forked child, and let go
+        of them."""
         for each in list(self._all):
-            _at_end(each.closed)
-        self._clear()
-
-    def inherited(self) -> None:
-        """Let go of all in a forked child."""
-        for each in list(self._all):
-            _at_end(each.inherited)
-        self._clear()
-
-    def _clear(self) -> None:
+            _at_end(each.inherited if in_child else each.closed)
         self._all.clear()
         self.beside.clear()
         self.changed = _nothing

@@ -68,6 +68,7 @@ class FlatEncoded:
     def __init__(self, group: dist.ProcessGroup, codec: Codec) -> None:
         self._group, self._codec = group, codec
         self._width = codec.wire.row_elements
+        self._row_bytes = self._width * codec.dtype.itemsize
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
         require_finite(self._group, self._codec, x)
@@ -107,10 +108,6 @@ class FlatEncoded:
         arrived = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=x.device)
         work = dist.all_to_all_single(arrived, sent, sizes[1], sizes[0], group=self._group, async_op=True)
         return _Finishing(work, lambda: self._decode(arrived.split(sizes[1]), out, splits[1]), out)
-
-    @property
-    def _row_bytes(self) -> int:
-        return self._width * self._codec.dtype.itemsize
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, self._width)

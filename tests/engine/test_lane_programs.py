@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, group_with, tell
 from torch._C._distributed_c10d import AllreduceOptions
 
-from commlayer.backend.batches import Batches
+from commlayer.backend.batches import Batches, Pace
 from commlayer.collectives import GroupCommunicator
 from commlayer.engine.lane_holds import lanes
 from commlayer.profiles.errors import GroupError, UsageError
@@ -365,8 +365,8 @@ def test_messages_in_chunks_yield_and_keep_their_order(emulated_cluster: Cluster
 
     def job() -> tuple[int, int, int]:
         rank = start(COMMLAYER_LANE_SHARE="0.5")
-        Batches._chunk_bytes = 4096  # type: ignore[assignment]
-        Batches._seconds_per_byte = 1e-8  # type: ignore[assignment]
+        Pace.chunk_bytes = 4096  # type: ignore[assignment]
+        Pace.seconds_per_byte = 1e-8  # type: ignore[assignment]
         posted = []
         post = Batches._post
 
@@ -407,8 +407,8 @@ def test_a_batch_that_was_given_up_stays_so_and_sends_nothing_more(emulated_clus
 
     def job() -> list[str]:
         rank = start()
-        Batches._chunk_bytes = 4096  # type: ignore[assignment]
-        Batches._seconds_per_byte = 2e-4  # type: ignore[assignment]  # a second for each chunk
+        Pace.chunk_bytes = 4096  # type: ignore[assignment]
+        Pace.seconds_per_byte = 2e-4  # type: ignore[assignment]  # a second for each chunk
         group = group_on("pp")
         texts: list[str] = []
         if rank == 0:
