@@ -186,23 +186,15 @@ class ExpertSpiller:
             placement = self._slots.placement
         counts, (experts, ranks) = layout.counts.sum((0, 1, 2)).numpy(), placement.held
         rows = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
-        rows[experts, ranks] = counts[self._places(experts, ranks)]
+        rows[experts, ranks] = counts[_places(self._slots, experts, ranks)]
         return decide_spill(rows, placement, layout.indices.shape[1], self.spilling, self._prices)
-
-    def _places(self, experts: Array, ranks: Array) -> Array:
-        """The place of each expert's copy on a rank, among those of all ranks."""
-        if self._slots is None:
-            return experts
-        slots = self._slots.placement.slots
-        at = (slots[ranks] == np.asarray(experts)[:, None]).argmax(1)
-        return ranks * slots.shape[1] + at
 
     # What a decision means for a call
 
     def _spilled(self, layout: ChoiceCounts, parts: Sequence[SpilledRows]) -> ChoiceCounts:
         """The counts and choices of a call with guests."""
         grid = self._grid
-        places = self._places(*(np.array([part[at] for part in parts]) for at in (0, 1))).tolist()
+        places = _places(self._slots, *(np.array([part[at] for part in parts]) for at in (0, 1))).tolist()
         spilled = [(place, part.target, part.rows) for place, part in zip(places, parts, strict=True)]
         before = layout.counts.numpy()
         cells = spilled_cells(before, spilled, self._node_of)
@@ -221,7 +213,7 @@ class ExpertSpiller:
     def _lent(self, parts: Sequence[SpilledRows]) -> LentExperts | None:
         rank = self._grid.ep.rank
         own = [part for part in parts if part.source == rank]
-        places = self._places(np.array([part.expert for part in own], dtype=np.int64), np.full(len(own), rank))
+        places = _places(self._slots, np.array([part.expert for part in own], dtype=np.int64), np.full(len(own), rank))
         here = (places - self._grid.first_local_expert).tolist()
         lent = [(place, part.target) for place, part in zip(here, own, strict=True)]
         guests = [part.source for part in parts if part.target == rank]
@@ -244,6 +236,15 @@ class ExpertSpiller:
         own, peers = _Curves(self._profile.to_json(), grid.ep.shape), Peers.of(grid.all.group)
         curves = from_first(own, _Curves, peers, None, "to agree on the prices by which experts spill")
         return parse_profile(curves.profile, f"the profile that rank {grid.all.ranks[0]} prices by"), curves.nodes
+
+
+def _places(slots: ExpertSlots | None, experts: Array, ranks: Array) -> Array:
+    """The place of each expert's copy on a rank, among those of all ranks."""
+    if slots is None:
+        return experts
+    held = slots.placement.slots
+    at = (held[ranks] == np.asarray(experts)[:, None]).argmax(1)
+    return ranks * held.shape[1] + at
 
 
 def _require_one(grid: ExpertGrid, digests: Sequence[int], decision: SpillDecision) -> None:

@@ -63,7 +63,7 @@ class FittedEstimator(Estimator):
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
         found = self._of(setup).estimate(setup, detail=detail)
         notes = (*found.notes, self.fit.note(self._kind(setup)))
-        validity = found.validity and self._validity(found, found.validity)
+        validity = found.validity and _validity(self.fit, found, found.validity)
         return replace(found, notes=notes, validity=validity)
 
     def _kind(self, setup: Setup) -> CaseKind:
@@ -82,13 +82,14 @@ class FittedEstimator(Estimator):
             self._by_factors[factors] = made
         return self._by_factors[factors]
 
-    def _validity(self, found: StepEstimate, validity: Validity) -> Validity:
-        """The validity with what the runs say: those of this very case are in its interval."""
-        differs = self.fit.differences(validity.kind)
-        surprises = self.fit.faded(validity.kind).surprises
-        if differs is not None and surprises:  # published runs say little of their kind
-            validity = widened(validity, surprises)
-        elif differs is not None and len(differs) < len(FADE):
-            validity = after_fit(validity, len(differs))
-        own = [run.step_us / found.step_us - 1 for run in self.fit.runs if run.is_of(found)]
-        return replace(widened(validity, own), own=min(own)) if own else validity
+
+def _validity(fit: RunFit, found: StepEstimate, validity: Validity) -> Validity:
+    """The validity with what the runs say: those of this very case are in its interval."""
+    differs = fit.differences(validity.kind)
+    surprises = fit.faded(validity.kind).surprises
+    if differs is not None and surprises:  # published runs say little of their kind
+        validity = widened(validity, surprises)
+    elif differs is not None and len(differs) < len(FADE):
+        validity = after_fit(validity, len(differs))
+    own = [run.step_us / found.step_us - 1 for run in fit.runs if run.is_of(found)]
+    return replace(widened(validity, own), own=min(own)) if own else validity

@@ -78,6 +78,12 @@ class _Shape:
     def link(self) -> Resource:
         return Resource.INTER if self.domains > 1 else Resource.INTRA
 
+    @property
+    def ring_shares(self) -> tuple[float, float]:
+        """The parts of S that one rank sends over its card and over NVLink in one turn of a ring."""
+        inter = (self.ranks - self.fewest) / (self.ranks * self.fewest)
+        return inter, (self.ranks - 1) / self.ranks if self.most > 1 else 0.0
+
 
 class _Line:
     """µs over the bytes that one rank sends over one link, for one kind of call: ``ring`` or ``messages``."""
@@ -124,21 +130,15 @@ class _Times:
             total += max(0, count - declared.measured_hops) * float(getattr(declared, cost))
         return total
 
-    def _ring_shares(self) -> tuple[float, float]:
-        """The parts of S that one rank sends over its card and over NVLink in one turn."""
-        shape = self.shape
-        inter = (shape.ranks - shape.fewest) / (shape.ranks * shape.fewest)
-        return inter, (shape.ranks - 1) / shape.ranks if shape.most > 1 else 0.0
-
     def ring(self, turns: int = 1) -> list[float]:
         """all_gather or reduce_scatter; all_reduce is two turns."""
-        shape, (inter, intra) = self.shape, self._ring_shares()
+        shape, (inter, intra) = self.shape, self.shape.ring_shares
         hops = self._beyond(turns * (shape.domains - 1), turns * (shape.ranks - shape.domains), "hop_us")
         return self._sampled("ring", turns * inter, turns * intra, hops)
 
     def all_reduce(self) -> list[float]:
         """Over rings, or over trees where those are faster."""
-        shape, (inter, intra) = self.shape, self._ring_shares()
+        shape, (inter, intra) = self.shape, self.shape.ring_shares
         rings = self.ring(turns=2)
         if shape.domains == 1:
             return rings

@@ -199,23 +199,24 @@ class Estimator:
             bottleneck=_bottleneck(times),
             notes=(
                 *self.notes,
-                *self._dispatch_notes(setup, stages),
-                *self._offload_notes(setup),
-                *self._doubts(of_step / self.cluster.gpu.bf16_tflops, setup),
+                *self._notes(setup, stages, of_step / self.cluster.gpu.bf16_tflops),
             ),
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
 
-    def _dispatch_notes(self, setup: Setup, stages: tuple[Stage, ...]) -> Iterator[str]:
+    def _notes(self, setup: Setup, stages: tuple[Stage, ...], mfu: float) -> Iterator[str]:
+        """The notes on one setup: on its dispatch, on offloading, and a doubt where its MFU cannot be."""
         note = self._parts.builder(setup).dispatch_note(setup)
         if note and any(stage.sparse for stage in stages):
             yield note
+        if setup.offload != KEPT:
+            yield from self._offload_notes(setup)
+        if mfu > self.cluster.gpu.most_mfu(setup.precision):
+            yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
     def _offload_notes(self, setup: Setup) -> Iterator[str]:
         """The notes on offloading: what crosses to the host, and which of the modules that were
         named frees nothing."""
-        if setup.offload == KEPT:
-            return
         job, gpu = self._parts.job_of(setup), self.cluster.gpu
         size = memory.offloaded_layer_bytes(job, setup, gpu, software=self.software, is_moe=job.model.moe_layers > 0)
         needed = self.memory(setup)
@@ -229,11 +230,6 @@ class Estimator:
             is_fit = not unfit_offload(others, setup.recompute)
             if is_fit and self.memory(replace(setup, offload=others)).total <= needed.total:
                 yield f"offloading {module} frees nothing here"
-
-    def _doubts(self, mfu: float, setup: Setup) -> Iterator[str]:
-        """The caution that a reader of an estimate should know about its inputs."""
-        if mfu > self.cluster.gpu.most_mfu(setup.precision):
-            yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed

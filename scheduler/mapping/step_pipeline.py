@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
@@ -53,7 +54,9 @@ class StepPipeline:
             [self.stage_merged(setup, stage) for stage in stages] if setup.is_merged else [Breakdown()] * len(stages)
         )
         times = [
-            self._stage_times(setup, stage, one.total_us, both.total_us)
+            self._split_times(setup, stage, one.total_us, both.total_us)
+            if setup.is_merged
+            else StageTimes(0.0, one.total_us)  # how it is split would not matter to how long all takes
             for stage, one, both in zip(stages, alone, merged, strict=True)
         ]
         places = self.places_of_ranks(setup, stages)
@@ -84,7 +87,7 @@ class StepPipeline:
         themselves. A layer that has no partner in the other task, as the chunks of a rank differ,
         is by itself: one with experts, where there are any."""
         found = Breakdown()
-        alone = self._unpaired(setup, stage)
+        alone = _unpaired(self.job.model, setup, stage)
         for is_moe, number in stage.numbers:
             single = min(float(number), alone)
             alone -= single
@@ -94,19 +97,6 @@ class StepPipeline:
                     found.add(times, single)
         found.add(self.parts.ends(setup, stage))
         return found
-
-    def _unpaired(self, setup: Setup, stage: Stage) -> float:
-        """Layers of a rank, forward and backward, that are merged with no other: the forward task
-        of a chunk goes with the backward task of the one that is as far from the rank's last as it
-        is from the first."""
-        kinds = parameters.kinds_of_chunks(self.job.model, setup.pipeline)
-        layers = [len(kinds[chunk]) for chunk in setup.pipeline.chunks(stage.number)]
-        return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
-
-    def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
-        """A stage's times as the schedule asks for them: without a split, where none of it matters
-        to how long all takes."""
-        return self._split_times(setup, stage, alone_us, merged_us) if setup.is_merged else StageTimes(0.0, alone_us)
 
     def _split_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
         """Part a stage's times into forward, backward, and products for weights. The ends are a
@@ -143,3 +133,12 @@ class StepPipeline:
         sends = hops(setup.pp, setup.micro_batches(self.job), setup.vpp, setup.schedule)
         hidden = self.parts.work(setup, True).attention_weights if sends.merged else 0.0
         return sends.alone * us + sends.merged * max(0.0, us - hidden)
+
+
+def _unpaired(model: ModelShape, setup: Setup, stage: Stage) -> float:
+    """Layers of a rank, forward and backward, that are merged with no other: the forward task
+    of a chunk goes with the backward task of the one that is as far from the rank's last as it
+    is from the first."""
+    kinds = parameters.kinds_of_chunks(model, setup.pipeline)
+    layers = [len(kinds[chunk]) for chunk in setup.pipeline.chunks(stage.number)]
+    return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
