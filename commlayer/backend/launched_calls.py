@@ -88,6 +88,7 @@ class LaunchedCalls:
         self._plans, self._track, self._counters, self._instruments = plans, track, counters, instruments
         self.launching: Call | None = None
         self.pending: deque[_Pending] = deque()
+        self._clock: EventClock | None = None
         self._settling = threading.Lock()
         me = weakref.ref(self)
         instruments.changed = lambda: calls._decide_timing() if (calls := me()) is not None else None
@@ -118,7 +119,9 @@ class LaunchedCalls:
     def _settle_one(self, pending: _Pending) -> None:
         call, times, launched_ns = pending.call, pending.times, pending.call.started_ns
         if times.began and times.ended:
-            clock = self._plans.connections.clock
+            if self._clock is None:
+                self._clock = EventClock(self._plans.connections.device.stream(is_high=False))  # on which nothing waits
+            clock = self._clock
             clock.follow(times.began[0], launched_ns)
             call.started_ns = min(map(clock.ns, times.began))
             call.moved_ns = clock.longest_ns(times.began, times.ended)

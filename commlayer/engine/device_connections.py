@@ -11,7 +11,6 @@ import torch
 
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.devices.device_contract import Messenger
-from commlayer.devices.event_clock import EventClock
 from commlayer.engine.runner import Runner
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
@@ -42,7 +41,6 @@ class DeviceConnections:
     ) -> None:
         self._nodes, self._near, self._connect, self._lane, self._longest_us = nodes, near, connect, lane, longest_us
         self._held_lane = ""  # for which calls are held, or hold others; empty: neither
-        self._clock: EventClock | None = None
         self._runner: Runner | None = None
         self.transport: StreamTransport
         self.device: AcceleratorDevice
@@ -56,15 +54,17 @@ class DeviceConnections:
 
         Raises UsageError for another device than the first one.
         """
-        runner = self._runner or self._connected(device)
+        if self._runner is None:
+            self._runner = Runner(self._connected(device), self._near)
+            self._change_place()
         if device != self.device.device:
             raise UsageError(
                 f"this group plans for tensors on {self.device.device}, got one on {device}: calls of a process with "
                 "several devices go by NCCL alone (COMMLAYER_PROFILE=none)"
             )
-        return runner
+        return self._runner
 
-    def _connected(self, device: torch.device) -> Runner:
+    def _connected(self, device: torch.device) -> StreamTransport:
         places = tuple(range(sum(map(len, self._nodes))))
         inside = between = StepMessenger(self._connect("messages inside nodes", device), places)
         if len(self._nodes) > 1:
@@ -73,24 +73,16 @@ class DeviceConnections:
         def messenger_of(step: Step) -> StepMessenger:
             return between if step.resource is Resource.INTER else inside
 
-        messengers = self.messengers = [inside] if between is inside else [inside, between]
+        self.messengers = [inside] if between is inside else [inside, between]
         self.device = AcceleratorDevice(device)
         self._told = self.device.stream(is_high=False)
-        self.transport = StreamTransport(self.device, messenger_of, messengers, self._lane(), self._place())
-        self._runner = Runner(self.transport, self._near)
-        return self._runner
+        self.transport = StreamTransport(self.device, messenger_of, self.messengers, self._lane())
+        return self.transport
 
     @property
     def is_capturing(self) -> bool:
         """Whether what is launched now is captured in a graph, to be run later."""
         return self._runner is not None and self.device.is_capturing
-
-    @property
-    def clock(self) -> EventClock:
-        """The clock of the device."""
-        if self._clock is None:
-            self._clock = EventClock(self.device.stream(is_high=False))  # on which nothing waits
-        return self._clock
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
         """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time,
@@ -112,16 +104,16 @@ class DeviceConnections:
         self._held_lane = lane
         self._change_place()
 
-    def _place(self) -> StreamLane | None:
-        """Its place among the lanes of the device; None where it has none."""
-        others = lanes_of_device(self.device) if self._held_lane else None
-        return None if others is None else StreamLane(others, level_of(self._held_lane), self._longest_us)
-
     def _change_place(self) -> None:
+        """Take its place among the lanes of the device, in the stead of the one that it has; none where
+        calls are not held."""
         if self._runner is not None:
             if self.transport.among is not None:
                 self.transport.among.leave()
-            self.transport.among = self._place()
+            others = lanes_of_device(self.device) if self._held_lane else None
+            self.transport.among = None
+            if others is not None:
+                self.transport.among = StreamLane(others, level_of(self._held_lane), self._longest_us)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of the communicators that there are; later ones are made with the
