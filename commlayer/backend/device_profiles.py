@@ -21,7 +21,6 @@ from commlayer.backend.world import World
 from commlayer.failures.board import FailureBoard, own_client, why_left
 from commlayer.failures.endings import bury
 from commlayer.failures.waits import Watched, keep
-from commlayer.measure.all_ranks import AllRanks
 from commlayer.peer_words import read_text
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 from commlayer.profiles.printable import say, shortened
@@ -85,8 +84,9 @@ class DeviceSurvey:
         node_of = {member: index for index, node in enumerate(places) for member in node}
         topology = Topology.from_identities([f"node {node_of[place]}" for place in range(len(members))])
         detector = self.connector.board.detector
-        ranks = AllRanks(request.rank, len(members), store, gloo, "cpu", members, detector, timeout_s)
-        return self.connector.measuring.device_profile(
+        measuring = self.connector.measuring
+        ranks = measuring.cpu_ranks(request.rank, members, store, gloo, detector, timeout_s)
+        return measuring.device_profile(
             self.job.settings,
             topology,
             ranks,

@@ -22,7 +22,6 @@ from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike
 from commlayer.agree.tree import gather_by_tree
 from commlayer.backend.group_options import GroupOptions
 from commlayer.failures.detector import FailureDetector
-from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
@@ -57,11 +56,23 @@ class Measuring(Protocol):
     """Finds out by which profile ranks plan, with all of them: :mod:`commlayer.measure.calibrate`
     is one."""
 
+    def cpu_ranks(
+        self,
+        rank: int,
+        global_ranks: Sequence[int],
+        store: Store,
+        gloo: Any,
+        detector: FailureDetector,
+        timeout_s: float,
+    ) -> Any:
+        """The ranks that measure together, and meet over ``gloo`` and ``store``. The two below are
+        given them."""
+
     def planner_for(
         self,
         settings: Settings,
         topology: Topology,
-        ranks: AllRanks,
+        ranks: Any,
         *,
         is_whole_job: bool,
         timeout_s: float,
@@ -73,7 +84,7 @@ class Measuring(Protocol):
         self,
         settings: Settings,
         topology: Topology,
-        ranks: AllRanks,
+        ranks: Any,
         *,
         device: torch.device,
         job: str,
@@ -237,7 +248,7 @@ def agree(
     texts = [each.text for each in identities]
     topology = Topology.from_identities(texts) if alone is not None else _topology(settings, texts, global_ranks)
     own = PrefixStore("calibrate/", store)
-    ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector, timeout.total_seconds())
+    ranks = measuring.cpu_ranks(rank, global_ranks, own, gloo, detector, timeout_s)
     planner = measuring.planner_for(
         settings, topology, ranks, is_whole_job=alone is not None or not dist.is_initialized(), timeout_s=timeout_s
     )
