@@ -257,11 +257,11 @@ def decided(
     choices = group._planned.choices
     mine, reason = chosen_by(group, collective, num_bytes)
     chosen = everyones(mine, control)[0]
-    traffic = choices._traffic(collective, num_bytes)
-    if choices.planner is None:
+    traffic = choices.prices.traffic(collective, num_bytes)
+    if choices.prices.planner is None:
         return chosen, "there is no profile", []
     try:
-        priced = contenders(choices.planner.decide(traffic).candidates, chosen)
+        priced = contenders(choices.prices.planner.decide(traffic).candidates, chosen)
     except PlanError as error:
         return chosen, reason or str(error), [(plan, None) for plan in unpriced(traffic)]
     return chosen, reason, [(timeline.plan, timeline.total_us) for timeline in priced]
@@ -346,7 +346,7 @@ def versus(key: str, size: int, plans: Sequence[str], environment: Mapping[str, 
 
 def forced(plans: Sequence[str], group: Any, operands: Operands) -> list[Plan]:
     """The plans of these names for a call on all ranks."""
-    traffic = group._planned.choices._traffic(operands.collective, operands.num_bytes)
+    traffic = group._planned.choices.prices.traffic(operands.collective, operands.num_bytes)
     return [build(traffic, *parse_plan(name)) for name in plans]
 
 

@@ -166,7 +166,7 @@ def conflict(profile: str, rounds: int) -> dict[str, Any]:
 
 def predicted(groups: Groups) -> dict[str, dict[str, float]]:
     """The prediction of the conflict model of the same program, ms."""
-    planner = groups.ours[0]._planned.choices.planner
+    planner = groups.ours[0]._planned.choices.prices.planner
     world, shape = dist.get_world_size(), groups.ours[0].shape
     flat = build(Traffic(EXPERTS, world, 1, Resource.INTER, "all_to_all_v", shape), Strategy.FLAT)
     found = {}

@@ -342,7 +342,7 @@ def _change_links(struck: Struck) -> None:
     def timing(timed: Any) -> Any:
         def times(planned: Any, num_bytes: int) -> LinkTimes:
             usual_us, last = (
-                num_bytes / (card_gbps(planned.choices.agreed.job_planner.profile) * 1e3),
+                num_bytes / (card_gbps(planned.choices.agreed.prices.job_planner.profile) * 1e3),
                 len(planned.nodes) - 1,
             )
             pairs = timed(planned, 4096).taken_us

@@ -41,7 +41,7 @@ def measured(num_bytes: int, rounds: int, cache: str, collectives: tuple[str, ..
     everyone = [tuple(range(dist.get_world_size()))]
     ours, torchs = group_of_mine(everyone, "commlayer"), group_of_mine(everyone, "gloo")
     return {
-        "slow links": [str(link) for link in ours._planned.choices.job_planner.profile.slow_links],
+        "slow links": [str(link) for link in ours._planned.choices.prices.job_planner.profile.slow_links],
         "collectives": {each: compared(ours, torchs, Operands(each, num_bytes, 8), rounds) for each in collectives},
     }
 
@@ -51,15 +51,15 @@ def compared(ours: Any, torchs: Any, operands: Operands, rounds: int) -> dict[st
     choices, collective = ours._planned.choices, operands.collective
     operands.run(ours)  # what the group finds out in its first call is known then
     aware = choices.plan(collective, operands.num_bytes)
-    known = choices._traffic(collective, operands.num_bytes)
-    priced = choose(replace(known, rates=(), slow_pairs=()), choices.planner.profile).candidates
+    known = choices.prices.traffic(collective, operands.num_bytes)
+    priced = choose(replace(known, rates=(), slow_pairs=()), choices.prices.planner.profile).candidates
     unaware = min((t for t in priced if t.plan.strategy is Strategy.PIPELINED), key=lambda t: t.total_us).plan
     ways = {
         "torch": partial(operands.run, torchs),
         f"unaware: {unaware.name}": partial(run_by, unaware, ours, operands),
         f"aware: {aware.name if aware else 'flat'}": partial(operands.run, ours),
     }
-    decision = choices.planner.decide(known)
+    decision = choices.prices.planner.decide(known)
     predicted = {t.plan.name: round(t.total_us) for t in decision.candidates}
     wrong = num_wrong(operands, list(ways.values()), torchs)
     if wrong:

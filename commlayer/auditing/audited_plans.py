@@ -13,11 +13,11 @@ from commlayer.scheduler.experience.link_rates import LinkRates
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 
-__all__ = ["AuditedChoices", "AuditedPlans"]
+__all__ = ["AuditedChoices", "AuditedPlans", "AuditedPrices"]
 
 
-class AuditedChoices(Protocol):
-    """Chooses the plans of a group's calls; :class:`commlayer.engine.group_plans.Choices` describes
+class AuditedPrices(Protocol):
+    """Predicts what a group's calls take; :class:`commlayer.engine.group_plans.CallPrices` describes
     each of these."""
 
     shape: tuple[int, ...]
@@ -25,13 +25,22 @@ class AuditedChoices(Protocol):
     siblings: int
     planner: Planner | None
     job_planner: Planner | None
+
+    def why_flat(self, collective: str, num_bytes: int) -> str: ...
+
+
+class AuditedChoices(Protocol):
+    """Chooses the plans of a group's calls; :class:`commlayer.engine.group_plans.Choices` describes
+    each of these."""
+
     experience: Experience
 
+    @property
+    def prices(self) -> AuditedPrices: ...
     @property
     def is_forced(self) -> bool: ...
     def promised_us(self, plan: Plan) -> float | None: ...
     def promised_flat_us(self, collective: str, num_bytes: int) -> float | None: ...
-    def why_flat(self, collective: str, num_bytes: int) -> str: ...
     def at_other_rates(self, links: LinkRates) -> AuditedChoices: ...
     def doubted(self, budget_us: float) -> AuditedChoices: ...
 

@@ -67,7 +67,7 @@ def attach_of_calls(group: NewGroup) -> None:
     do."""
     planned, instruments, settings = group.planned, group.instruments, group.settings
     ledger = None
-    if group.is_planning and planned.choices.planner is not None and group.options.audit is not False:
+    if group.is_planning and planned.choices.prices.planner is not None and group.options.audit is not False:
         ledger = Ledger(group.counters, planned, group.device)
         instruments.add_here(ledger)
         can_change = len(planned.nodes) > 1 and not planned.choices.is_forced

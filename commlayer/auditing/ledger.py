@@ -246,9 +246,9 @@ class Ledger(Instrument):
             ranks=tuple(self._counters.ranks),
             nodes=self._nodes,
             began_s=self._began_s,
-            profile="" if choices.planner is None else choices.planner.profile.name,
+            profile="" if choices.prices.planner is None else choices.prices.planner.profile.name,
             fabric_rate=choices.experience.links.fabric,
-            node_rates=tuple(choices.rates),
+            node_rates=tuple(choices.prices.rates),
             calls=tuple(
                 _read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])
             ),
@@ -269,7 +269,7 @@ class Ledger(Instrument):
             return []
         for collective, row in list(self._counters.flat.items()):
             sizes = [size for of, size in list(self._of_flat) if of == collective]
-            why = choices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
+            why = choices.prices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
             if why:
                 stayed.append(StayedFlat(collective, row.calls, row.logical_bytes, why))
         return stayed

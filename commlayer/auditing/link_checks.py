@@ -39,8 +39,8 @@ class LinkChecks:
         time_links: Callable[[int], LinkTimes],
         use_choices: Callable[[AuditedChoices], None],
     ) -> None:
-        assert planned.choices.job_planner is not None
-        self._profile = planned.choices.job_planner.profile
+        assert planned.choices.prices.job_planner is not None
+        self._profile = planned.choices.prices.job_planner.profile
         self._planned, self._time_links, self._use_choices = planned, time_links, use_choices
         num_bytes = card_gbps(self._profile) * 1e3 * _MEASURED_US
         self.measured_bytes = round(min(max(num_bytes, _LEAST_BYTES), _MOST_BYTES))
@@ -72,7 +72,7 @@ class LinkChecks:
         seen = choices.experience.look_at_links(
             self._look,
             expected_us=self.measured_bytes / (card_gbps(self._profile) * 1e3),
-            siblings=choices.siblings or most_siblings(cluster, choices.shape),
+            siblings=choices.prices.siblings or most_siblings(cluster, choices.prices.shape),
             slowdown=slowdown,
             is_second=is_second,
         )

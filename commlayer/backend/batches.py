@@ -138,7 +138,7 @@ class Pace:
     @cached_property
     def chunk_bytes(self) -> int:
         """The smallest message to another node, a power of two, that keeps the link's efficiency; 0: whole."""
-        curve, planner = self._curve, self._inner.planned.choices.agreed.job_planner
+        curve, planner = self._curve, self._inner.planned.choices.agreed.prices.job_planner
         if curve is None:
             return 0
         least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
@@ -150,7 +150,7 @@ class Pace:
     @cached_property
     def _curve(self) -> Curve | None:
         """The curve of messages between two nodes."""
-        planner: Any = self._inner.planned.choices.agreed.job_planner
+        planner: Any = self._inner.planned.choices.agreed.prices.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 
 

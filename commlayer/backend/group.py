@@ -60,9 +60,9 @@ def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], .
     """Return what is promised for a call that has run: the times of its plan's steps and the whole,
     µs; None: nothing is."""
     if call.plan is None:
-        flat_us = engine.choices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
+        flat_us = engine.choices.prices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
         return None if flat_us is None else ((), flat_us)
-    timeline = predicted_timeline(call.plan, engine.choices.planner)
+    timeline = predicted_timeline(call.plan, engine.choices.prices.planner)
     return None if timeline is None else (timeline.spans, timeline.total_us)
 
 
@@ -268,7 +268,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     @property
     def siblings(self) -> int:
         """The number that :meth:`use_siblings` was told last; 0 where nobody has."""
-        siblings: int = self._inner.planned.choices.siblings
+        siblings: int = self._inner.planned.choices.prices.siblings
         return siblings
 
     # What torch, and who reads, ask of a group
@@ -298,7 +298,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     @property
     def shape(self) -> tuple[int, ...]:
         """How many of the group's ranks each node holds."""
-        shape: tuple[int, ...] = self._inner.planned.choices.shape
+        shape: tuple[int, ...] = self._inner.planned.choices.prices.shape
         return shape
 
     @property
@@ -310,17 +310,19 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def profile(self) -> Profile | None:
         """The profile by which calls of this group are planned, as the job's ranks agreed on it: of
         the group's nodes and ranks. None: there is none."""
-        planner = self._inner.planned.choices.agreed.planner
+        planner = self._inner.planned.choices.agreed.prices.planner
         return None if planner is None else planner.profile
 
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any
     ) -> float | None:
         """Predict by the profile that the job's ranks agreed on what a call takes, µs, also in wire
-        formats or over rails: see :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks
+        formats or over rails: see :meth:`commlayer.engine.group_plans.CallPrices.predicted_us`. Talks
         to nobody. Not by what re-planning has found in this
         group: who asks may be deciding with ranks of other groups."""
-        predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
+        predicted: float | None = self._inner.planned.choices.agreed.prices.predicted_us(
+            collective, num_bytes, shape, **how
+        )
         return predicted
 
     def get_group_store(self) -> Store:

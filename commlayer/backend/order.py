@@ -332,7 +332,7 @@ class GroupLane:
         self._planned = planned
         self._wanted = planned.settings.lanes if len(planned.global_ranks) > 1 else "off"
         self._bytes_per_s = self._rate()
-        self._crosses = planned.choices.link is Resource.INTER
+        self._crosses = planned.choices.prices.link is Resource.INTER
         self.name: str | None = None
         self.is_on = self.is_told = False
         self.level = 0
@@ -340,8 +340,8 @@ class GroupLane:
     def _rate(self) -> float:
         """The group's share of the slowest link that it crosses, by its profile; 0.0 without
         one."""
-        planner = self._planned.choices.planner
-        return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.link) * 1e9
+        planner = self._planned.choices.prices.planner
+        return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.prices.link) * 1e9
 
     def follow_links(self) -> None:
         """Take the group's share of its links anew: so long as its bytes take there, so long are

@@ -202,7 +202,7 @@ class DevicePlans(Executor):
         self.connections.use_lane(lane)
 
     def _longest_us(self, plan: Plan) -> Sequence[float]:
-        return longest_holds_us(plan, self.choices.planner, lanes().policy, self._timeout_s())
+        return longest_holds_us(plan, self.choices.prices.planner, lanes().policy, self._timeout_s())
 
     def end(self, *, drain: bool) -> None:
         """Let go of connections, when what was launched has run (``drain``), or break them."""

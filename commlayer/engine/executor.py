@@ -64,7 +64,7 @@ class Executor(ABC):
             return True
         if self.choices.is_forced:
             return self.choices.plan("all_to_all_v", 1) is None
-        return not self.choices.two_level_may_pay
+        return not self.choices.prices.two_level_may_pay
 
     def plan_exchange(self, largest: int) -> Plan | None:
         """The plan of an all_to_all of which no rank sends or receives more than ``largest`` bytes,

@@ -224,7 +224,7 @@ class PlannedGroup(Executor):
     def predicted(self, plan: Plan) -> Timeline | None:
         """The plan's timeline by the profile; None without one, or where it does not know its
         operations."""
-        return predicted_timeline(plan, self.choices.planner)
+        return predicted_timeline(plan, self.choices.prices.planner)
 
     def _exchange(self, movement: Movement) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and

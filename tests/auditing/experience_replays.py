@@ -164,7 +164,7 @@ class Job:
         del self.samples[:-32]
 
     def times_of_links(self, planned: Any, num_bytes: int) -> LinkTimes:
-        usual_us = num_bytes / (card_gbps(planned.choices.agreed.job_planner.profile) * 1e3) / self.fabric
+        usual_us = num_bytes / (card_gbps(planned.choices.agreed.prices.job_planner.profile) * 1e3) / self.fabric
         taken, certain = {}, {}
         count = len(self.nodes)
         for pair in [(a, b) for a in range(count) for b in range(a + 1, count)]:
@@ -192,13 +192,15 @@ class OwnLedger:
 
     def use_choices(self, choices: Choices) -> None:
         self.job.generation += 1
-        planner = choices.planner
+        planner = choices.prices.planner
         assert planner is not None
         self.job.planned_for = planner.profile.peaks.inter_gbps / coarse(0.1).peaks.inter_gbps
         plan = choices.plan("all_reduce", 1 << 20, is_float=True)
         trial = choices.experience.pending
         tried = " ".join(each.name for each in trial.plans) if trial is not None else "nothing"
-        self.job.said.append(f"plans by {planner.profile.name}, rates {choices.rates}: {name_of(plan)}, trying {tried}")
+        self.job.said.append(
+            f"plans by {planner.profile.name}, rates {choices.prices.rates}: {name_of(plan)}, trying {tried}"
+        )
 
     def happened(self, call: int, what: str) -> None:
         self.job.said.append(f"before call {call}: {what}")

@@ -99,9 +99,8 @@ def test_of_events_the_latest_are_kept() -> None:
 def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_ledgers", [])
     monkeypatch.setattr(ledger, "_ended", None)
-    choices = SimpleNamespace(
-        promised_flat_us=lambda *_: 10.0, planner=None, job_planner=None, rates=(), experience=Experience()
-    )
+    prices = SimpleNamespace(planner=None, job_planner=None, rates=())
+    choices = SimpleNamespace(promised_flat_us=lambda *_: 10.0, prices=prices, experience=Experience())
     planned: Any = Planned(choices=choices, global_ranks=(0, 1), nodes=((0,), (1,)), held_s=0.0)
     ledgers = []
     for number in range(MOST_ENDED + 10):

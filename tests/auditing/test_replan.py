@@ -81,7 +81,7 @@ def set_times(time_us: float, waited_us: float = 0.0) -> None:
 
 def usual_us(group: Any) -> float:
     """How long the message takes that is measured, if the profile is right."""
-    bytes_per_us: float = card_gbps(group._planned.choices.agreed.job_planner.profile) * 1e3
+    bytes_per_us: float = card_gbps(group._planned.choices.agreed.prices.job_planner.profile) * 1e3
     return group.instruments.find(GroupWatch).checks.measured_bytes / bytes_per_us  # type: ignore[no-any-return]
 
 

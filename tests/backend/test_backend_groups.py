@@ -124,7 +124,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
         calibrate.why_stale = lambda *_: ""  # type: ignore[attr-defined]  # how busy the machine is now is not the question
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
-        return str(group._planned.choices.planner.profile.fingerprint)
+        return str(group._planned.choices.prices.planner.profile.fingerprint)
 
     first, second = cluster.run(job), cluster.run(job)
     assert len({*first, *second}) == 1
@@ -152,8 +152,8 @@ def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
             calibrate.why_stale = lambda *_: ""  # type: ignore[attr-defined]
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
-        assert group._planned.choices.planner.profile.topology == "2x2"
-        return str(group._planned.choices.planner.profile.fingerprint)
+        assert group._planned.choices.prices.planner.profile.topology == "2x2"
+        return str(group._planned.choices.prices.planner.profile.fingerprint)
 
     first, second = cluster.run(job, "first"), cluster.run(job, "second")
     assert len({*first, *second}) == 1

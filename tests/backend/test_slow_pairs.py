@@ -69,13 +69,13 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
         made = [dist.new_group(ranks) for ranks in groups]
         group: Any = next(each for each, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
         choices = group._planned.choices
-        last = len(choices.shape) - 1
+        last = len(choices.prices.shape) - 1
         for plan, slow_pairs in (
             ("ring:3", ()),
             ("ring", ((0, 1, 0.25),)),
             ("ring:3", ((0, 1, 0.25), (last - 1, last, 0.5))[: last - 1]),
         ):
-            choices._forced, choices.slow_pairs = parse_plan(plan), slow_pairs
+            choices._forced, choices.prices.slow_pairs = parse_plan(plan), slow_pairs
             choices._plans.clear()
             for count, dtype in (
                 (1, torch.float32),
@@ -84,7 +84,7 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
                 (999, torch.bfloat16),
             ):
                 check(group, count, dtype)
-        found = {choices.plan(name, 4 * 10_007 * choices.size) for name in COLLECTIVES}
+        found = {choices.plan(name, 4 * 10_007 * choices.prices.size) for name in COLLECTIVES}
         return {each.name if each else "flat" for each in found}
 
     found = emulated_cluster(4, 2).run(job)
@@ -99,8 +99,8 @@ def planned_round(slow: Iterable[SlowLink], pairs: tuple[SlowPair, ...]) -> list
     slowest = min(link.rate for link in slow)
     profile = linear_profile("4x2", direct=max(1.0, 1 / slowest / 3), ring=1 / slowest, slow=tuple(slow))
     choices = Choices((2,) * 4, Planner(profile), Settings(), slow_pairs=pairs)
-    assert choices.planner is not None
-    decisions = [choices.planner.decide(choices._traffic(name, 8 << 20)) for name in COLLECTIVES]
+    assert choices.prices.planner is not None
+    decisions = [choices.prices.planner.decide(choices.prices.traffic(name, 8 << 20)) for name in COLLECTIVES]
     assert [each.plan.strategy for each in decisions] == [Strategy.RING] * 3
     return [each.reason() for each in decisions]
 
@@ -109,21 +109,21 @@ def test_a_slow_pair_is_found_and_gone_round(emulated_cluster: ClusterFactory, t
     def job() -> tuple[str, tuple[int, ...], list[str]]:
         group = start(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path))
         choices = group._planned.choices
-        slow = choices.job_planner.profile.slow_links
+        slow = choices.prices.job_planner.profile.slow_links
         links = ", ".join(map(str, slow))
         orders = []
         for name in COLLECTIVES:
-            traffic = choices._traffic(name, 8 << 20)
+            traffic = choices.prices.traffic(name, 8 << 20)
             assert is_avoided(traffic, (0, 1))
             orders.append(ring_order(traffic))
-        reasons = planned_round(slow, choices.slow_pairs)
+        reasons = planned_round(slow, choices.prices.slow_pairs)
         check(group, 100_003, torch.float32)  # by whatever plan seemed best
         choices._forced = parse_plan("ring")
         choices._plans.clear()
         check(group, 10_007, torch.float32)
         assert choices.plan("all_reduce", 8 << 20).strategy is Strategy.RING
         near: Any = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])][dist.get_rank() // 4]
-        assert (near._planned.choices.slow_pairs != ()) == (dist.get_rank() < 4 or "2 and 3" in links)
+        assert (near._planned.choices.prices.slow_pairs != ()) == (dist.get_rank() < 4 or "2 and 3" in links)
         (order,) = set(orders)
         return links, order, reasons
 

@@ -28,7 +28,7 @@ def start(profile: str = "emulated-2x4") -> int:
 
 
 def siblings(group: Any) -> int:
-    return int(group._planned.choices.siblings)
+    return int(group._planned.choices.prices.siblings)
 
 
 def test_groups_on_one_node_are_counted(emulated_cluster: ClusterFactory) -> None:
@@ -41,7 +41,7 @@ def test_groups_on_one_node_are_counted(emulated_cluster: ClusterFactory) -> Non
         for known in (pairs, [pairs[rank % 4]]):
             use_neighbours(mine, known)
             seen.append(siblings(mine))
-            times.append(mine._planned.choices.predicted_us("all_gather", 1 << 20))
+            times.append(mine._planned.choices.prices.predicted_us("all_gather", 1 << 20))
         assert times[1] < times[0] / 2  # alone on the card
         x = torch.ones(1 << 16)
         dist.all_reduce(x, group=mine)

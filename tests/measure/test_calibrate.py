@@ -381,7 +381,7 @@ def together(*arguments, **options):
 calibrate.measure_cluster = together
 calibrate.why_stale = lambda *_: ""  # whether links take as long in a job that is alone is not the question
 dist.init_process_group("commlayer", init_method=f"file://{folder}/store-{job}", rank=rank, world_size=2)
-print("FINGERPRINT", dist.group.WORLD._planned.choices.planner.profile.fingerprint)
+print("FINGERPRINT", dist.group.WORLD._planned.choices.prices.planner.profile.fingerprint)
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -42,9 +42,9 @@ def test_a_slow_card_is_found_and_owns_less_of_a_sum(emulated_cluster: ClusterFa
         group: Any = start(tmp_path)
         rank, n = dist.get_rank(), dist.get_world_size()
         choices = group._planned.choices
-        links = choices.job_planner.profile.slow_links
+        links = choices.prices.job_planner.profile.slow_links
         for count, chunks in ((100_003, 4), (17, 2), (1 << 16, 7)):
-            plan = build(choices._traffic("all_reduce", 4 * count), Strategy.PIPELINED, chunks)
+            plan = build(choices.prices.traffic("all_reduce", 4 * count), Strategy.PIPELINED, chunks)
             assert plan.is_duplex
             x = torch.arange(count).remainder(64).float() + rank
             group._planned.run(Movement(plan, x, x))
@@ -53,11 +53,11 @@ def test_a_slow_card_is_found_and_owns_less_of_a_sum(emulated_cluster: ClusterFa
         far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [4, 5])]
         pair: Any = far[0] if rank in (0, 2) else far[1] if rank in (1, 3) else None
         if pair is not None:
-            assert pair._planned.choices.rates == ()  # it does not touch the slow node
-            assert pair._planned.choices.predicted_us("all_gather", 1 << 20) < choices.predicted_us(
+            assert pair._planned.choices.prices.rates == ()  # it does not touch the slow node
+            assert pair._planned.choices.prices.predicted_us("all_gather", 1 << 20) < choices.prices.predicted_us(
                 "all_gather", 1 << 20
             )
-        return choices.rates, " ".join(str(link) for link in links)
+        return choices.prices.rates, " ".join(str(link) for link in links)
 
     found = cluster_with_a_slow_card(emulated_cluster).run(job, timeout_s=120.0)
     for rates, names in found:

@@ -175,7 +175,7 @@ def test_ranks_of_several_groups_predict_a_shape_alike() -> None:
     groups = [Choices((1, 1), planner, Settings(), rates=rates) for rates in ((1.0, 1.0), (1.0, 0.25), ())]
     groups.append(Choices((2, 2, 2, 2), planner, Settings(), rates=(1.0, 1.0, 1.0, 0.25)))
     groups[0].use_siblings(1)
-    asked = [choices.predicted_us("all_to_all_v", 1 << 20, (1, 1)) for choices in groups]
+    asked = [choices.prices.predicted_us("all_to_all_v", 1 << 20, (1, 1)) for choices in groups]
     assert len(set(asked)) == 1
-    own = [choices.predicted_us("all_to_all_v", 1 << 20) for choices in groups[:2]]
+    own = [choices.prices.predicted_us("all_to_all_v", 1 << 20) for choices in groups[:2]]
     assert own[0] != own[1]

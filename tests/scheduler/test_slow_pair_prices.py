@@ -82,10 +82,10 @@ def test_a_shape_on_every_node_is_predicted_with_the_profiles_slow_pairs() -> No
     measured = linear_profile("4x2", direct=10 / 3, ring=10.0, slow=slow)
     with_pair = Choices((2,) * 4, Planner(measured), Settings(), slow_pairs=measured.slow_pairs)
     plain = Choices((2,) * 4, Planner(linear_profile("4x2")), Settings())
-    own, by_shape = (with_pair.predicted_us("all_to_all_v", 1 << 24, shape) for shape in (None, (2,) * 4))
+    own, by_shape = (with_pair.prices.predicted_us("all_to_all_v", 1 << 24, shape) for shape in (None, (2,) * 4))
     assert own is not None
     assert by_shape == pytest.approx(own)
-    rails = [choices.predicted_us("all_to_all_v", 1 << 24, over=Span.RAIL) for choices in (with_pair, plain)]
+    rails = [choices.prices.predicted_us("all_to_all_v", 1 << 24, over=Span.RAIL) for choices in (with_pair, plain)]
     assert rails[0] is not None
     assert rails[1] is not None
     assert rails[0] == pytest.approx(rails[1] * 10 / 3, rel=0.01)
