@@ -1,4 +1,4 @@
-"""What one group has on a device once a first call of it is planned: streams, and communicators."""
+"""Connections of one group on a device: streams, and communicators, once a first call is planned."""
 
 from __future__ import annotations
 
