@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -169,6 +171,58 @@ def test_offline_commands_import_nothing_heavy(arguments: list[str]) -> None:
 def test_completion(words: str, index: str, expected: str) -> None:
     done = shell(_COMMLAYER_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=index)
     assert f"plain,{expected}" in done.stdout.splitlines(), done.stderr
+
+
+# The documentation
+
+
+def unknown_word(line: str) -> str:
+    """The first command or option of a documented line that there is not; empty where all are there."""
+    group, context = main, click.Context(main)
+    words = line.partition(" -- ")[0].split()
+    while isinstance(group, click.Group) and words and not words[0].startswith("-"):
+        name, *words = words
+        command = group.get_command(context, name)
+        if command is None:
+            return name
+        group, context = command, click.Context(command, parent=context)  # type: ignore[assignment]
+    known = {each for parameter in group.params for each in (*parameter.opts, *parameter.secondary_opts)}
+    options = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    return next((each for each in options if each not in known), "")
+
+
+def test_commands_and_options_of_the_documentation_are_there() -> None:
+    lines = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = re.sub(r"\\\n *", "", page.read_text(encoding="utf-8"))
+        code = "\n".join(re.findall(r"^    .+|(?<=```sh\n)[^`]+", text, re.M))
+        lines += [
+            (page.name, line)
+            for line in re.findall(r"(?:^|\$|=\S+) +commlayer ([a-z-]+(?![\w:])[^#|>\n]*)", code, re.M)
+        ]
+    assert len(lines) > 80
+    assert [(page, line) for page, line in lines if unknown_word(line)] == []
+    assert unknown_word("profiles merge a b") == "merge"
+    assert unknown_word("search -m x --dispatch all_gather -- --else") == "--dispatch"
+
+
+def test_the_page_of_commands_names_those_of_each_group() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    groups = {name: main.get_command(click.Context(main), name) for name in main.list_commands(click.Context(main))}
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| ([^|]*) \|", text, re.M))
+    assert rows.keys() == groups.keys()
+    for name, group in groups.items():
+        if isinstance(group, click.Group):
+            assert sorted(re.findall(r"`([\w-]+)`", rows[name])) == sorted(group.commands), name
+
+
+def test_the_readmes_search_prints_what_the_readme_shows() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ((command, row),) = re.findall(r"\$ commlayer (search .*)\n.*\n +(1 +.*)\n", readme)
+    lines = call(*command.split()).stdout.splitlines()
+    (best,) = [line for line in lines if line.startswith(" 1 ")]
+    shown, printed = (re.split(r" {2,}", each.strip()) for each in (row, best))
+    assert [cell for cell in printed if cell in shown] == shown
 
 
 # plan
