@@ -116,7 +116,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str, refused: type[UsageError])
     return content
 
 
-def convert(content: Any, target: type[_T], where: str, allowed: Mapping[str, str]) -> _T:
+def convert(content: Any, target: type[_T], where: str, allowed: Mapping[str, str], *, strict: bool = True) -> _T:
     """Convert as ``msgspec.convert`` does, with errors of the form "where: field curves[0].bytes[1]: reason".
 
     Args:
@@ -124,12 +124,13 @@ def convert(content: Any, target: type[_T], where: str, allowed: Mapping[str, st
         target: a Struct type.
         where: begins every message.
         allowed: for a field of few values, the values: msgspec names only the wrong one.
+        strict: numbers are no text.
 
     Raises:
         ProfileError: names the field and the reason; the cause is chained.
     """
     try:
-        return msgspec.convert(content, target)
+        return msgspec.convert(content, target, strict=strict)
     except msgspec.ValidationError as error:
         _refuse(error, where, allowed)
 

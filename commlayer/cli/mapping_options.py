@@ -25,10 +25,12 @@ from commlayer.cli.tables import echo_sentence
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.profiles.known_names import is_path
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.strict_json import parse_object
 from commlayer.profiles.topology import Topology
 from commlayer.readers.cluster_files import resolve as resolve_cluster
+from commlayer.readers.dispatch_files import read_dispatch_kernels
 from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, declared_links, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -196,8 +198,9 @@ _RUN = (
     ),
     click.option(
         "--dispatcher",
-        type=click.Choice(DISPATCHERS),
-        help="Library that sends tokens to experts.  [the software's own; between nodes with a note on the others]",
+        type=NameOr("dispatcher", "PATH", lambda: DISPATCHERS),
+        help=f"Library that sends tokens to experts: {', '.join(DISPATCHERS)}; or aiconfigurator's table of "
+        "DeepEP's times.  [the software's own; between nodes with a note on the others]",
     ),
     click.option(
         "--dispatch-precision",
@@ -479,6 +482,9 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
     if keeps_fp8 and not job.model.gated:
         raise UsageError(f"--activation-func-fp8-input-store is of SwiGLU, which {job.model.name} does not have")
 
+    is_table = dispatcher is not None and dispatcher not in DISPATCHERS and is_path(dispatcher)
+    measured = read_dispatch_kernels(dispatcher) if is_table else None
+
     def changed(runs: Software) -> Software:
         if any(value not in (None, False) for value in state.values()):
             runs = with_optimizer(runs, **{name: value for name, value in state.items() if value is not None})
@@ -487,7 +493,9 @@ def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], S
         if fuses:
             runs = with_fused_experts(runs)
         if dispatcher is not None:
-            runs = with_dispatcher(runs, dispatcher)
+            runs = with_dispatcher(runs, dispatcher if measured is None else measured.name)
+        if measured is not None:
+            runs = replace(runs, kernels=measured)
         if graphs != "none":
             runs = with_graphs(runs, graphs)
         return with_overlap(runs, dispatch_precision=precision, overlaps_shared=is_beside)

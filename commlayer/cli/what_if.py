@@ -40,6 +40,7 @@ __all__ = ["what_if_command"]
 _NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
 _CHOICES = {"folding": "folded", "attention": "attention", "exchange": "exchange", "schedule": "schedule"}
 """In what the two ways of a comparison differ; by software, in nothing of the space."""
+_LINKS = ("inter_gbps", "inter_factor", "intra_gbps", "intra_factor")
 _REPLACED = {"skew": ("imbalance", "routing"), "top_k": (), "split": (), "gpus": (), "sequence": (), "global_batch": ()}
 """The options whose value a variation takes the place of, where it is not the one of its own name; of the job's three numbers a
 value must be given all the same."""
@@ -111,6 +112,12 @@ def what_if_command(
     values = values_of(kind, *(given[name] for name in ("values", "low", "high", "points")))
     if kind == "inter_gbps" and not is_fabric_named:
         ask_fabric(request.cluster, "--vary inter-gbps")
+    kernels = request.software.kernels
+    if kernels is not None and kernels.measured is not None and kind in _LINKS:
+        raise UsageError(
+            f"--vary {kind.replace('_', '-')}: {kernels.measured.source} has times of one network and one kind of node: take "
+            f"--dispatcher {kernels.name}, whose rates are parts of the links' peaks"
+        )
     precisions = [str(value) for value in values] if kind == "precision" else space.precision
     is_way_named = "recompute" in named
     recompute = space.recompute if kind != "gpu" and is_way_named else ()

@@ -29,6 +29,7 @@ from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.strict_json import convert
 from commlayer.profiles.topology import Topology, shape_text
+from commlayer.readers.table_files import PARQUET, table_rows
 
 __all__ = ["NcclRun", "nccl_profile", "nccl_tests_json", "read_nccl_runs"]
 
@@ -53,8 +54,6 @@ _INSPECTED = {
 """Inspector's names: those of nccl-tests, and whether its size is a rank's part of S."""
 _DEVICE = re.compile(r"#\s+Rank\s+\d+ Group\s+(\d+) Pid\s+\d+ on\s+(\S+) device")
 _STARTING = re.compile(r"# Collective test starting:\s+(\S+)")
-_PARQUET = b"PAR1"
-_MOST_ROWS = 1_000_000
 _ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float": 4, "int8": 1}
 _MARK = "commlayer "
 """The beginning of the name of an experiment that :func:`nccl_tests_json` wrote; the curve's key follows."""
@@ -165,7 +164,7 @@ def read_nccl_runs(
         data = read_file(path)
     except OSError as error:
         raise ProfileError(f"{where}: cannot read times of NCCL: {error.strerror or error}") from error
-    if data.startswith(_PARQUET):
+    if data.startswith(PARQUET):
         return _of_table(data, where, collective, nodes)
     return _of_words(data, where, collective, nodes)
 
@@ -349,20 +348,13 @@ def _of_table(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
 
 
 def _rows(data: bytes, where: str) -> list[dict[str, Any]]:
-    """The columns of a parquet table that :class:`_TabledTime` has, row by row."""
-    try:
-        from pyarrow import BufferReader
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ProfileError(f"{where}: reading a parquet table needs pyarrow: pip install pyarrow") from error
-    try:
-        file = ParquetFile(BufferReader(data))
-        if file.metadata.num_rows > _MOST_ROWS:
-            raise ProfileError(f"{where}: expected at most {_MOST_ROWS:,} rows, got {file.metadata.num_rows:,}")
-        table_rows: list[dict[str, Any]] = file.read(columns=list(_TabledTime.__struct_fields__)).to_pylist()
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{where}: expected a parquet table with times of NCCL: {error}") from error
-    return table_rows
+    """The columns of a table that :class:`_TabledTime` has, row by row."""
+    names, rows = table_rows(data, where, _TabledTime.__struct_fields__)
+    if "dispatch_transmit_us" in names:
+        raise ProfileError(
+            f"{where}: these are times of DeepEP, which are no collective's: give the table to --dispatcher"
+        )
+    return rows
 
 
 def _program(program: str, where: str) -> str:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import DispatchError
+from commlayer.scheduler.mapping.dispatch_times import DispatchTimes
 from commlayer.scheduler.mapping.hardware import Architecture
 
 __all__ = [
@@ -67,6 +68,7 @@ class DispatchKernels:
             rates are of whole calls with such a copy.
         megatron: its name in Megatron-Core's flexible dispatcher.
         on_amd: it runs on AMD's GPUs too.
+        measured: times of its calls, in place of rates; None: nobody gave any.
         assumed: about which of these numbers the source says nothing, and what they were taken from.
     """
 
@@ -86,6 +88,7 @@ class DispatchKernels:
     on_amd: bool = False
     inside_blackwell: float | None = None
     megatron: str
+    measured: DispatchTimes | None = None
     assumed: str = ""
     source: str
 

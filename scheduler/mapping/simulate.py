@@ -100,10 +100,10 @@ class Estimator:
             raise UsageError(
                 f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"
             )
-        if software.kernels is not None and cluster.measured:
+        if software.kernels is not None and software.kernels.measured is None and cluster.measured:
             raise UsageError(
                 f"cluster {cluster.name!r} was measured, and nobody measured {software.kernels.name} on it: take a declared "
-                "cluster, or the dispatcher nccl or commlayer"
+                "cluster, the dispatcher nccl or commlayer, or a table of its times"
             )
         self.notes: tuple[str, ...] = _model_notes(job.model)
         if efficiency is None and compute is None:

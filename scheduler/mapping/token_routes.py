@@ -10,6 +10,7 @@ was recorded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from commlayer.profiles.errors import DispatchError
 from commlayer.profiles.links import Resource
@@ -17,6 +18,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.declared_links import FABRICS
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.dispatch_levels import parts_of_token
+from commlayer.scheduler.mapping.dispatch_times import DispatchKey, DispatchTimes, MeasuredGroup
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
@@ -30,7 +32,7 @@ class TokenRoutes:
 
     ``num_nodes``, ``ranks_per_node``: of the group. ``nodes``, ``ranks``: on how many of either a token has an expert, as
     expected; of the busiest rank, where routing is uneven. ``row_bytes``: of a token that comes home, ``out_bytes`` of one, or of
-    a gradient, on its way to the experts.
+    a gradient, on its way to the experts. ``routed``: elements of a row, experts of a token, and experts.
     """
 
     kernels: DispatchKernels
@@ -41,6 +43,7 @@ class TokenRoutes:
     ranks: float
     row_bytes: int
     out_bytes: int
+    routed: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(
@@ -56,7 +59,8 @@ class TokenRoutes:
         )
         tokens = rows_of_rank(job, setup) * setup.micro_batch
         home, out = (software.row_bytes(model.routed_hidden, to_experts=way) for way in (False, True))
-        return cls(kernels, count, shape[0], tokens, nodes, ranks, home, out)
+        routed = model.routed_hidden, model.top_k, model.experts
+        return cls(kernels, count, shape[0], tokens, nodes, ranks, home, out, routed)
 
     @property
     def sent_rows(self) -> float:
@@ -76,8 +80,11 @@ class TokenRoutes:
     def us(self, cluster: Cluster, *, to_experts: bool = False) -> float:
         """The time of one call, µs: the longer of its two ways, with the latencies of the links that it uses.
 
-        Raises PlanError for a measured cluster: its curves are of other calls.
+        Raises PlanError for a measured cluster, whose curves are of other calls, where the kernels were
+        not measured; DispatchError for a call that a table of times does not have.
         """
+        if self.kernels.measured is not None:
+            return self._measured_us(self.kernels.measured, cluster, to_experts=to_experts)
         longest, latency_us = 0.0, 0.0
         inside = cluster.link(Resource.INTRA).used_by(self.ranks_per_node)
         ways = (
@@ -91,6 +98,18 @@ class TokenRoutes:
                 latency_us += cluster.link(resource).latency_us
                 longest = max(longest, rows * size / (reached * cluster.peaks.of(resource) * 1e3))
         return longest + latency_us
+
+    def _measured_us(self, times: DispatchTimes, cluster: Cluster, *, to_experts: bool) -> float:
+        """The time of one call by a table: of so many tokens that their rows are as many."""
+        gpu = cluster.gpu.name.partition(" ")[0]
+        group = MeasuredGroup(gpu, self.num_nodes, self.ranks_per_node, *self.routed)
+        row_bytes = self.out_bytes if to_experts else self.row_bytes
+        way: Literal["dispatch", "combine"] = "dispatch" if row_bytes < self.row_bytes else "combine"
+        curve = times.curve(DispatchKey(group, way, self.kernels.multiprocessors(self.num_nodes)))
+        ranks = self.ranks
+        if self.num_nodes > 1:  # of nodes or of ranks, whichever a token has more of than the table's
+            ranks = max(ranks, group.ranks_of_token * self.nodes / group.nodes_of_token)
+        return curve.at(self.tokens * ranks * row_bytes)
 
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs.
@@ -108,6 +127,12 @@ class TokenRoutes:
             raise DispatchError(
                 f"{self.kernels.name} needs RDMA between nodes, which {cluster.name} has not ({fabric.words}): take another "
                 "dispatcher, or experts inside a node"
+            )
+        if self.kernels.measured is not None and self.are_posted(cluster):
+            raise DispatchError(
+                f"{self.kernels.measured.source} does not name its network: {cluster.name} has {FABRICS[cluster.fabric].words}, "
+                "where a thread of the host posts what crosses; take experts inside a node, or --dispatcher "
+                f"{self.kernels.name} by its published rates"
             )
         prepared_us = self.kernels.prepare_us if exchange.name.partition("_")[::2] == ("dispatch", "") else 0.0
         to_experts = _goes_to_experts(exchange)
@@ -160,6 +185,7 @@ class TokenRoutes:
         return (
             f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; its kernels hold {held} "
             "multiprocessors, which what is computed beside them lacks"
+            + (f"; times of its calls by {self.kernels.measured.source}" if self.kernels.measured else "")
             + (f"; assumed: {self.kernels.assumed}" if self.kernels.assumed else "")
         )
 

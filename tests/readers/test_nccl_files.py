@@ -362,5 +362,11 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"as aiconfigurator's table: field \[0\].nccl_dtype: expected this field"):
         read_nccl_runs(path)
     path.write_bytes(b"PAR1 and no more")
-    with pytest.raises(ProfileError, match="expected a parquet table with times of NCCL"):
+    with pytest.raises(ProfileError, match="expected a parquet table: "):
+        read_nccl_runs(path)
+
+
+def test_a_table_of_a_dispatcher_is_sent_where_it_is_read(tmp_path: Path) -> None:
+    path = _table(tmp_path / "wideep_deepep_normal_perf.parquet", dispatch_transmit_us=[1.0])
+    with pytest.raises(ProfileError, match="give the table to --dispatcher"):
         read_nccl_runs(path)
